@@ -1,0 +1,66 @@
+"""Generate the typed gRPC stubs from `proto/` into the tree, beside the code that imports them.
+
+The one generator of this project: `make proto`, the build hook and the tests all call `generate`.
+The path of a contract below `proto/` is the import path of its stubs, so nothing is rewritten afterwards.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# 1.81.1 is the last generator whose stubs load on protobuf 6.33.5+ and on 7.x; later ones need 7.x.
+GENERATOR = "1.81.1"
+
+
+def generate(root: Path = ROOT) -> list[Path]:
+    """Write `*_pb2.py`, `*_pb2_grpc.py` and their type stubs below `root`; return the contracts they came from."""
+    found = version("grpcio-tools")
+    if found != GENERATOR:
+        raise SystemExit(f"grpcio-tools is {found}; install {GENERATOR}, whose stubs load on protobuf 6.33.5+ and 7.x")
+    source = root / "proto"
+    contracts = sorted(source.rglob("*.proto"))
+    _remove_old(root, source, contracts)
+    _run_protoc(root, source, contracts)
+    return contracts
+
+
+def _remove_old(root: Path, source: Path, contracts: Sequence[Path]) -> None:
+    for folder in {contract.parent.relative_to(source) for contract in contracts}:
+        shutil.rmtree(root / folder, ignore_errors=True)
+
+
+def _run_protoc(root: Path, source: Path, contracts: Sequence[Path]) -> None:
+    outputs = ["python", "grpc_python", "mypy", "mypy_grpc"]
+    plugins = [f"--plugin={name}={_script(name)}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+    arguments = [
+        "protoc",
+        f"-I{source}",
+        f"-I{files('grpc_tools').joinpath('_proto')}",
+        *plugins,
+        *(f"--{output}_out={root}" for output in outputs),
+        *(str(contract) for contract in contracts),
+    ]
+    if code := protoc.main(arguments):
+        raise SystemExit(f"protoc failed with exit code {code}")
+
+
+def _script(name: str) -> str:
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise SystemExit(f"{name} is not installed; install mypy-protobuf")
+    return found
+
+
+if __name__ == "__main__":
+    for contract in generate():
+        print(f"generated stubs of {contract.relative_to(ROOT)}")
