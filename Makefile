@@ -1,0 +1,40 @@
+# Every target is one line that calls a tool or a script. `make` alone lists them.
+.DEFAULT_GOAL := help
+PYTHON ?= python3.11
+VENV := .venv
+RUN := $(VENV)/bin
+
+.PHONY: help proto demo up test test-gpu verify fix images clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml scripts/install.sh
+	@scripts/install.sh $(PYTHON) $(VENV)
+
+proto: $(VENV)/.installed ## Generate the typed gRPC stubs
+	@$(RUN)/python scripts/gen_protos.py
+
+demo: proto ## Train the embedded model by reinforcement learning, end to end
+	@$(RUN)/python scripts/demo.py
+
+up: proto ## Run the three services with the embedded model until Ctrl-C
+	@$(RUN)/paceline up --model "$$($(RUN)/python scripts/make_model.py)"
+
+test: proto ## Run every test that needs no GPU
+	@scripts/test.sh $(RUN)
+
+test-gpu: proto ## Run the tests that need a GPU
+	@$(RUN)/python -m pytest -m gpu tests
+
+verify: proto ## Check style, types, layers and contracts
+	@scripts/verify.sh $(RUN)
+
+fix: proto ## Repair style where a tool can
+	@$(RUN)/ruff check --fix -q . ; $(RUN)/ruff format -q .
+
+images: proto ## Build the three container images for CPU
+	@deploy/build-images.sh cpu
+
+clean: ## Remove everything that was made here
+	@rm -rf $(VENV) .paceline dist build .mypy_cache .ruff_cache .pytest_cache paceline/*/v1

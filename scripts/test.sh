@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Run every test that needs no GPU.   scripts/test.sh BIN
+set -euo pipefail
+bin=$1
+# One thread per process: two OpenMP pools on the same cores spin on each other and run ten times slower.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+"$bin/python" scripts/make_model.py >/dev/null
+"$bin/python" -m pytest -m "not gpu" -n "$(nproc)" --dist loadgroup tests
