@@ -1,0 +1,58 @@
+"""Wire messages to dataclasses and back. Pure functions; decoding checks form (dtype, shape, length), never meaning."""
+
+from paceline.codec.checkpoints import checkpoint_from_proto, checkpoint_to_proto, run_from_proto, run_to_proto
+from paceline.codec.models import (
+    model_info_from_proto,
+    model_info_to_proto,
+    model_ref_from_proto,
+    model_ref_to_proto,
+    served_model_from_proto,
+    served_model_to_proto,
+)
+from paceline.codec.sampling import (
+    delta_from_proto,
+    sample_result_from_proto,
+    sample_result_to_proto,
+    sampling_params_from_proto,
+    sampling_params_to_proto,
+)
+from paceline.codec.tensors import tensor_from_proto, tensor_to_proto, token_ids_from_proto
+from paceline.codec.training import (
+    adam_params_from_proto,
+    adam_params_to_proto,
+    datum_from_proto,
+    datum_to_proto,
+    lora_config_from_proto,
+    lora_config_to_proto,
+    output_from_proto,
+    output_to_proto,
+)
+
+__all__ = [
+    "adam_params_from_proto",
+    "adam_params_to_proto",
+    "checkpoint_from_proto",
+    "checkpoint_to_proto",
+    "datum_from_proto",
+    "datum_to_proto",
+    "delta_from_proto",
+    "lora_config_from_proto",
+    "lora_config_to_proto",
+    "model_info_from_proto",
+    "model_info_to_proto",
+    "model_ref_from_proto",
+    "model_ref_to_proto",
+    "output_from_proto",
+    "output_to_proto",
+    "run_from_proto",
+    "run_to_proto",
+    "sample_result_from_proto",
+    "sample_result_to_proto",
+    "sampling_params_from_proto",
+    "sampling_params_to_proto",
+    "served_model_from_proto",
+    "served_model_to_proto",
+    "tensor_from_proto",
+    "tensor_to_proto",
+    "token_ids_from_proto",
+]

@@ -1,0 +1,89 @@
+"""Runs and checkpoints."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from paceline.codec.training import lora_config_from_proto, lora_config_to_proto
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import Checkpoint, CheckpointKind, Run, RunState
+
+
+def timestamp_to_proto(moment: datetime) -> Timestamp:
+    """Encode a moment."""
+    message = Timestamp()
+    message.FromDatetime(moment.astimezone(UTC))
+    return message
+
+
+def timestamp_from_proto(message: Timestamp) -> datetime:
+    """Decode a moment, in UTC."""
+    return message.ToDatetime(UTC)
+
+
+def run_to_proto(run: Run) -> pb.Run:
+    """Encode a run."""
+    return pb.Run(
+        run_id=run.run_id,
+        base_model=run.base_model,
+        lora=lora_config_to_proto(run.lora),
+        step=run.step,
+        last_seq_id=run.last_seq_id,
+        latest_version=run.latest_version,
+        state=pb.RunState.ValueType(run.state.value),
+        latest_state_checkpoint=run.latest_state_checkpoint,
+        create_time=timestamp_to_proto(run.create_time),
+        user_metadata=run.user_metadata,
+        trainable_parameters=run.trainable_parameters,
+    )
+
+
+def run_from_proto(message: pb.Run) -> Run:
+    """Decode a run."""
+    return Run(
+        run_id=message.run_id,
+        base_model=message.base_model,
+        lora=lora_config_from_proto(message.lora),
+        step=message.step,
+        last_seq_id=message.last_seq_id,
+        latest_version=message.latest_version,
+        state=RunState(message.state),
+        latest_state_checkpoint=message.latest_state_checkpoint,
+        create_time=timestamp_from_proto(message.create_time),
+        trainable_parameters=message.trainable_parameters,
+        user_metadata=dict(message.user_metadata),
+    )
+
+
+def checkpoint_to_proto(checkpoint: Checkpoint) -> pb.Checkpoint:
+    """Encode a checkpoint."""
+    expire_time = checkpoint.expire_time
+    return pb.Checkpoint(
+        path=checkpoint.path,
+        run_id=checkpoint.run_id,
+        kind=pb.CheckpointKind.ValueType(checkpoint.kind.value),
+        name=checkpoint.name,
+        step=checkpoint.step,
+        size_bytes=checkpoint.size_bytes,
+        sha256=checkpoint.sha256,
+        create_time=timestamp_to_proto(checkpoint.create_time),
+        expire_time=None if expire_time is None else timestamp_to_proto(expire_time),
+    )
+
+
+def checkpoint_from_proto(message: pb.Checkpoint) -> Checkpoint:
+    """Decode a checkpoint."""
+    expires = message.HasField("expire_time")
+    return Checkpoint(
+        path=message.path,
+        run_id=message.run_id,
+        kind=CheckpointKind(message.kind),
+        name=message.name,
+        step=message.step,
+        size_bytes=message.size_bytes,
+        sha256=message.sha256,
+        create_time=timestamp_from_proto(message.create_time),
+        expire_time=timestamp_from_proto(message.expire_time) if expires else None,
+    )

@@ -1,0 +1,85 @@
+"""Names of weights."""
+
+from __future__ import annotations
+
+from paceline import errors
+from paceline.types import ModelInfo, ModelRef, ServedModel
+from paceline.types.v1 import model_pb2 as pb
+
+
+def model_ref_to_proto(ref: ModelRef) -> pb.ModelRef:
+    """Encode which weights are meant."""
+    if ref.checkpoint:
+        return pb.ModelRef(checkpoint=ref.checkpoint)
+    if ref.run_id:
+        return pb.ModelRef(version=pb.VersionRef(run_id=ref.run_id, version=ref.version))
+    return pb.ModelRef(base=pb.BaseModel(name=ref.base))
+
+
+def model_ref_from_proto(message: pb.ModelRef, field: str = "model") -> ModelRef:
+    """Decode which weights are meant. Raises MissingField when no member is set, OutOfRange for version 0."""
+    match message.WhichOneof("model"):
+        case "checkpoint":
+            return ModelRef(checkpoint=message.checkpoint)
+        case "version":
+            return _version_ref_from_proto(message.version, f"{field}.version")
+        case "base":
+            return ModelRef(base=message.base.name)
+        case _:
+            raise errors.MissingField("is not set; name the base model, a version or a checkpoint", field=field)
+
+
+def _version_ref_from_proto(message: pb.VersionRef, field: str) -> ModelRef:
+    if not message.run_id:
+        raise errors.MissingField("is not set; name the run", field=f"{field}.run_id")
+    if not message.HasField("version"):
+        return ModelRef(run_id=message.run_id)
+    if message.version == 0:
+        raise errors.OutOfRange("is 0; versions count from 1, leave it unset for the newest", field=f"{field}.version")
+    return ModelRef(run_id=message.run_id, version=message.version)
+
+
+def served_model_to_proto(model: ServedModel) -> pb.ServedModel:
+    """Encode the weights that produced an answer."""
+    return pb.ServedModel(
+        base_model=model.base_model,
+        run_id=model.run_id,
+        version=model.version,
+        checkpoint=model.checkpoint,
+        sha256=model.sha256,
+    )
+
+
+def served_model_from_proto(message: pb.ServedModel) -> ServedModel:
+    """Decode the weights that produced an answer."""
+    return ServedModel(
+        base_model=message.base_model,
+        run_id=message.run_id,
+        version=message.version,
+        checkpoint=message.checkpoint,
+        sha256=message.sha256,
+    )
+
+
+def model_info_to_proto(info: ModelInfo) -> pb.ModelInfo:
+    """Encode what a service knows of a base model."""
+    return pb.ModelInfo(
+        name=info.name,
+        max_context_length=info.max_context_length,
+        vocab_size=info.vocab_size,
+        dtype=info.dtype,
+        max_lora_rank=info.max_lora_rank,
+        num_layers=info.num_layers,
+    )
+
+
+def model_info_from_proto(message: pb.ModelInfo) -> ModelInfo:
+    """Decode what a service knows of a base model."""
+    return ModelInfo(
+        name=message.name,
+        max_context_length=message.max_context_length,
+        vocab_size=message.vocab_size,
+        dtype=message.dtype,
+        max_lora_rank=message.max_lora_rank,
+        num_layers=message.num_layers,
+    )

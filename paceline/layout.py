@@ -1,0 +1,200 @@
+"""Where things lie on the checkpoint volume, and how they get there without ever being half-written.
+
+    <root>/runs/<run_id>/run.json
+    <root>/runs/<run_id>/state/<name>/      a state checkpoint
+    <root>/runs/<run_id>/sampler/<name>/    a sampler checkpoint
+    <root>/runs/<run_id>/versions/<n>/      a published version
+
+Each of the last three is a PEFT directory with a manifest.json. A directory is written under a temporary name,
+synced, and renamed; one that has its
+final name is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from paceline import errors
+from paceline.types import CheckpointKind
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+MANIFEST_FILE = "manifest.json"
+ADAPTER_FILES = frozenset({WEIGHTS_FILE, CONFIG_FILE, MANIFEST_FILE})
+"""All that an adapter's directory may hold: loaders elsewhere also read pickled files if they find them."""
+
+SCHEME = "paceline://"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_RUN_ID = re.compile(r"run-[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPath:
+    """paceline://<run_id>/<kind>/<name>, taken apart."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+
+    @classmethod
+    def parse(cls, path: str, field: str = "path") -> CheckpointPath:
+        """Take a path apart. Raises InvalidPath unless it is exactly of this form."""
+        run_id, _, rest = path.removeprefix(SCHEME).partition("/")
+        folder, _, name = rest.partition("/")
+        kinds = {kind.folder: kind for kind in CheckpointKind}
+        if (
+            not path.startswith(SCHEME)
+            or not _RUN_ID.fullmatch(run_id)
+            or folder not in kinds
+            or not _NAME.fullmatch(name)
+        ):
+            raise errors.InvalidPath("is not of the form paceline://<run_id>/state|sampler/<name>", field=field)
+        return cls(run_id, kinds[folder], name)
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.run_id}/{self.kind.folder}/{self.name}"
+
+
+def check_name(name: str, field: str = "name") -> str:
+    """Return `name` if it can name a checkpoint; raise InvalidName otherwise."""
+    if not _NAME.fullmatch(name):
+        raise errors.InvalidName("must be 1 to 128 characters of [A-Za-z0-9._-], not starting with a dot", field=field)
+    return name
+
+
+def check_run_id(run_id: str, field: str = "run_id") -> str:
+    """Return `run_id` if it has the form of one, so that no other string reaches a path; raise RunNotFound otherwise."""
+    if not run_id:
+        raise errors.MissingField("is not set; name the run", field=field)
+    if not _RUN_ID.fullmatch(run_id):
+        raise errors.RunNotFound("no such run", field=field)
+    return run_id
+
+
+def new_run_id() -> str:
+    """Make the id of a new run."""
+    return f"run-{uuid4().hex}"
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """A checkpoint volume."""
+
+    root: Path
+
+    @property
+    def runs(self) -> Path:
+        """Folder of all runs."""
+        return self.root / "runs"
+
+    def run(self, run_id: str) -> Path:
+        """Folder of a run."""
+        return self.runs / check_run_id(run_id)
+
+    def checkpoint(self, path: CheckpointPath) -> Path:
+        """Folder of a checkpoint."""
+        return self.run(path.run_id) / path.kind.folder / path.name
+
+    def version(self, run_id: str, version: int) -> Path:
+        """Folder of a version."""
+        return self.run(run_id) / "versions" / str(version)
+
+
+@contextmanager
+def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True) -> Iterator[Path]:
+    """Give an empty staging directory that becomes `final` when the block ends well and vanishes when it raises.
+
+    Readers see the whole directory or none. With `durable` files and folders are synced first. Raises FileExistsError
+    when `final` exists and
+    `overwrite` is false, DiskFull when the volume is.
+    """
+    if final.exists() and not overwrite:
+        raise FileExistsError(final)
+    staging = final.parent / f".new-{uuid4().hex}"
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        if durable:
+            _sync_files(staging)
+        _replace(staging, final)
+        if durable:
+            sync_directory(final.parent)
+    except OSError as error:
+        raise _translate(error) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_file(final: Path, data: bytes) -> None:
+    """Write a file durably; readers see the old content or the new, never a mixture."""
+    staging = final.parent / f".new-{uuid4().hex}"
+    try:
+        with staging.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(final)
+        sync_directory(final.parent)
+    except OSError as error:
+        raise _translate(error) from error
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def remove_directory(final: Path) -> None:
+    """Remove a directory; readers see the whole directory or none."""
+    trash = final.parent / f".old-{uuid4().hex}"
+    final.rename(trash)
+    shutil.rmtree(trash)
+
+
+def sweep(folder: Path) -> None:
+    """Finish what a crash interrupted below `folder`: drop staging directories, restore what was being replaced."""
+    for left in sorted(folder.glob(".old-*")):
+        _, _, name = left.name.removeprefix(".old-").partition(".")
+        if name and not (folder / name).exists():
+            left.rename(folder / name)
+    for left in (*folder.glob(".new-*"), *folder.glob(".old-*")):
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(staging: Path, final: Path) -> None:
+    if not final.exists():
+        staging.rename(final)
+        return
+    # A directory cannot be renamed over another; `sweep` puts the old one back if a crash comes between the two
+    # renames.
+    old = final.parent / f".old-{uuid4().hex}.{final.name}"
+    final.rename(old)
+    staging.rename(final)
+    shutil.rmtree(old)
+
+
+def _sync_files(directory: Path) -> None:
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_directory(directory)
+
+
+def _translate(error: OSError) -> Exception:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return errors.DiskFull("the checkpoint volume is full; delete checkpoints or grow it")
+    return error

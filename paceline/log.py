@@ -1,0 +1,57 @@
+"""Logs for operators: structured, one line each; never tokens, prompts or keys."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+import structlog
+from structlog.typing import Processor
+
+LogFormat = Literal["auto", "json", "console"]
+Logger = structlog.stdlib.BoundLogger
+
+
+def configure_logging(service: str, level: str, log_format: LogFormat) -> None:
+    """Send every log, also those of libraries, to standard error: JSON, or readable lines on a terminal."""
+    console = sys.stderr.isatty() if log_format == "auto" else log_format == "console"
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
+        _add_service(service),
+    ]
+    renderer: Processor = (
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    errors: list[Processor] = [] if console else [structlog.processors.format_exc_info]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *errors, renderer],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+def get_logger(name: str) -> Logger:
+    """Return a logger; what is bound with `structlog.contextvars` appears in each of its lines."""
+    logger: Logger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+def _add_service(service: str) -> Processor:
+    def add(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event.setdefault("service", service)
+        return event
+
+    return add

@@ -1,0 +1,1 @@
+"""gRPC as Paceline uses it: one way to serve, one way to call, one mapping of errors."""

@@ -1,0 +1,57 @@
+"""Channels: the options of every connection, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Replies hold log-probabilities of whole batches; requests are split well below this."""
+
+_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A dead peer is noticed within a minute even when no call is in progress (NAT and load balancers drop idle
+    # connections silently).
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # After a restart of the peer the next attempt comes within a second, not after the default backoff of up to two
+    # minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Two clients in one process never share a connection by accident.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of a TLS connection."""
+
+    ca: Path | None
+    """Authorities that the server's certificate must come from; None means the system's."""
+    cert: Path | None = None
+    """Own certificate, for mTLS."""
+    key: Path | None = None
+
+
+def open_channel(
+    target: str, tls: TlsFiles | None = None, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()
+) -> grpc.aio.Channel:
+    """Open a channel in the running event loop.
+
+    `target` is host:port or a gRPC name; None for `tls` means plaintext.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS, interceptors=interceptors)
+    credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.cert))
+    return grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS, interceptors=interceptors)
+
+
+def _read(path: Path | None) -> bytes | None:
+    return None if path is None else path.read_bytes()

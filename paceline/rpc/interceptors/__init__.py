@@ -1,0 +1,16 @@
+"""What surrounds every call, outside in: logging, metrics, errors, authentication."""
+
+from paceline.rpc.interceptors.around import AroundInterceptor, Call
+from paceline.rpc.interceptors.credential import CredentialInterceptor
+from paceline.rpc.interceptors.errors import ErrorInterceptor
+from paceline.rpc.interceptors.logging import LoggingInterceptor
+from paceline.rpc.interceptors.metrics import MetricsInterceptor
+
+__all__ = [
+    "AroundInterceptor",
+    "Call",
+    "CredentialInterceptor",
+    "ErrorInterceptor",
+    "LoggingInterceptor",
+    "MetricsInterceptor",
+]

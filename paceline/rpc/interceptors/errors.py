@@ -1,0 +1,34 @@
+"""Errors leave a service as the catalog says; anything else leaves as INTERNAL with an id and no text of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from uuid import uuid4
+
+import grpc
+
+from paceline import errors
+from paceline.log import get_logger
+from paceline.rpc.interceptors.around import AroundInterceptor, Call
+from paceline.rpc.status import abort
+
+_log = get_logger(__name__)
+
+
+class ErrorInterceptor(AroundInterceptor):
+    """Turns exceptions into status codes with details."""
+
+    @asynccontextmanager
+    async def around(self, call: Call) -> AsyncIterator[None]:
+        try:
+            yield
+        except errors.PacelineError as error:
+            await abort(call.context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            error_id = uuid4().hex
+            _log.exception("uncaught", rpc=call.method, error_id=error_id)
+            message = f"internal error; the service's log has it under {error_id}"
+            await abort(call.context, errors.Internal(message, metadata={"error_id": error_id}))

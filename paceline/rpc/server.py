@@ -1,0 +1,152 @@
+"""The one way to run a service: open the health port, start the service, open its port, drain on SIGTERM, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, start_http_server
+
+from paceline.log import configure_logging, get_logger
+from paceline.rpc.interceptors import AroundInterceptor, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
+from paceline.settings import ServiceSettings
+
+_log = get_logger(__name__)
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Readiness:
+    """Tells probes whether the service can do its work. The empty service name stays SERVING: the process is alive."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.servicer = health_aio.HealthServicer()
+        self._names = names
+
+    async def set(self, ready: bool) -> None:
+        """Say whether the service can do its work now."""
+        for name in self._names:
+            await self.servicer.set(name, _SERVING if ready else _NOT_SERVING)
+
+
+class Service(Protocol):
+    """What `serve` runs."""
+
+    name: str
+    """Short name, for logs."""
+    service_names: Sequence[str]
+    """Full names of the gRPC services, for health and reflection."""
+
+    def interceptors(self) -> Sequence[AroundInterceptor]:
+        """Return what comes inside logging, metrics and errors: authentication, limits."""
+        ...
+
+    async def start(self, readiness: Readiness) -> None:
+        """Do all that must be done before the first call, such as loading a model."""
+        ...
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the service's handlers."""
+        ...
+
+    async def stop(self) -> None:
+        """End what `start` began. Calls have drained by then."""
+        ...
+
+
+async def serve(service: Service, settings: ServiceSettings, registry: CollectorRegistry) -> None:
+    """Run a service until SIGTERM or SIGINT."""
+    configure_logging(service.name, settings.log_level, settings.log_format)
+    stopping = _stop_event()
+    if settings.metrics_listen:
+        host, _, port = settings.metrics_listen.rpartition(":")
+        start_http_server(int(port), host, registry)
+    readiness = Readiness(service.service_names)
+    health = await _start_health(readiness, settings.health_listen)
+    await readiness.set(False)
+    starting = asyncio.ensure_future(service.start(readiness))
+    interrupted = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if starting.done():
+            starting.result()
+            server = make_server(service, settings, registry)
+            await server.start()
+            await readiness.set(True)
+            await interrupted
+            await _drain(server, readiness, settings.drain_seconds)
+    finally:
+        starting.cancel()
+        await service.stop()
+        await health.stop(None)
+        _log.info("stopped")
+
+
+def make_server(service: Service, settings: ServiceSettings, registry: CollectorRegistry) -> grpc.aio.Server:
+    """Make the service's server, bound and not yet started."""
+    server = grpc.aio.server(
+        interceptors=[LoggingInterceptor(), MetricsInterceptor(registry), ErrorInterceptor(), *service.interceptors()],
+        options=_server_options(settings),
+    )
+    service.register(server)
+    if settings.reflection:
+        reflection.enable_server_reflection([*service.service_names, reflection.SERVICE_NAME], server)
+    port = _bind(server, settings)
+    _log.info("listening", address=settings.listen, port=port, tls=settings.tls_cert is not None)
+    return server
+
+
+def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:
+    return (
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # grpcio >= 1.82 drops bursts above its default limits on calls that wait for a handler; clients here send
+        # thousands of samples at once.
+        ("grpc.server.max_pending_requests", 100_000),
+        ("grpc.server.max_pending_requests_hard_limit", 100_000),
+        # By default a server ends connections that ping oftener than every five minutes; clients ping each 30 s to
+        # notice a dead peer.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A port that another process holds is an error, not a share of its traffic.
+        ("grpc.so_reuseport", 0),
+    )
+
+
+def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return server.add_insecure_port(settings.listen)
+    client_ca = settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None
+    credentials = grpc.ssl_server_credentials(
+        [(settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())], client_ca, client_ca is not None
+    )
+    return server.add_secure_port(settings.listen, credentials)
+
+
+async def _start_health(readiness: Readiness, address: str) -> grpc.aio.Server:
+    server = grpc.aio.server()
+    add_HealthServicer_to_server(readiness.servicer, server)
+    server.add_insecure_port(address)
+    await server.start()
+    return server
+
+
+async def _drain(server: grpc.aio.Server, readiness: Readiness, seconds: float) -> None:
+    _log.info("draining", seconds=seconds)
+    await readiness.set(False)
+    await server.stop(seconds)
+
+
+def _stop_event() -> asyncio.Event:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    return stopping

@@ -1,0 +1,78 @@
+"""Errors on the wire: `google.rpc.Status` with ErrorInfo, BadRequest and RetryInfo in the trailers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf import duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from paceline import errors
+from paceline.errors import CATALOG, Code, PacelineError
+
+DOMAIN = "paceline"
+DETAILS_KEY = "grpc-status-details-bin"
+
+_STATUS_CODES: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
+_FALLBACKS: dict[int, type[PacelineError]] = {
+    Code.CANCELLED: errors.Cancelled,
+    Code.INVALID_ARGUMENT: errors.InvalidArgument,
+    Code.DEADLINE_EXCEEDED: errors.TimedOut,
+    Code.RESOURCE_EXHAUSTED: errors.MessageTooLarge,
+    Code.UNIMPLEMENTED: errors.Unsupported,
+    Code.UNAVAILABLE: errors.UpstreamUnavailable,
+    Code.UNAUTHENTICATED: errors.InvalidApiKey,
+}
+"""Classes of errors that gRPC itself makes, which carry no ErrorInfo."""
+
+
+def status_code(error: PacelineError) -> grpc.StatusCode:
+    """Return the status code that an error is sent with."""
+    return _STATUS_CODES[error.code]
+
+
+def status_details(error: PacelineError) -> bytes:
+    """Return the serialised `google.rpc.Status` of an error."""
+    status = status_pb2.Status(code=code_pb2.Code.ValueType(error.code.value), message=str(error))
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    status.details.add().Pack(info)
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after * 1e9))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return bytes(status.SerializeToString())
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineError) -> None:
+    """End a call with an error. Raises `grpc.aio.AbortError`."""
+    await context.abort(status_code(error), str(error), trailing_metadata=((DETAILS_KEY, status_details(error)),))
+
+
+def error_from_rpc(failure: grpc.aio.AioRpcError) -> PacelineError:
+    """Return the error that a failed call carries: what the server raised, or the nearest class for gRPC's own."""
+    metadata = failure.trailing_metadata() or ()
+    raw = next((value for key, value in metadata if key == DETAILS_KEY), None)
+    if isinstance(raw, bytes):
+        return error_from_details(raw, failure.details() or "")
+    cls = _FALLBACKS.get(failure.code().value[0], errors.Internal)
+    return cls(failure.details() or failure.code().name)
+
+
+def error_from_details(raw: bytes, message: str) -> PacelineError:
+    """Rebuild an error from a serialised `google.rpc.Status`."""
+    status = status_pb2.Status.FromString(raw)
+    info, field, retry_after = error_details_pb2.ErrorInfo(), "", None
+    for detail in status.details:
+        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad_request) and bad_request.field_violations:
+            field, message = bad_request.field_violations[0].field, bad_request.field_violations[0].description
+        elif detail.Unpack(retry):
+            retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+        else:
+            detail.Unpack(info)
+    cls = CATALOG.get(info.reason) or _FALLBACKS.get(status.code, errors.Internal)
+    return cls(message, field=field, metadata=dict(info.metadata), retry_after=retry_after)

@@ -1,0 +1,131 @@
+"""Settings of a service: environment variables and flags, from one class."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self, TypeVar
+
+from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+from paceline.log import LogFormat
+from paceline.rpc.channel import TlsFiles
+
+CLIENT_VARIABLES = frozenset({"PACELINE_ADDRESS", "PACELINE_API_KEY", "PACELINE_TLS_CA"})
+"""Read by the client; a service leaves them alone."""
+
+_AREAS = ("PACELINE_TRAINER_", "PACELINE_SAMPLER_", "PACELINE_GATEWAY_", "PACELINE_UP_")
+
+S = TypeVar("S", bound="ServiceSettings")
+
+
+class ServiceSettings(BaseSettings):
+    """What every service can be told. Each field is an environment variable (prefix + name) and a flag (--name)."""
+
+    model_config = SettingsConfigDict(
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_prog_name="paceline-service",
+        extra="forbid",
+        # What a setting was set to may be the credential.
+        hide_input_in_errors=True,
+    )
+
+    listen: str = "127.0.0.1:0"
+    """Address of the service, host:port."""
+    health_listen: str = "127.0.0.1:0"
+    """Address of grpc.health.v1, always plaintext and without a credential, as probes need it."""
+    metrics_listen: str = ""
+    """Address of Prometheus metrics over HTTP; empty means none."""
+    reflection: bool = True
+    """Serve gRPC reflection."""
+    drain_seconds: float = Field(20.0, ge=0)
+    """How long calls in progress may take to end after SIGTERM."""
+    max_message_bytes: int = Field(32 << 20, ge=1 << 20)
+    """Largest message that is taken."""
+    log_level: str = "INFO"
+    log_format: LogFormat = "auto"
+    """json, console, or auto: console on a terminal, JSON elsewhere."""
+    tls_cert: Path | None = None
+    """PEM certificate chain; with tls_key the service speaks TLS."""
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    """PEM certificates of client authorities; set, callers must show a certificate (mTLS)."""
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key come together")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        return self
+
+
+class PeerSettings(ServiceSettings):
+    """What a service behind the gateway can be told."""
+
+    credential: SecretStr | None = None
+    """Secret that the gateway and the services share. Its holder may name any tenant."""
+    credential_file: Path | None = None
+    """File with the credential; preferred to the variable, which other processes of the user can read."""
+    insecure: bool = False
+    """Run without a credential: whoever reaches the port is let in as tenant "default"."""
+
+    @model_validator(mode="after")
+    def _check_credential(self) -> Self:
+        if self.credential is None and self.credential_file is not None:
+            self.credential = SecretStr(self.credential_file.read_text().strip())
+        if self.insecure == (self.credential is not None):
+            raise ValueError("set credential or credential_file, or insecure to run without; not both")
+        return self
+
+    @property
+    def secret(self) -> str:
+        """The credential; empty when running insecurely."""
+        return self.credential.get_secret_value() if self.credential else ""
+
+
+class UpstreamTls(BaseModel):
+    """How a service verifies those it calls."""
+
+    upstream_tls_ca: Path | None = None
+    """PEM certificates of the authorities that the called services' certificates come from; set, calls use TLS."""
+    upstream_tls_cert: Path | None = None
+    """Own certificate for mTLS."""
+    upstream_tls_key: Path | None = None
+
+    @property
+    def upstream_tls(self) -> TlsFiles | None:
+        """The files, or None for plaintext."""
+        if self.upstream_tls_ca is None:
+            return None
+        return TlsFiles(self.upstream_tls_ca, self.upstream_tls_cert, self.upstream_tls_key)
+
+
+def load_settings(cls: type[S], arguments: Sequence[str] | None = None) -> S:
+    """Read settings from the environment and the command line; exit with a message on a bad or unknown variable."""
+    check_environment(cls, os.environ)
+    try:
+        return CliApp.run(cls, cli_args=None if arguments is None else list(arguments))
+    except ValidationError as error:
+        raise SystemExit(
+            "\n".join(_describe(*problem["loc"], message=problem["msg"].removeprefix("Value error, ")) for problem in error.errors())
+        ) from None
+
+
+def _describe(*location: int | str, message: str) -> str:
+    return f"{'.'.join(map(str, location))}: {message}" if location else message
+
+
+def check_environment(cls: type[ServiceSettings], environment: Mapping[str, str]) -> None:
+    """Refuse misspelt variables, which pydantic-settings passes over in silence."""
+    prefix = str(cls.model_config.get("env_prefix", ""))
+    known = {f"{prefix}{name}".upper() for name in cls.model_fields} | CLIENT_VARIABLES
+    for name in sorted(environment):
+        own = name.startswith(prefix) or (name.startswith("PACELINE_") and not name.startswith(_AREAS))
+        if own and name not in known:
+            raise SystemExit(
+                f"unknown variable {name}; {cls.__name__} knows: {', '.join(sorted(known - CLIENT_VARIABLES))}"
+            )

@@ -1,0 +1,37 @@
+"""What users and engines pass around: dataclasses over numpy arrays.
+
+Their wire form is in `paceline.types.v1` (generated).
+"""
+
+from paceline.types.checkpoint import Checkpoint, CheckpointKind, Run, RunState
+from paceline.types.model import ModelInfo, ModelRef, ServedModel
+from paceline.types.sampling import (
+    SampledSequence,
+    SampleResult,
+    SamplingParams,
+    StopReason,
+    StreamedTokens,
+    TopkLogprobs,
+)
+from paceline.types.training import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, OptimStepOutput
+
+__all__ = [
+    "AdamParams",
+    "Checkpoint",
+    "CheckpointKind",
+    "Datum",
+    "ForwardBackwardOutput",
+    "LoraConfig",
+    "ModelInfo",
+    "ModelRef",
+    "OptimStepOutput",
+    "Run",
+    "RunState",
+    "SampleResult",
+    "SampledSequence",
+    "SamplingParams",
+    "ServedModel",
+    "StopReason",
+    "StreamedTokens",
+    "TopkLogprobs",
+]

@@ -1,0 +1,91 @@
+"""Inputs and outputs of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from paceline.types.model import ServedModel
+from paceline.types.training import Array
+
+
+class StopReason(Enum):
+    """Why a sequence ended. The values are those of the wire."""
+
+    STOP = 1
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = 2
+    """max_tokens or the context length."""
+    ABORTED = 3
+    """The server ended it early."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens."""
+
+    max_tokens: int | None = None
+    """None means up to the context length."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """Sample i of a request uses seed + i. None means that the server draws one."""
+    stop: Sequence[str] = ()
+    """Strings that end a sequence; their tokens stay in it."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end a sequence; they stay in it."""
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopkLogprobs:
+    """The k likeliest tokens at each of n positions."""
+
+    token_ids: Array
+    """int32, shape [n, k]; -1 where fewer are known."""
+    logprobs: Array
+    """float32, shape [n, k]; NaN where fewer are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """One completion of T tokens."""
+
+    tokens: Array
+    """int32, shape [T], the stop token included."""
+    logprobs: Array
+    """float32, shape [T], under the distribution that was sampled from."""
+    stop_reason: StopReason
+    topk_logprobs: TopkLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """The completions of one prompt of P tokens."""
+
+    sequences: list[SampledSequence]
+    model: ServedModel
+    """The weights that produced every token."""
+    prompt_logprobs: Array | None = None
+    """float32, shape [P], NaN at 0."""
+    topk_prompt_logprobs: TopkLogprobs | None = None
+    prompt_cache_hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedTokens:
+    """New tokens of one completion of a stream."""
+
+    index: int
+    """Sample index of the completion."""
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason | None = None
+    """Set on the completion's last message."""
+    model: ServedModel = field(default_factory=lambda: ServedModel(""))

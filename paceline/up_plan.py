@@ -1,0 +1,142 @@
+"""What `paceline up` starts: one plan per service, with its settings, its cores or its GPU."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from json import dumps
+from pathlib import Path
+
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What `paceline up` can be told; see its help."""
+
+    model: str
+    model_name: str = ""
+    state: str = ".paceline"
+    address: str = "127.0.0.1:50050"
+    engine: str = "vllm"
+    bridge: str = "stream"
+    dtype: str = "auto"
+    max_lora_rank: int = 32
+    log_level: str = "INFO"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one service is started."""
+
+    name: str
+    module: str
+    environment: Mapping[str, str]
+    health: str
+    """Address of its health service."""
+    service: str
+    """Full name of the gRPC service that must be ready."""
+    cores: frozenset[int] = frozenset()
+    """Cores that it may use; empty means all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What of the machine a service gets."""
+
+    cores: frozenset[int] = frozenset()
+    environment: Mapping[str, str] | None = None
+
+
+def read_or_make_key(state: Path) -> Path:
+    """Return the file with the API key, made on first use together with the gateway's file of keys."""
+    state.mkdir(parents=True, exist_ok=True)
+    key_file = state / "api_key"
+    if not key_file.exists():
+        _write_secret(key_file, f"pl-{secrets.token_urlsafe(32)}")
+    key = key_file.read_text().strip()
+    entry = {"name": "up", "tenant": "default", "sha256": sha256(key.encode()).hexdigest()}
+    _write_secret(state / "keys.json", dumps([entry]))
+    if not (state / "credential").exists():
+        _write_secret(state / "credential", secrets.token_urlsafe(32))
+    return key_file
+
+
+def make_plans(options: UpOptions, state: Path) -> list[Plan]:
+    """Plan the services in the order in which they are started. Ports follow from the gateway's."""
+    host, _, port = options.address.rpartition(":")
+    listen = {name: f"{host}:{int(port) + offset}" for offset, name in enumerate(("gateway", "trainer", "sampler"))}
+    health = {name: f"127.0.0.1:{int(port) + offset + 100}" for offset, name in enumerate(listen)}
+    credential = str(state / "credential")
+    shares = _share_machine()
+
+    def plan(name: str, module: str, service: str, settings: Mapping[str, str]) -> Plan:
+        common = {
+            "listen": listen[name],
+            "health_listen": health[name],
+            "credential_file": credential,
+            "log_level": options.log_level,
+            "log_format": "console",
+        }
+        prefix = f"PACELINE_{name.upper()}_"
+        variables = {prefix + key.upper(): value for key, value in {**common, **settings}.items()}
+        environment = {**(shares[name].environment or {}), **variables}
+        return Plan(name, module, environment, health[name], service, shares[name].cores)
+
+    model = {
+        "model": options.model,
+        "model_name": options.model_name or Path(options.model).name,
+        "dtype": options.dtype,
+        "checkpoint_dir": str(state / "checkpoints"),
+        "max_lora_rank": str(options.max_lora_rank),
+    }
+    sampler = {"trainer": listen["trainer"], "engine": options.engine, "bridge": options.bridge}
+    gateway = {"trainer": listen["trainer"], "samplers": listen["sampler"], "keys_file": str(state / "keys.json")}
+    return [
+        plan("trainer", "trainer_service", "paceline.trainer.v1.TrainerService", model),
+        plan("sampler", "sampler_service", "paceline.sampler.v1.SamplerService", {**model, **sampler}),
+        plan("gateway", "gateway", "paceline.gateway.v1.GatewayService", gateway),
+    ]
+
+
+def _share_machine() -> dict[str, _Share]:
+    """Give trainer and sampler a GPU each, or each its own cores: two OpenMP pools on the same cores spin on each other."""
+    gpus = len(list(_NVIDIA.iterdir())) if _NVIDIA.is_dir() else 0
+    if gpus:
+        second = {"CUDA_VISIBLE_DEVICES": "1"} if gpus > 1 else _half_gpu()
+        return {
+            "trainer": _Share(environment={"CUDA_VISIBLE_DEVICES": "0"}),
+            "sampler": _Share(environment=second),
+            "gateway": _Share(),
+        }
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    return {
+        "trainer": _cpu_share(cores[:half]),
+        "sampler": _cpu_share(cores[half:] or cores),
+        "gateway": _Share(),
+    }
+
+
+def _half_gpu() -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": "0", "PACELINE_SAMPLER_GPU_MEMORY_UTILIZATION": "0.5"}
+
+
+def _cpu_share(cores: list[int]) -> _Share:
+    threads = str(len(cores))
+    return _Share(
+        frozenset(cores),
+        {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        },
+    )
+
+
+def _write_secret(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)

@@ -1,0 +1,25 @@
+"""An adapter on its way: its manifest, its chunks, its checksums.
+
+The bytes that travel are the safetensors file itself.
+"""
+
+from paceline.weights.chunks import ChunkWriter, read_chunks
+from paceline.weights.manifest import (
+    describe_adapter,
+    hash_file,
+    read_manifest,
+    served_model,
+    verify_adapter,
+    write_manifest,
+)
+
+__all__ = [
+    "ChunkWriter",
+    "describe_adapter",
+    "hash_file",
+    "read_chunks",
+    "read_manifest",
+    "served_model",
+    "verify_adapter",
+    "write_manifest",
+]

@@ -1,0 +1,105 @@
+"""The manifest of an adapter directory: what it is, whose it is, its tensors, and the SHA-256 of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+
+from paceline import errors
+from paceline.codec import served_model_from_proto, served_model_to_proto
+from paceline.codec.checkpoints import timestamp_to_proto
+from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
+from paceline.types import ServedModel
+from paceline.types.v1 import tensor_pb2
+from paceline.weights.v1 import weight_service_pb2 as pb
+
+_DTYPES = {
+    "F32": tensor_pb2.DTYPE_FLOAT32,
+    "BF16": tensor_pb2.DTYPE_BFLOAT16,
+    "F16": tensor_pb2.DTYPE_FLOAT16,
+}
+_MAX_HEADER = 100_000_000  # the limit of the safetensors format
+
+
+def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: int) -> pb.Manifest:
+    """Make the manifest of a PEFT directory by reading it; `model.sha256` is computed here."""
+    weights = directory / WEIGHTS_FILE
+    config = (directory / CONFIG_FILE).read_bytes()
+    return pb.Manifest(
+        model=served_model_to_proto(replace(model, sha256=hash_file(weights))),
+        tenant=tenant,
+        tensors=read_tensor_entries(weights),
+        total_size=weights.stat().st_size,
+        adapter_config=config,
+        rank=int(json.loads(config)["r"]),
+        step=step,
+        create_time=timestamp_to_proto(datetime.now(UTC)),
+    )
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, lower-case hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(directory: Path, manifest: pb.Manifest) -> None:
+    """Write the manifest beside the adapter that it describes."""
+    (directory / MANIFEST_FILE).write_text(json_format.MessageToJson(manifest))
+
+
+def read_manifest(directory: Path) -> pb.Manifest:
+    """Read a directory's manifest. Raises FileNotFoundError when there is none, ChecksumMismatch when it is damaged."""
+    text = (directory / MANIFEST_FILE).read_text()
+    try:
+        return json_format.Parse(text, pb.Manifest())
+    except json_format.ParseError as error:
+        raise errors.ChecksumMismatch("the manifest is damaged; restore the directory from a backup") from error
+
+
+def verify_adapter(directory: Path, manifest: pb.Manifest) -> str:
+    """Check that a directory holds exactly the adapter that the manifest describes; return the computed SHA-256."""
+    foreign = {path.name for path in directory.iterdir()} - ADAPTER_FILES
+    if foreign:
+        raise errors.ChecksumMismatch("the adapter's directory holds files that do not belong there")
+    computed = hash_file(directory / WEIGHTS_FILE)
+    if computed != manifest.model.sha256 or (directory / CONFIG_FILE).read_bytes() != manifest.adapter_config:
+        raise errors.ChecksumMismatch("the adapter differs from its manifest; publish or save it again")
+    return computed
+
+
+def served_model(manifest: pb.Manifest) -> ServedModel:
+    """Return what the manifest describes."""
+    return served_model_from_proto(manifest.model)
+
+
+def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
+    """Read the header of a safetensors file. Raises ChecksumMismatch unless its tensors tile the file exactly."""
+    with weights.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _MAX_HEADER:
+            raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name)
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    base = 8 + length
+    entries = [_entry(name, facts, base) for name, facts in header.items()]
+    entries.sort(key=lambda entry: entry.offset)
+    ends = [base, *(entry.offset + entry.size for entry in entries)]
+    if [entry.offset for entry in entries] != ends[:-1] or ends[-1] != weights.stat().st_size:
+        raise errors.ChecksumMismatch("tensors do not tile the file; it is damaged", field=weights.name)
+    return entries
+
+
+def _entry(name: str, facts: dict[str, Any], base: int) -> pb.TensorEntry:
+    start, end = facts["data_offsets"]
+    dtype = _DTYPES.get(facts["dtype"])
+    if dtype is None:
+        raise errors.InvalidDtype(f"has dtype {facts['dtype']}; an adapter holds F32, BF16 or F16", field=name)
+    return pb.TensorEntry(name=name, dtype=dtype, shape=facts["shape"], offset=base + start, size=end - start)
