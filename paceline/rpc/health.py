@@ -1,0 +1,44 @@
+"""Ask a health port whether a service is ready, for probes that can only run a command.
+
+    python -m paceline.rpc.health HOST:PORT [SERVICE]
+
+Exit code 0: it serves. 1: it does not, or nothing answers. Without SERVICE the question is whether the process is
+alive.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+
+def check_health(address: str, service: str, timeout_seconds: float) -> str:
+    """Return the status that grpc.health.v1 gives for a service, or the code of the failed call."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            response = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=timeout_seconds)
+        except grpc.RpcError as failure:
+            code: grpc.StatusCode = failure.code()
+            return code.name
+    status: str = HealthCheckResponse.ServingStatus.Name(response.status)
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.rpc.health", description="Probe a service's health port.")
+    parser.add_argument("address", help="host:port of the health port, which is plaintext")
+    parser.add_argument("service", nargs="?", default="", help="full name of a gRPC service; none means the process")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for the answer")
+    given = parser.parse_args(arguments)
+    status = check_health(given.address, given.service, given.timeout)
+    if status != "SERVING":
+        raise SystemExit(f"{given.service or 'process'} at {given.address}: {status}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The real services as processes, for tests: start them, kill them, start them again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.rpc.health import check_health
+from paceline.up_plan import Plan, UpOptions, make_plans, read_or_make_key
+
+START_SECONDS = 180.0
+
+
+@dataclass
+class ServiceProcess:
+    """One service of a cluster."""
+
+    plan: Plan
+    log: Path
+    process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Start it and return when it is ready."""
+        self.spawn()
+        self.wait_ready()
+
+    def spawn(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", self.plan.module],
+                env={**environment, **self.plan.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        if self.plan.cores:
+            os.sched_setaffinity(self.process.pid, self.plan.cores)
+
+    def wait_ready(self) -> None:
+        def is_ready() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(f"{self.plan.name} ended with {self.process.returncode}:\n{self.tail()}")
+            return check_health(self.plan.health, self.plan.service, 1.0) == "SERVING"
+
+        wait_for(is_ready, START_SECONDS, self.tail)
+
+    def kill(self) -> None:
+        """SIGKILL it and every process that it started."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self, seconds: float = 30) -> int:
+        """SIGTERM it; return its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self.plan.name} did not stop within {seconds} s:\n{self.tail()}") from None
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+
+@dataclass
+class Cluster:
+    """Trainer, sampler and gateway on one machine, as `paceline up` starts them."""
+
+    address: str
+    api_key: str
+    state: Path
+    services: dict[str, ServiceProcess] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, state: Path, model: Path, engine: str = "hf", bridge: str = "stream", **settings: str) -> Cluster:
+        """Plan a cluster; `settings` are further environment variables of the services."""
+        options = UpOptions(
+            model=str(model),
+            address=f"127.0.0.1:{_free_ports()}",
+            engine=engine,
+            bridge=bridge,
+            dtype="float32",
+            max_lora_rank=16,
+        )
+        key_file = read_or_make_key(state)
+        cluster = cls(options.address, key_file.read_text(), state)
+        for plan in make_plans(options, state):
+            prefix = f"PACELINE_{plan.name.upper()}_"
+            extra = {name: value for name, value in settings.items() if name.startswith(prefix)}
+            plan = Plan(plan.name, plan.module, {**plan.environment, **extra}, plan.health, plan.service, plan.cores)
+            cluster.services[plan.name] = ServiceProcess(plan, state / f"{plan.name}.log")
+        return cluster
+
+    def start(self) -> None:
+        for service in self.services.values():
+            service.spawn()
+        for service in self.services.values():
+            service.wait_ready()
+
+    def stop(self) -> None:
+        with ExitStack() as stack:
+            for service in self.services.values():
+                if service.process is not None and service.process.poll() is None:
+                    stack.callback(service.stop)
+
+    @property
+    def trainer(self) -> ServiceProcess:
+        return self.services["trainer"]
+
+    @property
+    def sampler(self) -> ServiceProcess:
+        return self.services["sampler"]
+
+    @property
+    def gateway(self) -> ServiceProcess:
+        return self.services["gateway"]
+
+
+def wait_for(condition, seconds: float = 30.0, explain=str):
+    """Return the first true value of `condition()`; fail after `seconds` with what `explain()` says."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        threading.Event().wait(0.05)
+    raise AssertionError(f"not so within {seconds} s: {explain()}")
+
+
+def _free_ports() -> int:
+    """Find a port that is free, with the next two, and those 100 above for health."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            base = probe.getsockname()[1]
+        wanted = [base + offset for offset in (0, 1, 2, 100, 101, 102)]
+        if max(wanted) < 65536 and all(_is_free(port) for port in wanted):
+            return base
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0

@@ -1,0 +1,395 @@
+"""The trainer service as a process, called with the generated stubs: bad input, order, crashes, checkpoints, versions."""
+
+import asyncio
+import hashlib
+import os
+import signal
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+from cluster import Cluster
+from tiny_models import VOCAB_SIZE, make_tiny_llama
+
+from paceline import codec, errors
+from paceline.rpc.channel import open_channel
+from paceline.rpc.identity import peer_metadata
+from paceline.rpc.status import error_from_rpc
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from paceline.types import AdamParams, Datum
+from paceline.types.v1 import lora_pb2, model_pb2
+from paceline.weights.v1 import weight_service_pb2 as weights_pb
+from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
+
+pytestmark = [pytest.mark.services, pytest.mark.xdist_group("trainer_service")]
+
+DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7], logprobs=-1.0, advantages=1.0)
+SFT_DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7])
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    state = tmp_path_factory.mktemp("trainer")
+    model = make_tiny_llama(state / "model")
+    cluster = Cluster.make(state, model, PACELINE_TRAINER_KEEP_VERSIONS="2", PACELINE_TRAINER_GAP_WAIT_SECONDS="5",
+                           PACELINE_TRAINER_EXPIRY_CHECK_SECONDS="0.2", PACELINE_TRAINER_STAGING_DIR=str(state / "shm"))
+    cluster.trainer.start()
+    yield cluster
+    cluster.trainer.stop()
+
+
+class Caller:
+    """A tenant's connection to the trainer, and one run of its own."""
+
+    def __init__(self, channel, credential, tenant):
+        self.stub = TrainerServiceStub(channel)
+        self.weights = WeightServiceStub(channel)
+        self.metadata = peer_metadata(credential, tenant)
+        self.seq_id = 0
+        self.run_id = ""
+
+    async def call(self, method, request):
+        try:
+            return await getattr(self.stub, method)(request, metadata=self.metadata, timeout=60)
+        except grpc.aio.AioRpcError as failure:
+            raise error_from_rpc(failure) from None
+
+    async def command(self, method, message, **fields):
+        self.seq_id += 1
+        return await self.call(method, message(run_id=self.run_id, seq_id=self.seq_id, **fields))
+
+    async def create_run(self, **lora):
+        request = pb.CreateRunRequest(request_id=os.urandom(8).hex(), lora=lora_pb2.LoraConfig(**{"rank": 4, **lora}))
+        self.run_id = (await self.call("CreateRun", request)).run.run_id
+        self.seq_id = 0
+        return self
+
+    async def forward_backward(self, data=(SFT_DATUM,), loss_fn="cross_entropy", **fields):
+        encoded = [codec.datum_to_proto(datum) for datum in data]
+        return await self.command(
+            "ForwardBackward", pb.ForwardBackwardRequest, data=encoded, loss_fn=loss_fn, **fields
+        )
+
+    async def optim_step(self, **params):
+        adamw = codec.adam_params_to_proto(AdamParams(**{"learning_rate": 1e-2, **params}))
+        return await self.command("OptimStep", pb.OptimStepRequest, adamw=adamw)
+
+    async def train(self, steps=1):
+        for _ in range(steps):
+            await self.forward_backward()
+            step = await self.optim_step()
+        return step
+
+    async def save(self, name, kind=pb.CHECKPOINT_KIND_STATE, **fields):
+        reply = await self.command("SaveCheckpoint", pb.SaveCheckpointRequest, name=name, kind=kind, **fields)
+        return reply.checkpoint
+
+    async def load(self, path, **fields):
+        return await self.command("LoadCheckpoint", pb.LoadCheckpointRequest, path=path, **fields)
+
+    async def publish(self, **fields):
+        return await self.command("PublishWeights", pb.PublishWeightsRequest, **fields)
+
+    async def get_run(self):
+        return (await self.call("GetRun", pb.GetRunRequest(run_id=self.run_id))).run
+
+    async def logprobs(self):
+        reply = await self.forward_backward(forward_only=True)
+        return codec.output_from_proto(reply.outputs[0], "")["logprobs"]
+
+
+@pytest.fixture
+async def channel(cluster):
+    async with open_channel(cluster.trainer.plan.environment["PACELINE_TRAINER_LISTEN"]) as channel:
+        yield channel
+
+
+@pytest.fixture
+def credential(cluster):
+    return (cluster.state / "credential").read_text()
+
+
+@pytest.fixture
+async def caller(channel, credential):
+    return await Caller(channel, credential, "team").create_run()
+
+
+def with_input(name, values, datum=DATUM):
+    return replace(datum, loss_inputs={**datum.loss_inputs, name: np.asarray(values)})
+
+
+def without_input(name):
+    return replace(DATUM, loss_inputs={key: value for key, value in DATUM.loss_inputs.items() if key != name})
+
+
+ONES = np.ones(6, np.float32)
+BAD_BATCHES = {
+    "empty batch": ([], "ppo", {}, errors.EmptyBatch, "data"),
+    "unknown loss": ([DATUM], "reinforce", {}, errors.UnknownLoss, "loss_fn"),
+    "unknown setting": ([DATUM], "ppo", {"epsilon": 0.2}, errors.UnknownField, "loss_fn_config.epsilon"),
+    "missing input": ([without_input("advantages")], "ppo", {}, errors.MissingField, "data[0].loss_inputs[advantages]"),
+    "unknown input": ([with_input("rewards", ONES)], "ppo", {}, errors.UnknownField, "data[0].loss_inputs[rewards]"),
+    "wrong dtype": ([with_input("advantages", np.ones(6, np.int32))], "ppo", {}, errors.InvalidDtype,
+                    "data[0].loss_inputs[advantages].dtype"),
+    "wrong length": ([with_input("advantages", ONES[:5])], "ppo", {}, errors.InvalidShape,
+                     "data[0].loss_inputs[advantages].shape"),
+    "wrong shape": ([with_input("advantages", np.ones((6, 1), np.float32))], "ppo", {}, errors.InvalidShape,
+                    "data[0].loss_inputs[advantages].shape"),
+    "input token": ([replace(DATUM, model_input=np.array([0, 1, 2, 3, 4, VOCAB_SIZE], np.int32))], "ppo", {},
+                    errors.TokenOutOfRange, "data[0].model_input"),
+    "target token": ([with_input("target_tokens", np.array([0, 1, 2, 3, 4, -1]))], "ppo", {}, errors.TokenOutOfRange,
+                     "data[0].loss_inputs[target_tokens]"),
+    "nan advantage": ([DATUM, with_input("advantages", ONES * np.float32("nan"))], "ppo", {}, errors.NonFinite,
+                      "data[1].loss_inputs[advantages]"),
+    "infinite advantage": ([with_input("advantages", ONES * np.float32("inf"))], "ppo", {}, errors.NonFinite,
+                           "data[0].loss_inputs[advantages]"),
+    "positive logprob": ([with_input("logprobs", ONES)], "ppo", {}, errors.PositiveLogprob,
+                         "data[0].loss_inputs[logprobs]"),
+    "mask of twos": ([with_input("mask", np.full(6, 2, np.uint8))], "ppo", {}, errors.OutOfRange,
+                     "data[0].loss_inputs[mask]"),
+    "all masked": ([with_input("mask", np.zeros(6, np.uint8))], "ppo", {}, errors.EmptyBatch, "data"),
+    "too long": ([Datum.from_completion([1] * 600, [2])], "cross_entropy", {}, errors.SequenceTooLong,
+                 "data[0].model_input"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BATCHES)
+async def test_a_bad_batch_is_refused_by_name_and_the_run_goes_on_unharmed(caller, case):
+    data, loss_fn, config, error, field = BAD_BATCHES[case]
+    await caller.forward_backward()
+    with pytest.raises(error) as caught:
+        await caller.forward_backward(data, loss_fn, loss_fn_config=config)
+    assert (type(caught.value), caught.value.field) == (error, field)
+    unharmed = await caller.optim_step()
+    reference = await caller.create_run()
+    assert unharmed.grad_norm == (await reference.train()).grad_norm
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [({"learning_rate": -1.0}, "learning_rate"), ({"beta1": 1.0}, "beta1"), ({"beta2": float("nan")}, "beta2"),
+     ({"eps": -1e-8}, "eps"), ({"weight_decay": float("inf")}, "weight_decay"), ({"grad_clip_norm": -1.0}, "grad_clip_norm")],
+)
+async def test_a_bad_optimizer_setting_is_refused_by_name_and_the_gradient_stays(caller, params, field):
+    await caller.forward_backward()
+    with pytest.raises(errors.OutOfRange) as caught:
+        await caller.optim_step(**params)
+    assert caught.value.field == f"adamw.{field}"
+    assert (await caller.optim_step()).step == 1
+
+
+async def test_a_step_without_a_gradient_is_refused(caller):
+    with pytest.raises(errors.NoGradient):
+        await caller.optim_step()
+
+
+@pytest.mark.parametrize(
+    ("lora", "error", "field"),
+    [({"rank": 17}, errors.RankTooLarge, "lora.rank"), ({"rank": 0}, errors.OutOfRange, "lora.rank"),
+     ({"alpha": -1.0}, errors.OutOfRange, "lora.alpha"), ({"dropout": 1.0}, errors.OutOfRange, "lora.dropout"),
+     ({"layers": [0, 2]}, errors.OutOfRange, "lora.layers[1]"),
+     ({"train_attn": False, "train_mlp": False}, errors.InvalidArgument, "lora")],
+)
+async def test_a_bad_adapter_is_refused_by_name(caller, lora, error, field):
+    with pytest.raises(error) as caught:
+        await caller.create_run(**lora)
+    assert caught.value.field == field
+
+
+async def test_an_unknown_base_model_is_refused(caller):
+    request = pb.CreateRunRequest(request_id="x", base_model="other", lora=lora_pb2.LoraConfig(rank=4))
+    with pytest.raises(errors.ModelNotFound):
+        await caller.call("CreateRun", request)
+
+
+async def test_a_message_that_is_too_large_is_a_typed_error(caller):
+    with pytest.raises(errors.MessageTooLarge):
+        await caller.call("CreateRun", pb.CreateRunRequest(user_metadata={"a": "x" * (33 << 20)}))
+
+
+async def test_creating_a_run_twice_with_one_request_id_makes_one_run(caller):
+    request = pb.CreateRunRequest(request_id=os.urandom(8).hex(), lora=lora_pb2.LoraConfig(rank=4))
+    first, second = await asyncio.gather(caller.call("CreateRun", request), caller.call("CreateRun", request))
+    assert first.run.run_id == second.run.run_id
+    request.lora.rank = 8
+    with pytest.raises(errors.RequestIdReused):
+        await caller.call("CreateRun", request)
+
+
+async def test_another_tenants_objects_look_absent(caller, channel, credential):
+    checkpoint = await caller.save("mine")
+    stranger = await Caller(channel, credential, "stranger").create_run()
+    with pytest.raises(errors.RunNotFound):
+        await stranger.call("GetRun", pb.GetRunRequest(run_id=caller.run_id))
+    with pytest.raises(errors.CheckpointNotFound):
+        await stranger.load(checkpoint.path)
+    with pytest.raises(errors.CheckpointNotFound):
+        await stranger.call("DeleteCheckpoint", pb.DeleteCheckpointRequest(path=checkpoint.path))
+    listed = await stranger.call("ListRuns", pb.ListRunsRequest())
+    assert caller.run_id not in {run.run_id for run in listed.runs}
+    assert not (await stranger.call("ListCheckpoints", pb.ListCheckpointsRequest())).checkpoints
+
+
+async def test_without_the_credential_nobody_is_let_in(channel):
+    with pytest.raises(errors.MissingCredential):
+        await Caller(channel, "wrong", "team").create_run()
+
+
+async def test_a_state_checkpoint_resumes_with_the_same_steps(caller):
+    await caller.train(2)
+    checkpoint = await caller.save("two")
+    straight = await caller.train(2)
+    await caller.load(checkpoint.path, with_optimizer=True)
+    assert (await caller.get_run()).step == 2
+    resumed = await caller.train(2)
+    assert (resumed.step, resumed.grad_norm) == (straight.step, straight.grad_norm)
+
+
+async def test_checkpoints_are_listed_in_pages_and_expire_and_are_not_overwritten_unasked(caller):
+    for name in ("a", "b", "c"):
+        await caller.save(name)
+    with pytest.raises(errors.CheckpointExists):
+        await caller.save("a")
+    await caller.save("a", overwrite=True)
+    names, token = [], ""
+    while True:
+        request = pb.ListCheckpointsRequest(run_id=caller.run_id, page_size=2, page_token=token)
+        page = await caller.call("ListCheckpoints", request)
+        names += [checkpoint.name for checkpoint in page.checkpoints]
+        token = page.next_page_token
+        if not token:
+            break
+    assert names == ["a", "c", "b"]
+    path = f"paceline://{caller.run_id}/state/b"
+    await caller.call("SetCheckpointTtl", pb.SetCheckpointTtlRequest(path=path, ttl_seconds=1))
+    async with asyncio.timeout(20):
+        while len((await caller.call("ListCheckpoints", pb.ListCheckpointsRequest(run_id=caller.run_id))).checkpoints) == 3:
+            await asyncio.sleep(0.05)
+    with pytest.raises(errors.CheckpointNotFound):
+        await caller.load(path)
+
+
+@pytest.mark.parametrize("name", ["../../evil", "", ".hidden", "a/b", "/etc/passwd"])
+async def test_path_tricks_in_names_are_refused(caller, name):
+    with pytest.raises(errors.InvalidName) as caught:
+        await caller.save(name)
+    assert caught.value.field == "name"
+    with pytest.raises(errors.InvalidPath):
+        await caller.load(f"paceline://{caller.run_id}/state/{name}")
+
+
+async def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on(caller, cluster):
+    await caller.train()
+    checkpoint = await caller.save("damaged")
+    before = await caller.logprobs()
+    file = cluster.state / "checkpoints" / "runs" / caller.run_id / "state" / "damaged" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(errors.ChecksumMismatch):
+        await caller.load(checkpoint.path, with_optimizer=True)
+    np.testing.assert_array_equal(await caller.logprobs(), before)
+
+
+async def test_a_watching_sampler_hears_of_a_version_fetches_it_and_its_acknowledgement_ends_the_publish(
+    caller, channel, credential
+):
+    await caller.train()
+    metadata = peer_metadata(credential)
+    watch = caller.weights.WatchVersions(metadata=metadata)
+    await watch.write(weights_pb.WatchVersionsRequest(hello=weights_pb.Hello(sampler_id="one")))
+    publishing = asyncio.create_task(caller.publish(wait_for=pb.ACK_POLICY_ALL, ack_timeout_ms=20_000))
+    manifest = None
+    while manifest is None or manifest.model.run_id != caller.run_id:
+        manifest = (await watch.read()).announcement.manifest
+    ref = model_pb2.ModelRef(version=model_pb2.VersionRef(run_id=caller.run_id, version=1))
+    parts = [part async for part in caller.weights.FetchVersion(weights_pb.FetchVersionRequest(model=ref), metadata=metadata)]
+    received = b"".join(part.chunk.data for part in parts[1:])
+    digest = hashlib.sha256(received).hexdigest()
+    assert parts[0].manifest.model.sha256 == manifest.model.sha256 == digest
+    assert not publishing.done()
+    ack = weights_pb.Acknowledgement(run_id=caller.run_id, version=1, sha256=digest, sampler_id="one")
+    await watch.write(weights_pb.WatchVersionsRequest(acknowledgement=ack))
+    reply = await publishing
+    assert [ack.sampler_id for ack in reply.acknowledgements] == ["one"]
+    assert reply.model.version == 1
+    watch.cancel()
+
+
+async def test_a_publish_that_nobody_acknowledges_times_out_and_the_version_exists(caller):
+    with pytest.raises(errors.AckTimeout):
+        await caller.publish(wait_for=pb.ACK_POLICY_ANY, ack_timeout_ms=50)
+    assert (await caller.get_run()).latest_version == 1
+
+
+async def test_tenants_may_not_watch(caller, channel, credential):
+    watch = caller.weights.WatchVersions(metadata=caller.metadata)
+    await watch.write(weights_pb.WatchVersionsRequest(hello=weights_pb.Hello(sampler_id="spy")))
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await watch.read()
+    assert isinstance(error_from_rpc(failure.value), errors.MissingCredential)
+
+
+async def test_old_versions_are_dropped_unless_a_sampler_holds_them(caller, cluster, credential):
+    watch = caller.weights.WatchVersions(metadata=peer_metadata(credential))
+    await watch.write(weights_pb.WatchVersionsRequest(hello=weights_pb.Hello(sampler_id="holder")))
+    await caller.publish(durable=True)
+    ack = weights_pb.Acknowledgement(run_id=caller.run_id, version=1, sampler_id="holder")
+    await watch.write(weights_pb.WatchVersionsRequest(acknowledgement=ack))
+    folder = cluster.state / "checkpoints" / "runs" / caller.run_id / "versions"
+    for _ in range(4):
+        await caller.publish(durable=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "4", "5"]
+    watch.cancel()
+
+
+async def test_a_dead_engine_loses_no_checkpoint_and_the_run_goes_on_from_it(caller, cluster):
+    await caller.train(2)
+    checkpoint = await caller.save("kept")
+    straight = await caller.train(1)
+    for engine in _children(cluster.trainer.process.pid):
+        os.kill(engine, signal.SIGKILL)
+    with pytest.raises(errors.RunStateLost) as caught:
+        async with asyncio.timeout(20):
+            while True:
+                await _again(caller)
+    assert caught.value.metadata == {"checkpoint": checkpoint.path}
+    await _when_available(lambda: caller.load(checkpoint.path, with_optimizer=True))
+    assert (await caller.train(1)).grad_norm == straight.grad_norm
+
+
+async def test_a_killed_trainer_loses_no_checkpoint_and_no_version_number_is_used_twice(caller, cluster):
+    await caller.train(2)
+    checkpoint = await caller.save("kept")
+    published = await caller.publish(durable=True)
+    straight = await caller.train(1)
+    cluster.trainer.kill()
+    cluster.trainer.start()
+    with pytest.raises(errors.RunStateLost) as caught:
+        await _when_available(caller.forward_backward)
+    assert caught.value.metadata["checkpoint"] == checkpoint.path
+    await caller.load(checkpoint.path, with_optimizer=True)
+    resumed = await caller.train(1)
+    assert (resumed.step, resumed.grad_norm) == (straight.step, straight.grad_norm)
+    assert (await caller.publish()).model.version > published.model.version
+
+
+def _children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+async def _again(caller):
+    try:
+        await caller.forward_backward()
+    except errors.Unavailable:
+        caller.seq_id -= 1
+
+
+async def _when_available(call):
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await call()
+            except errors.Unavailable:
+                await asyncio.sleep(0.1)

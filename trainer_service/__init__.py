@@ -1,0 +1,1 @@
+"""The trainer: holds gradients and optimizer state, owns runs, checkpoints and versions."""

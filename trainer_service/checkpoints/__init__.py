@@ -1,0 +1,1 @@
+"""Named, durable snapshots on the checkpoint volume."""

@@ -1,0 +1,37 @@
+"""What the settings leave open, decided by what the machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer_service.engine.options import Dtype, EngineOptions
+from trainer_service.settings import TrainerSettings
+
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+def choose_options(settings: TrainerSettings) -> EngineOptions:
+    """Make the engine's options. The service process never touches CUDA, so this looks at files alone."""
+    device = settings.device if settings.device != "auto" else _find_device()
+    dtype: Dtype = settings.dtype if settings.dtype != "auto" else _find_dtype(device)
+    return EngineOptions(
+        model_path=settings.model,
+        model_name=settings.served_name,
+        dtype=dtype,
+        device=device,
+        pack_tokens=settings.pack_tokens,
+        logprob_chunk=settings.logprob_chunk,
+        max_lora_rank=settings.max_lora_rank,
+    )
+
+
+def _find_device() -> str:
+    return "cuda" if _NVIDIA.is_dir() and any(_NVIDIA.iterdir()) else "cpu"
+
+
+def _find_dtype(device: str) -> Dtype:
+    if device != "cpu":
+        return "bfloat16"
+    cpuinfo = Path("/proc/cpuinfo")
+    # Without AMX, bfloat16 products on a CPU are no faster than float32 ones, and less exact.
+    return "bfloat16" if cpuinfo.exists() and " amx_bf16" in cpuinfo.read_text() else "float32"

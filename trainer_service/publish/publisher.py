@@ -1,0 +1,169 @@
+"""Publishing: the current weights become an immutable version, staged in memory, announced, then kept on the volume."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from time import perf_counter
+
+from paceline import errors, layout, weights
+from paceline.log import get_logger
+from paceline.types import ServedModel
+from paceline.weights.v1 import weight_service_pb2 as pb
+from trainer_service.checkpoints.store import staged_directory
+from trainer_service.publish.feed import AckPolicy, Feed
+from trainer_service.runs.record import RunRecord
+from trainer_service.runs.registry import RunRegistry
+
+_log = get_logger(__name__)
+
+_NUMBERS_RESERVED = 64
+"""Version numbers that one write of run.json reserves, so that publishing does not wait for the disk each time."""
+
+SaveAdapter = Callable[[str, Path], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What a publish did."""
+
+    model: ServedModel
+    acknowledgements: Sequence[pb.Acknowledgement]
+    stage_milliseconds: float
+    """Until staged and announced."""
+    total_milliseconds: float
+
+
+class Publisher:
+    """Makes versions and keeps their files as long as they are needed."""
+
+    def __init__(
+        self,
+        save_adapter: SaveAdapter,
+        registry: RunRegistry,
+        feed: Feed,
+        volume: layout.Volume,
+        staging_root: Path,
+        keep_versions: int,
+    ) -> None:
+        self._save_adapter = save_adapter
+        self._registry = registry
+        self._feed = feed
+        self._volume = volume
+        # The same name after a crash, so that nothing is left behind in memory.
+        volume_hash = sha256(str(volume.root.resolve()).encode()).hexdigest()[:16]
+        self._staging = staging_root / f"paceline-trainer-{volume_hash}"
+        self._keep_versions = keep_versions
+        self._persisting: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Make an empty staging directory, and announce the newest version of each restored run."""
+        shutil.rmtree(self._staging, ignore_errors=True)
+        self._staging.mkdir(mode=0o700, parents=True)
+        for run in self._registry:
+            self._announce_restored(run)
+
+    async def stop(self) -> None:
+        """Finish writing to the volume and remove the staging directory."""
+        await asyncio.gather(*self._persisting.values(), return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self._staging, ignore_errors=True)
+
+    async def publish(self, run: RunRecord, *, durable: bool, policy: AckPolicy, ack_seconds: float) -> Publication:
+        """Make the run's current weights its next version.
+
+        Raises AckTimeout or what a sampler refused it with; the version exists all the same.
+        """
+        start = perf_counter()
+        manifest, directory = await self._stage(run)
+        version = manifest.model.version
+        run.latest_version, run.next_version = version, version + 1
+        expected = self._feed.announce(pb.Announcement(manifest=manifest))
+        staged = perf_counter()
+        persisting = self._persist(run.run_id, version, directory, manifest)
+        if durable:
+            await asyncio.shield(persisting)
+        acks: Sequence[pb.Acknowledgement] = ()
+        if policy is not AckPolicy.NONE:
+            acks = await self._feed.wait((run.run_id, version), policy, expected, ack_seconds)
+        return Publication(weights.served_model(manifest), acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
+
+    def find(self, run: RunRecord, version: int | None) -> Path:
+        """Return the directory of a version; None means the newest. Raises VersionNotFound."""
+        number = run.latest_version if version is None else version
+        for directory in (self._staged(run.run_id, number), self._volume.version(run.run_id, number)):
+            if (directory / layout.MANIFEST_FILE).exists():
+                return directory
+        message = (
+            f"version {number} is not kept; {run.latest_version} is the newest" if number else "none was published"
+        )
+        raise errors.VersionNotFound(message, field="model.version.version")
+
+    async def forget(self, run: RunRecord) -> None:
+        """Drop a run's staged versions and tell the samplers that it is gone."""
+        self._feed.forget_run(run.run_id)
+        await asyncio.to_thread(shutil.rmtree, self._staging / run.run_id, ignore_errors=True)
+
+    def _announce_restored(self, run: RunRecord) -> None:
+        """Find a restored run's newest version on the volume and announce it."""
+        run.latest_version = max(self._on_volume_numbers(run.run_id), default=0)
+        if run.latest_version:
+            manifest = weights.read_manifest(self._volume.version(run.run_id, run.latest_version))
+            self._feed.announce(self._announcement(manifest))
+
+    async def _stage(self, run: RunRecord) -> tuple[pb.Manifest, Path]:
+        version = run.next_version
+        if version > run.version_limit:
+            run.version_limit = version + _NUMBERS_RESERVED
+            await self._registry.persist(run)
+        model = ServedModel(run.base_model, run.run_id, version)
+        directory = self._staged(run.run_id, version)
+        async with staged_directory(directory, durable=False) as staging:
+            await self._save_adapter(run.run_id, staging)
+            manifest = await asyncio.to_thread(
+                weights.describe_adapter, staging, model, tenant=run.tenant, step=run.step
+            )
+            weights.write_manifest(staging, manifest)
+        return manifest, directory
+
+    def _persist(self, run_id: str, version: int, directory: Path, manifest: pb.Manifest) -> asyncio.Task[None]:
+        key = (run_id, version)
+        task = self._persisting[key] = asyncio.create_task(self._copy(key, directory, manifest))
+        task.add_done_callback(lambda done: self._copied(key, done))
+        return task
+
+    async def _copy(self, key: tuple[str, int], directory: Path, manifest: pb.Manifest) -> None:
+        final = self._volume.version(*key)
+        async with staged_directory(final) as staging:
+            await asyncio.to_thread(shutil.copytree, directory, staging, dirs_exist_ok=True)
+        self._feed.announce(self._announcement(manifest))
+        await asyncio.to_thread(self._retire, *key)
+
+    def _copied(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
+        del self._persisting[key]
+        if not task.cancelled() and (error := task.exception()):
+            _log.error("version not kept on the volume", run=key[0], version=key[1], error=str(error))
+
+    def _retire(self, run_id: str, newest: int) -> None:
+        """Remove staged versions that the volume holds, and versions on the volume that nobody needs."""
+        for staged in (self._staging / run_id).glob("[0-9]*"):
+            if int(staged.name) < newest and self._volume.version(run_id, int(staged.name)).exists():
+                shutil.rmtree(staged)
+        leased = self._feed.leased()
+        for version in sorted(self._on_volume_numbers(run_id), reverse=True)[self._keep_versions :]:
+            if (run_id, version) not in leased:
+                layout.remove_directory(self._volume.version(run_id, version))
+                self._feed.forget_version((run_id, version))
+
+    def _staged(self, run_id: str, version: int) -> Path:
+        return self._staging / run_id / str(version)
+
+    def _on_volume_numbers(self, run_id: str) -> list[int]:
+        return [int(path.name) for path in self._volume.version(run_id, 0).parent.glob("[0-9]*")]
+
+    def _announcement(self, manifest: pb.Manifest) -> pb.Announcement:
+        directory = self._volume.version(manifest.model.run_id, manifest.model.version)
+        return pb.Announcement(manifest=manifest, volume_path=str(directory.relative_to(self._volume.root)))

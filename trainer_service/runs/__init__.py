@@ -1,0 +1,1 @@
+"""Runs: who owns them, in what order their commands execute, what survives a restart."""

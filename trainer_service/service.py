@@ -1,0 +1,125 @@
+"""The trainer service, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+from prometheus_client import CollectorRegistry, Gauge
+
+from paceline import errors, layout
+from paceline.log import get_logger
+from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
+from paceline.rpc.server import Readiness
+from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
+from paceline.weights.v1.weight_service_pb2_grpc import add_WeightServiceServicer_to_server
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.engine.process import EngineProcess
+from trainer_service.hardware import choose_options
+from trainer_service.publish.feed import Feed
+from trainer_service.publish.publisher import Publisher
+from trainer_service.runs.registry import RunRegistry
+from trainer_service.servicer import TrainerServicer
+from trainer_service.settings import TrainerSettings
+from trainer_service.trainer import Trainer
+from trainer_service.weight_servicer import WeightServicer
+
+_log = get_logger(__name__)
+
+_RESTART_SECONDS = 1.0
+"""Between attempts to start the engine again."""
+
+
+class TrainerService:
+    """Owns the engine's process and everything that outlives it."""
+
+    name = "trainer"
+    service_names: Sequence[str] = ("paceline.trainer.v1.TrainerService", "paceline.weights.v1.WeightService")
+
+    def __init__(self, settings: TrainerSettings, metrics: CollectorRegistry) -> None:
+        self._settings = settings
+        self._volume = layout.Volume(settings.checkpoint_dir)
+        self._registry = RunRegistry(self._volume, settings.gap_wait_seconds)
+        self._checkpoints = CheckpointStore(self._volume)
+        self._feed = Feed()
+        self._engine = EngineProcess(choose_options(settings), on_exit=self._engine_exited)
+        self._publisher = Publisher(
+            self._engine.save_adapter,
+            self._registry,
+            self._feed,
+            self._volume,
+            settings.staging_dir,
+            settings.keep_versions,
+        )
+        self._trainer = Trainer(settings, self._engine, self._registry, self._checkpoints, self._publisher)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._readiness: Readiness | None = None
+        self._lock: int | None = None
+        Gauge("paceline_trainer_runs", "Runs", registry=metrics).set_function(lambda: len(list(self._registry)))
+        Gauge("paceline_trainer_watchers", "Samplers that watch", registry=metrics).set_function(self._feed.count)
+
+    def interceptors(self) -> Sequence[AroundInterceptor]:
+        return (CredentialInterceptor(self._settings.secret),)
+
+    async def start(self, readiness: Readiness) -> None:
+        self._readiness = readiness
+        self._lock = _lock_volume(self._volume.root)
+        self._registry.restore()
+        self._publisher.start()
+        model = await self._engine.start()
+        _log.info("engine ready", model=model.name, dtype=model.dtype, pid=self._engine.pid)
+        self._spawn(self._trainer.expire_checkpoints())
+
+    def register(self, server: grpc.aio.Server) -> None:
+        trainer = TrainerServicer(self._settings, self._trainer, self._engine, self._registry, self._checkpoints)
+        add_TrainerServiceServicer_to_server(trainer, server)
+        weights = WeightServicer(self._feed, self._publisher, self._registry, self._checkpoints)
+        add_WeightServiceServicer_to_server(weights, server)
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._publisher.stop()
+        await self._engine.close()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def _engine_exited(self, status: int) -> None:
+        _log.error("engine died", status=status)
+        self._registry.lose_all()
+        self._spawn(self._restart_engine())
+
+    async def _restart_engine(self) -> None:
+        if self._readiness is None:
+            return
+        await self._readiness.set(False)
+        while True:
+            with suppress(errors.PacelineError):
+                model = await self._engine.restart()
+                _log.info("engine ready", model=model.name, dtype=model.dtype, pid=self._engine.pid)
+                await self._readiness.set(True)
+                return
+            await asyncio.sleep(_RESTART_SECONDS)
+
+    def _spawn(self, coroutine: asyncio._CoroutineLike[None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _lock_volume(root: Path) -> int:
+    """Hold the volume until the process ends: two trainers on one volume would overwrite each other's runs."""
+    root.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(root / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise SystemExit(f"another trainer uses {root}; give this one its own checkpoint_dir") from None
+    return descriptor

@@ -1,0 +1,224 @@
+"""trainer.v1.TrainerService: decode, do, encode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from hashlib import sha256
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import Message
+
+from paceline import __version__, codec, errors
+from paceline.codec.checkpoints import checkpoint_to_proto, run_to_proto
+from paceline.layout import CheckpointPath, check_run_id
+from paceline.pages import page_of
+from paceline.rpc.identity import current_identity
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
+from paceline.types import Checkpoint, CheckpointKind, RunState
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.engine.loss_specs import LOSS_SPECS
+from trainer_service.engine.process import EngineProcess
+from trainer_service.publish.feed import AckPolicy
+from trainer_service.runs.record import RunRecord
+from trainer_service.runs.registry import RunRegistry, lost
+from trainer_service.settings import TrainerSettings
+from trainer_service.tokenizer import read_tokenizer_files
+from trainer_service.trainer import Trainer
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+OPTIMIZERS = ("adamw",)
+_DEFAULT_ACK_SECONDS = 60.0
+
+
+class _RunCommand(Protocol):
+    """A request that has its place in a run's order."""
+
+    run_id: str
+    seq_id: int
+
+    def SerializeToString(self, *, deterministic: bool = ...) -> bytes: ...
+
+
+class TrainerServicer(TrainerServiceServicer):
+    """Runs, training, checkpoints, publishing."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        trainer: Trainer,
+        engine: EngineProcess,
+        registry: RunRegistry,
+        checkpoints: CheckpointStore,
+    ) -> None:
+        self._settings = settings
+        self._trainer = trainer
+        self._engine = engine
+        self._registry = registry
+        self._checkpoints = checkpoints
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            service_version=__version__,
+            models=[codec.model_info_to_proto(self._engine.describe())],
+            loss_fns=LOSS_SPECS,
+            optimizers=OPTIMIZERS,
+            max_message_bytes=self._settings.max_message_bytes,
+            max_datums=self._settings.max_datums,
+        )
+
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
+        model = self._engine.describe()
+        if request.base_model not in {"", model.name}:
+            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        return pb.GetTokenizerResponse(files=read_tokenizer_files(self._settings.model))
+
+    async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
+        if request.WhichOneof("parameters") is None:
+            raise errors.MissingField("is not set; say what the run trains", field="lora")
+        record = await self._trainer.create_run(
+            current_identity(),
+            request.request_id,
+            _digest(request),
+            request.base_model,
+            codec.lora_config_from_proto(request.lora),
+            request.user_metadata,
+        )
+        return pb.CreateRunResponse(run=run_to_proto(record.public()))
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        return pb.GetRunResponse(run=run_to_proto(self._run(request.run_id).public()))
+
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
+        mine = self._registry.owned_by(current_identity())
+        page, token = page_of(mine, lambda run: run.list_key, request.page_size, request.page_token)
+        return pb.ListRunsResponse(runs=[run_to_proto(run.public()) for run in page], next_page_token=token)
+
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
+        await self._trainer.delete_run(self._run(request.run_id), delete_checkpoints=request.delete_checkpoints)
+        return pb.DeleteRunResponse()
+
+    async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
+        async def command(run: RunRecord) -> pb.ForwardBackwardResponse:
+            output = await self._trainer.forward_backward(
+                run,
+                [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)],
+                request.loss_fn,
+                request.loss_fn_config,
+                forward_only=request.forward_only,
+            )
+            outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
+            return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)
+
+        return await self._in_order(request, command)
+
+    async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
+        async def command(run: RunRecord) -> pb.OptimStepResponse:
+            if request.WhichOneof("optimizer") is None:
+                raise errors.MissingField("is not set; name the optimizer", field="adamw")
+            output = await self._trainer.optim_step(run, codec.adam_params_from_proto(request.adamw))
+            return pb.OptimStepResponse(
+                step=output.step,
+                grad_norm=output.grad_norm,
+                learning_rate=output.learning_rate,
+                tokens=output.tokens,
+                milliseconds=output.milliseconds,
+            )
+
+        return await self._in_order(request, command)
+
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
+        async def command(run: RunRecord) -> pb.SaveCheckpointResponse:
+            if request.kind not in {kind.value for kind in CheckpointKind}:
+                raise errors.MissingField("is not set; say STATE or SAMPLER", field="kind")
+            checkpoint = await self._trainer.save_checkpoint(
+                run,
+                request.name,
+                CheckpointKind(request.kind),
+                ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
+                overwrite=request.overwrite,
+            )
+            return pb.SaveCheckpointResponse(checkpoint=checkpoint_to_proto(checkpoint))
+
+        return await self._in_order(request, command)
+
+    async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
+        identity = current_identity()
+
+        async def command(run: RunRecord) -> pb.LoadCheckpointResponse:
+            path = CheckpointPath.parse(request.path)
+            await self._trainer.load_checkpoint(run, identity, path, with_optimizer=request.with_optimizer)
+            return pb.LoadCheckpointResponse(run=run_to_proto(run.public()))
+
+        return await self._in_order(request, command, restores=True)
+
+    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
+        run_id = check_run_id(request.run_id) if request.run_id else ""
+        kind = CheckpointKind(request.kind) if request.kind else None
+        found = self._checkpoints.list(current_identity(), run_id, kind)
+        page, token = page_of(found, _checkpoint_key, request.page_size, request.page_token)
+        return pb.ListCheckpointsResponse(
+            checkpoints=[checkpoint_to_proto(checkpoint) for checkpoint in page], next_page_token=token
+        )
+
+    async def DeleteCheckpoint(
+        self, request: pb.DeleteCheckpointRequest, context: Context
+    ) -> pb.DeleteCheckpointResponse:
+        await self._checkpoints.delete(CheckpointPath.parse(request.path), current_identity())
+        return pb.DeleteCheckpointResponse()
+
+    async def SetCheckpointTtl(
+        self, request: pb.SetCheckpointTtlRequest, context: Context
+    ) -> pb.SetCheckpointTtlResponse:
+        ttl_seconds = request.ttl_seconds if request.HasField("ttl_seconds") else None
+        path = CheckpointPath.parse(request.path)
+        checkpoint = await self._checkpoints.set_ttl(path, current_identity(), ttl_seconds)
+        return pb.SetCheckpointTtlResponse(checkpoint=checkpoint_to_proto(checkpoint))
+
+    async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Context) -> pb.PublishWeightsResponse:
+        async def command(run: RunRecord) -> pb.PublishWeightsResponse:
+            done = await self._trainer.publish(
+                run,
+                durable=request.durable,
+                policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
+                ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
+            )
+            return pb.PublishWeightsResponse(
+                model=codec.served_model_to_proto(done.model),
+                acknowledgements=done.acknowledgements,
+                stage_milliseconds=done.stage_milliseconds,
+                total_milliseconds=done.total_milliseconds,
+            )
+
+        return await self._in_order(request, command)
+
+    def _run(self, run_id: str) -> RunRecord:
+        return self._registry.get(run_id, current_identity())
+
+    async def _in_order(
+        self,
+        request: _RunCommand,
+        command: Callable[[RunRecord], Coroutine[Any, Any, Message]],
+        *,
+        restores: bool = False,
+    ) -> Any:
+        """Execute a run's command at its turn.
+
+        A lost run takes only one that restores it, at any seq_id not yet executed.
+        """
+        run = self._run(request.run_id)
+        if run.state is RunState.LOST:
+            if not restores:
+                raise lost(run)
+            run.sequencer.rebase(request.seq_id)
+        return await run.sequencer.execute(request.seq_id, _digest(request), lambda: command(run))
+
+
+def _digest(request: Any) -> bytes:
+    return sha256(type(request).__name__.encode() + request.SerializeToString(deterministic=True)).digest()
+
+
+def _checkpoint_key(checkpoint: Checkpoint) -> str:
+    return f"{checkpoint.create_time.timestamp():020.6f} {checkpoint.path}"

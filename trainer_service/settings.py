@@ -1,0 +1,55 @@
+"""Settings of the trainer service: `PACELINE_TRAINER_*` and flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from paceline.settings import PeerSettings
+
+
+class TrainerSettings(PeerSettings):
+    """What the trainer can be told."""
+
+    model_config = SettingsConfigDict(env_prefix="PACELINE_TRAINER_", cli_prog_name="python -m trainer_service")
+
+    listen: str = "127.0.0.1:50051"
+    health_listen: str = "127.0.0.1:50151"
+    model: str
+    """Base model: a local directory or a Hugging Face id."""
+    model_name: str = ""
+    """Name that clients use; empty means the last part of `model`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of the base model's arithmetic; adapters are trained in float32 always.
+
+    auto: bfloat16 where the hardware has it.
+    """
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+    checkpoint_dir: Path = Path(".paceline/checkpoints")
+    """The checkpoint volume."""
+    staging_dir: Path = Path("/dev/shm")  # noqa: S108
+    """Where versions are staged for streaming; memory, best."""
+    max_lora_rank: int = Field(64, ge=1)
+    """Largest rank that CreateRun takes; keep it at or below every sampler's."""
+    max_runs_per_tenant: int = Field(64, ge=1)
+    max_datums: int = Field(1024, ge=1)
+    """Most datums in one ForwardBackward."""
+    pack_tokens: int = Field(4096, ge=1)
+    """Tokens in one forward pass; sets the peak of activation memory."""
+    logprob_chunk: int = Field(256, ge=1)
+    """Positions whose logits exist at one time; sets the peak of the loss's memory."""
+    gap_wait_seconds: float = Field(60.0, gt=0)
+    """How long a command waits for those before it."""
+    keep_versions: int = Field(8, ge=1)
+    """Newest versions of a run that are kept beside those that samplers hold."""
+    expiry_check_seconds: float = Field(60.0, gt=0)
+    """How often checkpoints past their time to live are looked for."""
+
+    @property
+    def served_name(self) -> str:
+        """The base model's name for clients."""
+        return self.model_name or self.model.rstrip("/").rpartition("/")[2]

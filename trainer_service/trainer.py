@@ -1,0 +1,200 @@
+"""The trainer's verbs, in the words of the domain: what each command does, to which run, in what state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from paceline import errors, layout
+from paceline.layout import CheckpointPath
+from paceline.log import get_logger
+from paceline.rpc.identity import Identity
+from paceline.types import (
+    AdamParams,
+    Checkpoint,
+    CheckpointKind,
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStepOutput,
+    RunState,
+)
+from trainer_service import validation
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.engine.process import EngineProcess
+from trainer_service.publish.feed import AckPolicy
+from trainer_service.publish.publisher import Publication, Publisher
+from trainer_service.runs.record import RunRecord
+from trainer_service.runs.registry import RunRegistry, lost
+from trainer_service.runs.sequencer import Sequencer
+from trainer_service.settings import TrainerSettings
+
+_log = get_logger(__name__)
+
+
+class Trainer:
+    """Executes commands. Order and repetition are the sequencer's; here each command happens once."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        engine: EngineProcess,
+        registry: RunRegistry,
+        checkpoints: CheckpointStore,
+        publisher: Publisher,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._registry = registry
+        self._checkpoints = checkpoints
+        self._publisher = publisher
+        self._creating = asyncio.Lock()
+
+    async def create_run(
+        self,
+        identity: Identity,
+        request_id: str,
+        digest: bytes,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: Mapping[str, str],
+    ) -> RunRecord:
+        """Make a run, or return the one that the same request made. Raises RequestIdReused for another request."""
+        validation.check_request_id(request_id)
+        model = self._engine.describe()
+        if base_model not in {"", model.name}:
+            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        validation.check_lora(lora, model)
+        validation.check_user_metadata(user_metadata)
+        async with self._creating:
+            made = self._registry.find_request(identity.tenant, request_id)
+            if made is None:
+                return await self._make_run(identity, request_id, digest, lora, user_metadata)
+            if made.request_digest != digest.hex():
+                raise errors.RequestIdReused("was used with another payload; make a new one", field="request_id")
+            return made
+
+    async def _make_run(
+        self, identity: Identity, request_id: str, digest: bytes, lora: LoraConfig, user_metadata: Mapping[str, str]
+    ) -> RunRecord:
+        limit = self._settings.max_runs_per_tenant
+        if len(self._registry.owned_by(identity)) >= limit:
+            raise errors.TooManyRuns(f"{limit} runs exist, as many as a tenant may have; delete one")
+        run_id = layout.new_run_id()
+        adapter = await self._engine.create_run(run_id, lora)
+        record = RunRecord(
+            run_id=run_id,
+            tenant=identity.tenant,
+            base_model=self._engine.describe().name,
+            lora=lora,
+            create_time=datetime.now(UTC),
+            trainable_parameters=adapter.trainable_parameters,
+            request_id=request_id,
+            request_digest=digest.hex(),
+            sequencer=Sequencer(0, self._settings.gap_wait_seconds),
+            user_metadata=dict(user_metadata),
+        )
+        await self._registry.add(record)
+        _log.info("run made", run=run_id, rank=lora.rank, parameters=adapter.trainable_parameters)
+        return record
+
+    async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:
+        """Delete a run once its command in progress has ended."""
+        record.sequencer.fail_waiting(errors.RunNotFound("the run was deleted", field="run_id"))
+        await record.sequencer.idle()
+        if record.in_engine:
+            await self._engine.delete_run(record.run_id)
+        await self._publisher.forget(record)
+        await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
+        _log.info("run deleted", run=record.run_id)
+
+    async def forward_backward(
+        self,
+        record: RunRecord,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        *,
+        forward_only: bool,
+    ) -> ForwardBackwardOutput:
+        """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
+        self._check_ready(record)
+        model = self._engine.describe()
+        config = validation.check_batch(data, loss_fn, loss_fn_config, model, self._settings.max_datums)
+        return await self._engine.forward_backward(record.run_id, data, loss_fn, config, forward_only=forward_only)
+
+    async def optim_step(self, record: RunRecord, params: AdamParams) -> OptimStepOutput:
+        """Apply the accumulated gradient."""
+        self._check_ready(record)
+        validation.check_adam(params)
+        output = await self._engine.optim_step(record.run_id, params)
+        record.step = output.step
+        return output
+
+    async def save_checkpoint(
+        self, record: RunRecord, name: str, kind: CheckpointKind, *, ttl_seconds: int | None, overwrite: bool
+    ) -> Checkpoint:
+        """Write a durable checkpoint."""
+        self._check_ready(record)
+        path = CheckpointPath(record.run_id, kind, layout.check_name(name))
+
+        async def write(directory: Path) -> None:
+            save = self._engine.save_state if kind is CheckpointKind.STATE else self._engine.save_adapter
+            await save(record.run_id, directory)
+
+        checkpoint = await self._checkpoints.save(
+            path,
+            write,
+            base_model=record.base_model,
+            tenant=record.tenant,
+            step=record.step,
+            ttl_seconds=ttl_seconds,
+            overwrite=overwrite,
+        )
+        if kind is CheckpointKind.STATE:
+            record.latest_state_checkpoint = checkpoint.path
+            await self._registry.persist(record)
+        _log.info("checkpoint saved", path=checkpoint.path, bytes=checkpoint.size_bytes)
+        return checkpoint
+
+    async def load_checkpoint(
+        self, record: RunRecord, identity: Identity, path: CheckpointPath, *, with_optimizer: bool
+    ) -> None:
+        """Replace the run's weights, and with `with_optimizer` all of its state.
+
+        Brings back a run whose weights were lost.
+        """
+        if with_optimizer and path.kind is not CheckpointKind.STATE:
+            raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load weights alone", field="path")
+        directory = await self._checkpoints.open(path, identity)
+        fresh = not record.in_engine
+        if fresh:
+            await self._engine.create_run(record.run_id, record.lora)
+        try:
+            loaded = await self._engine.load_state(record.run_id, directory, with_optimizer=with_optimizer)
+        except errors.PacelineError:
+            if fresh:
+                await self._engine.delete_run(record.run_id)
+            raise
+        record.step, record.in_engine, record.state = loaded.step, True, RunState.READY
+        await self._registry.persist(record)
+        _log.info("checkpoint loaded", path=str(path), run=record.run_id, with_optimizer=with_optimizer)
+
+    async def publish(self, record: RunRecord, *, durable: bool, policy: AckPolicy, ack_seconds: float) -> Publication:
+        """Make the run's weights its next version."""
+        self._check_ready(record)
+        return await self._publisher.publish(record, durable=durable, policy=policy, ack_seconds=ack_seconds)
+
+    async def expire_checkpoints(self) -> None:
+        """Delete checkpoints past their time to live, for ever."""
+        while True:
+            await asyncio.sleep(self._settings.expiry_check_seconds)
+            for path in await self._checkpoints.delete_expired(datetime.now(UTC)):
+                _log.info("checkpoint expired", path=path)
+
+    @staticmethod
+    def _check_ready(record: RunRecord) -> None:
+        if record.state is RunState.LOST:
+            raise lost(record)

@@ -1,0 +1,138 @@
+"""Every request is checked here, against numbers and names alone, before anything changes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from paceline import errors
+from paceline.types import AdamParams, Datum, LoraConfig, ModelInfo
+from paceline.types.training import MASK_INPUTS, Array
+from trainer_service.engine.loss_specs import MASK, LossSpec, loss_spec
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MAX_METADATA = (64, 1024)
+"""Entries, and bytes in each."""
+
+
+def check_request_id(request_id: str) -> None:
+    """Check the key that makes CreateRun idempotent."""
+    if not request_id:
+        raise errors.MissingField("is not set; make one per run", field="request_id")
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise errors.InvalidName("must be 1 to 64 characters of [A-Za-z0-9_-]", field="request_id")
+
+
+def check_user_metadata(metadata: Mapping[str, str]) -> None:
+    """Check what a client attaches to a run."""
+    entries, size = _MAX_METADATA
+    if len(metadata) > entries:
+        raise errors.OutOfRange(f"has {len(metadata)} entries; at most {entries} are kept", field="user_metadata")
+    for key, value in metadata.items():
+        if len(key.encode()) + len(value.encode()) > size:
+            raise errors.OutOfRange(f"has an entry above {size} bytes; shorten it", field="user_metadata")
+
+
+def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
+    """Check an adapter's configuration against the base model."""
+    if lora.rank > model.max_lora_rank:
+        raise errors.RankTooLarge(f"is {lora.rank}; at most {model.max_lora_rank} is served", field="lora.rank")
+    alpha = 0.0 if lora.alpha is None else lora.alpha
+    _check_range(lora.rank, "lora.rank", 1, model.max_lora_rank)
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise errors.OutOfRange("must be a positive number", field="lora.alpha")
+    _check_range(lora.dropout, "lora.dropout", 0.0, 1.0, high_open=True)
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        raise errors.InvalidArgument("nothing to train; set train_attn, train_mlp or train_unembed", field="lora")
+    for index, layer in enumerate(lora.layers):
+        if layer >= model.num_layers:
+            raise errors.OutOfRange(
+                f"is {layer}; the model has {model.num_layers} layers", field=f"lora.layers[{index}]"
+            )
+
+
+def check_adam(params: AdamParams) -> None:
+    """Check an optimizer's settings."""
+    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        _check_range(getattr(params, name), f"adamw.{name}", 0.0, math.inf, high_open=True)
+    for name in ("beta1", "beta2"):
+        _check_range(getattr(params, name), f"adamw.{name}", 0.0, 1.0, high_open=True)
+
+
+def check_batch(
+    data: Sequence[Datum], loss_fn: str, config: Mapping[str, float], model: ModelInfo, max_datums: int
+) -> dict[str, float]:
+    """Check a batch against its loss and the base model; return the loss's settings with defaults filled in."""
+    spec = loss_spec(loss_fn)
+    resolved = spec.resolve_config(config)
+    if not data:
+        raise errors.EmptyBatch("holds no datum; send at least one", field="data")
+    if len(data) > max_datums:
+        raise errors.OutOfRange(f"holds {len(data)} datums; at most {max_datums}, split it", field="data")
+    required = spec.required_inputs(resolved)
+    counted = [_check_datum(datum, f"data[{index}]", spec, required, model) for index, datum in enumerate(data)]
+    if not any(counted):
+        raise errors.EmptyBatch("every position is masked; set mask to 1 where the loss counts", field="data")
+    return resolved
+
+
+def _check_datum(datum: Datum, field: str, spec: LossSpec, required: Sequence[str], model: ModelInfo) -> bool:
+    """Check one datum; return whether any position counts."""
+    length = datum.model_input.shape[0]
+    if length > model.max_context_length:
+        message = f"has {length} tokens; the model takes {model.max_context_length}"
+        raise errors.SequenceTooLong(message, field=f"{field}.model_input")
+    _check_tokens(datum.model_input, f"{field}.model_input", model.vocab_size)
+    _check_names(datum, field, spec, required)
+    for name, values in datum.loss_inputs.items():
+        if values.shape != (length,):
+            message = f"has {values.shape[0]} values for {length} tokens; send one per token"
+            raise errors.InvalidShape(message, field=f"{field}.loss_inputs[{name}].shape")
+    return _check_values(datum, field, spec, model)
+
+
+def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[str]) -> None:
+    known = {*spec.required, *spec.optional}
+    for name in datum.loss_inputs:
+        if name not in known:
+            message = f"{spec.name} has no such input; it takes {', '.join(sorted(known))}"
+            raise errors.UnknownField(message, field=f"{field}.loss_inputs[{name}]")
+    for name in required:
+        if name not in datum.loss_inputs:
+            raise errors.MissingField(
+                f"{spec.name} needs it; send one value per token", field=f"{field}.loss_inputs[{name}]"
+            )
+
+
+def _check_values(datum: Datum, field: str, spec: LossSpec, model: ModelInfo) -> bool:
+    inputs = datum.loss_inputs
+    for name in MASK_INPUTS & inputs.keys():
+        if inputs[name].max() > 1:
+            raise errors.OutOfRange("holds values beside 0 and 1", field=f"{field}.loss_inputs[{name}]")
+    counted = inputs[MASK].astype(bool) if MASK in inputs else np.ones(datum.model_input.shape, bool)
+    _check_tokens(inputs["target_tokens"], f"{field}.loss_inputs[target_tokens]", model.vocab_size)
+    for name in sorted(spec.finite & inputs.keys()):
+        if not np.isfinite(inputs[name][counted]).all():
+            raise errors.NonFinite("holds NaN or infinity where the mask is 1", field=f"{field}.loss_inputs[{name}]")
+    weighted = counted & (inputs["advantages"] != 0) if "advantages" in inputs else counted
+    for name in sorted(spec.nonpositive & inputs.keys()):
+        if (inputs[name][weighted] > 0).any():
+            message = "holds a log-probability above 0 on a weighted position; send what the sampler returned"
+            raise errors.PositiveLogprob(message, field=f"{field}.loss_inputs[{name}]")
+    return bool(counted.any())
+
+
+def _check_tokens(tokens: Array, field: str, vocab_size: int) -> None:
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise errors.TokenOutOfRange(f"holds {bad}; token ids are 0 to {vocab_size - 1}", field=field)
+
+
+def _check_range(value: float, field: str, low: float, high: float, *, high_open: bool = False) -> None:
+    inside = low <= value < high if high_open else low <= value <= high
+    if not inside:
+        raise errors.OutOfRange(f"is {value:g}; must be {low:g} to {high:g}", field=field)

@@ -1,0 +1,103 @@
+"""weights.v1.WeightService: versions leave the trainer here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from paceline import codec, errors, layout, weights
+from paceline.layout import CheckpointPath
+from paceline.rpc.identity import Identity, current_identity
+from paceline.types import CheckpointKind, ModelRef
+from paceline.weights.v1 import weight_service_pb2 as pb
+from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.publish.feed import Feed, Watcher
+from trainer_service.publish.publisher import Publisher
+from trainer_service.runs.registry import RunRegistry
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WeightServicer(WeightServiceServicer):
+    """Announcements, acknowledgements, and the bytes."""
+
+    def __init__(self, feed: Feed, publisher: Publisher, registry: RunRegistry, checkpoints: CheckpointStore) -> None:
+        self._feed = feed
+        self._publisher = publisher
+        self._registry = registry
+        self._checkpoints = checkpoints
+
+    async def WatchVersions(
+        self, request_iterator: AsyncIterator[pb.WatchVersionsRequest], context: Context
+    ) -> AsyncIterator[pb.WatchVersionsResponse]:
+        if not current_identity().is_peer:
+            raise errors.MissingCredential("versions are announced to samplers alone")
+        watcher = await self._join(request_iterator)
+        listening = asyncio.create_task(self._listen(watcher, request_iterator))
+        try:
+            async for response in _outbox(watcher, listening):
+                yield response
+        finally:
+            listening.cancel()
+            await self._feed.leave(watcher)
+
+    async def FetchVersion(
+        self, request: pb.FetchVersionRequest, context: Context
+    ) -> AsyncIterator[pb.FetchVersionResponse]:
+        directory = self._find(codec.model_ref_from_proto(request.model), current_identity())
+        yield pb.FetchVersionResponse(manifest=weights.read_manifest(directory))
+        for chunk in weights.read_chunks(directory / layout.WEIGHTS_FILE):
+            yield pb.FetchVersionResponse(chunk=chunk)
+
+    async def _join(self, requests: AsyncIterator[pb.WatchVersionsRequest]) -> Watcher:
+        async for first in requests:
+            if first.WhichOneof("message") == "hello" and first.hello.sampler_id:
+                held = [(held.run_id, held.version) for held in first.hello.held]
+                return await self._feed.join(first.hello.sampler_id, held)
+            break
+        raise errors.InvalidArgument("the first message must be a hello with a sampler_id", field="hello.sampler_id")
+
+    async def _listen(self, watcher: Watcher, requests: AsyncIterator[pb.WatchVersionsRequest]) -> None:
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "acknowledgement":
+                    await self._feed.acknowledge(watcher, request.acknowledgement)
+                case "refusal":
+                    await self._feed.refuse(watcher, request.refusal)
+                case "release":
+                    self._feed.release(watcher, (request.release.run_id, request.release.version))
+                case _:
+                    raise errors.InvalidArgument(
+                        "only acknowledgement, release or refusal may follow the hello", field="message"
+                    )
+
+    def _find(self, ref: ModelRef, identity: Identity) -> Path:
+        if ref.is_base:
+            raise errors.InvalidArgument(
+                "the base model is not served here; name a version or checkpoint", field="model"
+            )
+        if not ref.checkpoint:
+            return self._publisher.find(self._registry.get(ref.run_id, identity), ref.version)
+        path = CheckpointPath.parse(ref.checkpoint, "model.checkpoint")
+        if path.kind is not CheckpointKind.SAMPLER:
+            raise errors.InvalidPath("is a state checkpoint; save one for the sampler", field="model.checkpoint")
+        return self._checkpoints.find(path, identity, "model.checkpoint")
+
+
+async def _outbox(watcher: Watcher, listening: asyncio.Task[None]) -> AsyncIterator[pb.WatchVersionsResponse]:
+    """Yield what the watcher is to be told until it leaves; raises what went wrong with what it said."""
+    while True:
+        next_response = asyncio.create_task(watcher.outbox.get())
+        try:
+            await asyncio.wait({next_response, listening}, return_when=asyncio.FIRST_COMPLETED)
+            if not next_response.done():
+                listening.result()
+                return
+            yield next_response.result()
+        finally:
+            next_response.cancel()
