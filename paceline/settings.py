@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from paceline.log import LogFormat
@@ -110,13 +111,12 @@ def load_settings(cls: type[S], arguments: Sequence[str] | None = None) -> S:
     try:
         return CliApp.run(cls, cli_args=None if arguments is None else list(arguments))
     except ValidationError as error:
-        raise SystemExit(
-            "\n".join(_describe(*problem["loc"], message=problem["msg"].removeprefix("Value error, ")) for problem in error.errors())
-        ) from None
+        raise SystemExit("\n".join(map(_describe, error.errors()))) from None
 
 
-def _describe(*location: int | str, message: str) -> str:
-    return f"{'.'.join(map(str, location))}: {message}" if location else message
+def _describe(problem: ErrorDetails) -> str:
+    location, message = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
+    return f"{location}: {message}" if location else message
 
 
 def check_environment(cls: type[ServiceSettings], environment: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
 from paceline.log import configure_logging, get_logger
-from paceline.rpc.interceptors import AroundInterceptor, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
+from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
 from paceline.settings import ServiceSettings
 
 _log = get_logger(__name__)
@@ -28,7 +28,15 @@ class Readiness:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.servicer = health_aio.HealthServicer()
+        self.failure = ""
+        """Why the service can do its work no more; empty while it can."""
+        self.failed = asyncio.Event()
         self._names = names
+
+    def fail(self, reason: str) -> None:
+        """Say that the service can never do its work again: `serve` drains and exits with an error."""
+        self.failure = reason
+        self.failed.set()
 
     async def set(self, ready: bool) -> None:
         """Say whether the service can do its work now."""
@@ -62,7 +70,7 @@ class Service(Protocol):
 
 
 async def serve(service: Service, settings: ServiceSettings, registry: CollectorRegistry) -> None:
-    """Run a service until SIGTERM or SIGINT."""
+    """Run a service until SIGTERM or SIGINT. Raises SystemExit when the service fails by itself."""
     configure_logging(service.name, settings.log_level, settings.log_format)
     stopping = _stop_event()
     if settings.metrics_listen:
@@ -72,7 +80,7 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
     health = await _start_health(readiness, settings.health_listen)
     await readiness.set(False)
     starting = asyncio.ensure_future(service.start(readiness))
-    interrupted = asyncio.ensure_future(stopping.wait())
+    interrupted = asyncio.ensure_future(_first_of(stopping, readiness.failed))
     await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
     try:
         if starting.done():
@@ -87,12 +95,17 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
         await service.stop()
         await health.stop(None)
         _log.info("stopped")
+    if readiness.failure:
+        _log.error("failed", reason=readiness.failure)
+        raise SystemExit(1)
 
 
 def make_server(service: Service, settings: ServiceSettings, registry: CollectorRegistry) -> grpc.aio.Server:
     """Make the service's server, bound and not yet started."""
     server = grpc.aio.server(
-        interceptors=[LoggingInterceptor(), MetricsInterceptor(registry), ErrorInterceptor(), *service.interceptors()],
+        interceptors=[
+            Chain(LoggingInterceptor(), MetricsInterceptor(registry), ErrorInterceptor(), *service.interceptors())
+        ],
         options=_server_options(settings),
     )
     service.register(server)
@@ -142,6 +155,15 @@ async def _drain(server: grpc.aio.Server, readiness: Readiness, seconds: float) 
     _log.info("draining", seconds=seconds)
     await readiness.set(False)
     await server.stop(seconds)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _stop_event() -> asyncio.Event:

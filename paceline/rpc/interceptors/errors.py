@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from uuid import uuid4
@@ -27,6 +28,9 @@ class ErrorInterceptor(AroundInterceptor):
             await abort(call.context, error)
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError as error:
+            # A message could not be sent: the caller left while it waited its turn.
+            raise asyncio.CancelledError from error
         except Exception:
             error_id = uuid4().hex
             _log.exception("uncaught", rpc=call.method, error_id=error_id)

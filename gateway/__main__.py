@@ -1,0 +1,26 @@
+"""`python -m gateway`."""
+
+from __future__ import annotations
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from gateway.service import GatewayService
+from gateway.settings import GatewaySettings
+from paceline.errors import InvalidArgument
+from paceline.rpc.server import serve
+from paceline.settings import load_settings
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    settings = load_settings(GatewaySettings)
+    try:
+        service = GatewayService(settings)
+    except InvalidArgument as error:
+        raise SystemExit(str(error)) from error
+    uvloop.run(serve(service, settings, CollectorRegistry()))
+
+
+if __name__ == "__main__":
+    main()

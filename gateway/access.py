@@ -1,0 +1,57 @@
+"""Who may call which method. One that is not listed is nobody's: a new method stays closed until it is opened here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from types import MappingProxyType
+
+
+class Access(Enum):
+    """Who may call a method."""
+
+    TENANT = auto()
+    """Everybody whom the gateway knows."""
+    NOBODY = auto()
+    """Services among themselves, past the gateway."""
+
+
+_TRAINER = (
+    "GetServerInfo",
+    "GetTokenizer",
+    "CreateRun",
+    "GetRun",
+    "ListRuns",
+    "DeleteRun",
+    "ForwardBackward",
+    "OptimStep",
+    "SaveCheckpoint",
+    "LoadCheckpoint",
+    "ListCheckpoints",
+    "DeleteCheckpoint",
+    "SetCheckpointTtl",
+    "PublishWeights",
+)
+_SAMPLER = (
+    "GetServerInfo",
+    "Sample",
+    "SampleStream",
+    "ComputeLogprobs",
+    "LoadVersion",
+    "UnloadVersion",
+    "ListVersions",
+)
+
+ACCESS: Mapping[str, Access] = MappingProxyType(
+    {
+        **{f"/paceline.trainer.v1.TrainerService/{name}": Access.TENANT for name in _TRAINER},
+        **{f"/paceline.sampler.v1.SamplerService/{name}": Access.TENANT for name in _SAMPLER},
+        "/paceline.sampler.v1.SamplerService/UpdateWeights": Access.NOBODY,
+        "/paceline.weights.v1.WeightService/FetchVersion": Access.TENANT,
+        "/paceline.weights.v1.WeightService/WatchVersions": Access.NOBODY,
+        "/paceline.gateway.v1.GatewayService/GetCapabilities": Access.TENANT,
+        "/paceline.gateway.v1.GatewayService/WhoAmI": Access.TENANT,
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.TENANT,
+    }
+)
+"""/package.Service/Method to who may call it."""

@@ -1,0 +1,39 @@
+"""One answer out of what the services say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.gateway.v1 import gateway_service_pb2 as pb
+from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
+from paceline.types.v1 import model_pb2
+
+
+def merge(
+    trainer: trainer_pb.GetServerInfoResponse | None,
+    samplers: Sequence[sampler_pb.GetServerInfoResponse],
+    max_message_bytes: int,
+) -> pb.GetCapabilitiesResponse:
+    """Merge descriptions; a service that is down is left out. Limits are the smallest among those that answered."""
+    models: dict[str, pb.SupportedModel] = {}
+    for info in trainer.models if trainer else ():
+        _add(models, info).trainable = True
+    for sampler in samplers:
+        _add(models, sampler.model).sampleable = True
+    limits = [max_message_bytes] + ([trainer.max_message_bytes] if trainer and trainer.max_message_bytes else [])
+    return pb.GetCapabilitiesResponse(
+        models=models.values(),
+        loss_fns=trainer.loss_fns if trainer else (),
+        optimizers=trainer.optimizers if trainer else (),
+        max_message_bytes=min(limits),
+    )
+
+
+def _add(models: dict[str, pb.SupportedModel], info: model_pb2.ModelInfo) -> pb.SupportedModel:
+    if info.name not in models:
+        models[info.name] = pb.SupportedModel(model=info)
+    model = models[info.name].model
+    model.max_lora_rank = min(model.max_lora_rank, info.max_lora_rank)
+    model.max_context_length = min(model.max_context_length, info.max_context_length)
+    return models[info.name]

@@ -1,0 +1,169 @@
+"""API keys: a JSON file that holds each key's name, tenant and SHA-256, and never the key.
+
+python -m gateway.keys add --file keys.json --tenant team-a --name laptop
+python -m gateway.keys remove --file keys.json --name laptop
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from gateway.authenticators import is_tenant
+from paceline import errors
+from paceline.log import get_logger
+from paceline.rpc.identity import Identity
+
+PREFIX = "pl-"
+"""What every key starts with, so that scanners for leaked secrets know one."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key as the file holds it."""
+
+    name: str
+    """Unique in the file; appears in logs."""
+    tenant: str
+    """Whose runs its holder sees."""
+    sha256: str
+    """SHA-256 of the key, lower-case hex."""
+
+
+class KeyRing:
+    """The keys of a file, read again when the file changes."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file. Raises InvalidArgument when it cannot be read or holds no key."""
+        self._path = path
+        self._stamp = _stamp(path)
+        self._keys = read_keys(path)
+        if not self._keys:
+            raise errors.InvalidArgument("holds no key; make one with `python -m gateway.keys add`", field="keys_file")
+
+    def identify(self, token: str) -> Identity | None:
+        self._refresh()
+        digest, found = _digest(token), None
+        # No early exit: how long this takes does not tell which key was nearly right.
+        for key in self._keys:
+            if hmac.compare_digest(digest, key.sha256):
+                found = key
+        return Identity(found.tenant, found.name) if found else None
+
+    def _refresh(self) -> None:
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._keys = read_keys(self._path)
+        except errors.InvalidArgument as error:
+            _log.error("keys file is unusable; the keys read before stay valid", error=str(error))
+        else:
+            _log.info("keys file read again", keys=len(self._keys))
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
+    """Read a keys file. Raises InvalidArgument naming what is wrong with it."""
+    try:
+        entries = json.loads(path.read_bytes())
+        keys = tuple(ApiKey(**entry) for entry in entries)
+    except (OSError, ValueError, TypeError) as error:
+        raise errors.InvalidArgument(
+            f"{path} is not a list of name, tenant, sha256: {error}", field="keys_file"
+        ) from error
+    for key in keys:
+        _check(key)
+    if len({key.name for key in keys}) != len(keys):
+        raise errors.InvalidArgument(f"{path} has two keys of one name", field="keys_file")
+    return keys
+
+
+def add_key(path: Path, tenant: str, name: str) -> str:
+    """Make a key, store its hash and return it; it is shown this once. Raises InvalidArgument for a taken name."""
+    keys = read_keys(path) if path.exists() else ()
+    token = PREFIX + secrets.token_urlsafe(32)
+    key = ApiKey(name, tenant, _digest(token))
+    _check(key)
+    if any(other.name == name for other in keys):
+        raise errors.InvalidArgument(f"{name} exists; choose another name or remove it first", field="name")
+    _write(path, (*keys, key))
+    return token
+
+
+def remove_key(path: Path, name: str) -> None:
+    """Remove a key; its holder is refused from the next call on. Raises InvalidArgument if there is none."""
+    keys = read_keys(path)
+    left = tuple(key for key in keys if key.name != name)
+    if len(left) == len(keys):
+        raise errors.InvalidArgument(f"no key of the name {name}", field="name")
+    _write(path, left)
+
+
+def _check(key: ApiKey) -> None:
+    if not is_tenant(key.tenant):
+        raise errors.InvalidArgument("must be 1 to 64 characters of [A-Za-z0-9._-]", field="tenant")
+    if not is_tenant(key.name):
+        raise errors.InvalidArgument("must be 1 to 64 characters of [A-Za-z0-9._-]", field="name")
+    if not isinstance(key.sha256, str) or not _SHA256.fullmatch(key.sha256):
+        raise errors.InvalidArgument(f"of key {key.name} is not 64 lower-case hex digits", field="sha256")
+
+
+def _digest(token: str) -> str:
+    return sha256(token.encode()).hexdigest()
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _write(path: Path, keys: Sequence[ApiKey]) -> None:
+    staging = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(json.dumps([asdict(key) for key in keys], indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m gateway.keys", description="Make and remove API keys.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("add", help="make a key and print it, once")
+    add.add_argument("--tenant", required=True, help="whose runs its holder sees")
+    remove = commands.add_parser("remove", help="remove a key")
+    for command in (add, remove):
+        command.add_argument("--file", type=Path, required=True, help="the gateway's keys file")
+        command.add_argument("--name", required=True, help="name of the key, for logs")
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "add":
+            sys.stdout.write(add_key(given.file, given.tenant, given.name) + "\n")
+        else:
+            remove_key(given.file, given.name)
+    except errors.InvalidArgument as error:
+        raise SystemExit(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A service behind the gateway: its channel, whether it can be reached, and how many calls it has."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from paceline.log import get_logger
+from paceline.rpc.channel import TlsFiles, open_channel
+
+_READY = grpc.ChannelConnectivity.READY
+_CONNECTING = {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING}
+_log = get_logger(__name__)
+
+UnaryCall = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+ResponseStreamCall = grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+StreamCall = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+
+
+class Upstream:
+    """One service. Messages go through it as bytes."""
+
+    def __init__(self, name: str, target: str, tls: TlsFiles | None) -> None:
+        """Open the channel in the running event loop. `name` is what logs and errors call it: trainer or sampler."""
+        self.name = name
+        self.target = target
+        self.channel = open_channel(target, tls)
+        self.in_flight = 0
+        self.ready = False
+        self.settled = asyncio.Event()
+        """Set once the first attempt to connect has ended, well or not."""
+        self._unary: dict[str, UnaryCall] = {}
+        self._response_stream: dict[str, ResponseStreamCall] = {}
+        self._stream: dict[str, StreamCall] = {}
+        self._following: asyncio.Task[None] | None = None
+
+    def unary(self, method: str) -> UnaryCall:
+        """Return what calls a method of one request and one response."""
+        if method not in self._unary:
+            self._unary[method] = self.channel.unary_unary(method)
+        return self._unary[method]
+
+    def response_stream(self, method: str) -> ResponseStreamCall:
+        """Return what calls a method of one request and a stream of responses."""
+        if method not in self._response_stream:
+            self._response_stream[method] = self.channel.unary_stream(method)
+        return self._response_stream[method]
+
+    def stream(self, method: str) -> StreamCall:
+        """Return what calls a method of any kind."""
+        if method not in self._stream:
+            self._stream[method] = self.channel.stream_stream(method)
+        return self._stream[method]
+
+    def connect(self) -> None:
+        """Connect now and whenever the connection is lost."""
+        self._following = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Close the channel."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await self.channel.close()
+
+    async def _follow(self) -> None:
+        while True:
+            state = self.channel.get_state(try_to_connect=True)
+            self._note(state)
+            await self.channel.wait_for_state_change(state)
+
+    def _note(self, state: grpc.ChannelConnectivity) -> None:
+        ready = state is _READY
+        if ready != self.ready or (not self.settled.is_set() and state not in _CONNECTING):
+            log: Any = _log.info if ready else _log.warning
+            log("upstream is up" if ready else "upstream is down", upstream=self.name, target=self.target)
+        self.ready = ready
+        if state not in _CONNECTING:
+            self.settled.set()

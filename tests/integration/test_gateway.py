@@ -1,0 +1,265 @@
+"""The gateway between a client and real services: who gets in, as whom, how many, and how failures arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from gateway_stack import CREDENTIAL, Sampler, Stack, Trainer, bearer, free_port, gateway, serving, stack
+from structlog.testing import capture_logs
+
+from gateway.access import ACCESS, Access
+from gateway.keys import add_key, remove_key
+from paceline import errors
+from paceline.gateway.v1 import gateway_service_pb2 as pb
+from paceline.rpc.status import error_from_rpc
+from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
+from paceline.types.v1 import tensor_pb2
+
+_GET_RUN = trainer_pb.GetRunRequest(run_id="run-1")
+
+
+@pytest.fixture
+async def up(tmp_path) -> AsyncIterator[Stack]:
+    async with stack(tmp_path) as running:
+        yield running
+
+
+async def failure(call) -> errors.PacelineError:
+    """The typed error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return error_from_rpc(caught.value)
+
+
+async def call_raw(up: Stack, method: str, metadata) -> None:
+    """Call a method of any kind with one empty message."""
+    call = up.client.channel.unary_stream(method)(b"", metadata=metadata, timeout=60)
+    async for _ in call:
+        call.cancel()
+
+
+async def test_a_call_reaches_the_service_as_the_keys_tenant(up):
+    reply = await up.client.trainer.GetRun(_GET_RUN, metadata=up.auth)
+    assert (reply.run.run_id, reply.run.base_model) == ("run-1", "team-a")
+    assert (await up.client.trainer.GetRun(_GET_RUN, metadata=up.other_auth)).run.base_model == "team-b"
+
+
+async def test_who_am_i(up):
+    reply = await up.client.gateway.WhoAmI(pb.WhoAmIRequest(), metadata=up.auth)
+    assert (reply.tenant, reply.key_name) == ("team-a", "laptop")
+
+
+@pytest.mark.parametrize("method", [*ACCESS, "/paceline.trainer.v1.TrainerService/Unheard", "/paceline.x.v1.X/Y"])
+@pytest.mark.parametrize("metadata", [(), (bearer("pl-wrong"),), (("authorization", "Basic eDp5"),)])
+async def test_no_method_of_any_kind_answers_without_a_key(up, method, metadata):
+    assert isinstance(await failure(call_raw(up, method, metadata)), errors.InvalidApiKey)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(method for method, access in ACCESS.items() if access is Access.NOBODY),
+        "/paceline.trainer.v1.TrainerService/Unheard",
+        "/paceline.gateway.v1.GatewayService/Unheard",
+        "/paceline.x.v1.X/Y",
+    ],
+)
+async def test_closed_and_unlisted_methods_answer_nobody(up, method):
+    assert isinstance(await failure(call_raw(up, method, up.auth)), errors.MethodNotAllowed)
+
+
+async def test_reflection_describes_the_services_to_holders_of_a_key(up):
+    method = up.client.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+    answers = [answer async for answer in method(iter([b":\x00"]), metadata=up.auth)]  # field 7, list_services
+    assert b"paceline.trainer.v1.TrainerService" in answers[0]
+    assert b"paceline.sampler.v1.SamplerService" in answers[0]
+
+
+async def test_a_caller_cannot_name_its_tenant_or_show_a_credential(up):
+    forged = (("x-paceline-tenant", "team-b"), ("x-paceline-tenant", ""), ("x-paceline-credential", CREDENTIAL))
+    reply = await up.client.trainer.GetRun(_GET_RUN, metadata=(*forged, *up.auth))
+    assert reply.run.base_model == "team-a"
+    assert isinstance(await failure(up.client.trainer.GetRun(_GET_RUN, metadata=forged)), errors.InvalidApiKey)
+
+
+async def test_metadata_goes_along_and_the_key_stays_behind(up):
+    sent = (("traceparent", "00-aa-bb-01"), ("x-request-id", "req-1"), ("x-app", "demo"), ("x-app-bin", b"\x00\xff"))
+    await up.client.trainer.GetRun(_GET_RUN, metadata=(*sent, *up.auth))
+    assert dict(sent).items() <= up.trainer.metadata.items()
+    assert "authorization" not in up.trainer.metadata
+
+
+async def test_trailing_metadata_of_an_answer_comes_back(up):
+    call = up.client.trainer.GetRun(_GET_RUN, metadata=up.auth)
+    await call
+    assert dict(await call.trailing_metadata())["x-note"] == "kept"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.RunNotFound("no such run", field="run_id"),
+        errors.RunStateLost("the weights were lost; load it", metadata={"checkpoint": "paceline://run-1/state/a"}),
+        errors.EngineUnavailable("the engine is starting", retry_after=2.5),
+        errors.Cancelled("the run was deleted"),
+    ],
+    ids=lambda error: error.reason,
+)
+async def test_an_error_of_a_service_arrives_as_it_was_raised(up, error):
+    up.trainer.error = error
+    received = await failure(up.client.trainer.GetRun(_GET_RUN, metadata=up.auth))
+    assert type(received) is type(error)
+    assert (received.message, received.field) == (error.message, error.field)
+    assert (received.metadata, received.retry_after) == (error.metadata, error.retry_after)
+
+
+async def test_an_error_of_a_stream_arrives_as_it_was_raised(up):
+    up.sampler.error = errors.VersionNotFound("no such version", field="model.version")
+    for _ in range(20):
+        call = up.client.sampler.SampleStream(sampler_pb.SampleStreamRequest(), metadata=up.auth)
+        received = await failure(call.read())
+        assert (type(received), received.field) == (errors.VersionNotFound, "model.version")
+
+
+async def test_the_deadline_goes_along(up):
+    await up.client.trainer.GetRun(_GET_RUN, metadata=up.auth, timeout=40)
+    assert 0 < up.trainer.remaining < 60
+    await up.client.trainer.GetRun(_GET_RUN, metadata=up.auth)
+    assert up.trainer.remaining is None
+
+
+async def test_a_deadline_that_passes_ends_the_call_in_the_service(up):
+    call = up.client.trainer.ListRuns(trainer_pb.ListRunsRequest(), metadata=up.auth, timeout=0.5)
+    assert isinstance(await failure(call), errors.TimedOut)
+    await asyncio.wait_for(up.trainer.left.wait(), 30)
+
+
+async def test_cancelling_ends_the_call_in_the_service(up):
+    call = up.client.trainer.ListRuns(trainer_pb.ListRunsRequest(), metadata=up.auth)
+    await asyncio.wait_for(up.trainer.entered.wait(), 30)
+    call.cancel()
+    await asyncio.wait_for(up.trainer.left.wait(), 30)
+
+
+@pytest.mark.parametrize("messages", [1, 50])
+async def test_leaving_a_stream_early_ends_it_in_the_service(up, messages, caplog):
+    call = up.client.sampler.SampleStream(sampler_pb.SampleStreamRequest(), metadata=up.auth)
+    for _ in range(messages):
+        await call.read()
+    call.cancel()
+    await asyncio.wait_for(up.sampler.left.wait(), 30)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_reader_that_stops_holds_back_the_service_and_can_still_leave(up):
+    call = up.client.sampler.SampleStream(sampler_pb.SampleStreamRequest(), metadata=up.auth)
+    await call.read()
+    # Nothing more is read: buffers fill until the service's write waits, and cancellation meets it there.
+    sent = -1
+    while up.sampler.sent != sent:
+        sent = up.sampler.sent
+        await asyncio.sleep(0.05)
+    with capture_logs() as logs:
+        call.cancel()
+        await asyncio.wait_for(up.sampler.left.wait(), 30)
+    assert "uncaught" not in [log["event"] for log in logs]
+
+
+async def test_five_thousand_calls_at_once_all_succeed(up):
+    up.sampler.gate.clear()
+    full = up.sampler.reached[1024] = asyncio.Event()
+    request = sampler_pb.SampleRequest()
+    calls = [asyncio.ensure_future(_wait(up.client.sampler.Sample(request, metadata=up.auth))) for _ in range(5000)]
+    await asyncio.wait_for(full.wait(), 120)
+    up.sampler.gate.set()
+    replies = await asyncio.gather(*calls)
+    assert {reply.model.base_model for reply in replies} == {"sampler"}
+    assert up.sampler.most_running == 1024
+
+
+async def _wait(call):
+    return await call
+
+
+async def test_a_tenant_over_its_limits_is_told_when_to_come_back_and_others_pass(tmp_path):
+    async with stack(tmp_path, max_in_flight_per_tenant=1, max_queued_per_tenant=0) as up:
+        up.trainer.entered.clear()
+        blocked = up.client.trainer.ListRuns(trainer_pb.ListRunsRequest(), metadata=up.auth)
+        await asyncio.wait_for(up.trainer.entered.wait(), 30)
+        refused = await failure(up.client.trainer.GetRun(_GET_RUN, metadata=up.auth))
+        assert isinstance(refused, errors.Overloaded)
+        assert refused.retry_after
+        await up.client.trainer.GetRun(_GET_RUN, metadata=up.other_auth)
+        blocked.cancel()
+
+
+async def test_a_message_of_32_mib_passes_and_a_larger_one_is_refused_by_name(up):
+    def request(size: int) -> trainer_pb.ForwardBackwardRequest:
+        request = trainer_pb.ForwardBackwardRequest(run_id="run-1")
+        request.data.add().loss_inputs["x"].CopyFrom(tensor_pb2.Tensor(data=bytes(size)))
+        return request
+
+    overhead = request(32 << 20).ByteSize() - (32 << 20)
+    largest = request((32 << 20) - overhead)
+    reply = await up.client.trainer.ForwardBackward(largest, metadata=up.auth)
+    assert reply.metrics["bytes:sum"] == 32 << 20
+    too_large = up.client.trainer.ForwardBackward(request(33 << 20), metadata=up.auth)
+    assert isinstance(await failure(too_large), errors.MessageTooLarge)
+
+
+async def test_a_new_key_works_and_a_removed_one_stops_without_a_restart(up):
+    key = add_key(up.keys_file, "team-c", "new")
+    reply = await up.client.trainer.GetRun(_GET_RUN, metadata=(bearer(key),))
+    assert reply.run.base_model == "team-c"
+    remove_key(up.keys_file, "laptop")
+    assert isinstance(await failure(up.client.trainer.GetRun(_GET_RUN, metadata=up.auth)), errors.InvalidApiKey)
+
+
+async def test_a_service_that_dies_is_unavailable_until_it_is_back(tmp_path):
+    auth = (bearer(add_key(tmp_path / "keys.json", "team-a", "laptop")),)
+    port = free_port()
+    async with gateway(port, [free_port()], tmp_path / "keys.json") as client:
+        for _ in range(2):
+            async with serving(Trainer(), port=port):
+                assert (await _once_up(lambda: client.trainer.GetRun(_GET_RUN, metadata=auth))).run.run_id == "run-1"
+            down = await failure(client.trainer.GetRun(_GET_RUN, metadata=auth))
+            assert isinstance(down, errors.UpstreamUnavailable)
+            assert down.retry_after
+            assert "trainer" in down.message
+
+
+async def _once_up(call):
+    """Repeat a call while the service cannot be reached, as clients do."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await call()
+            except grpc.aio.AioRpcError as problem:
+                error = error_from_rpc(problem)
+                assert isinstance(error, errors.UpstreamUnavailable)
+                await asyncio.sleep(error.retry_after / 20)
+
+
+async def test_capabilities_are_those_of_the_services_that_are_up(up):
+    reply = await up.client.gateway.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=up.auth)
+    model = reply.models[0]
+    assert (len(reply.models), model.model.name, model.trainable, model.sampleable) == (1, "tiny", True, True)
+    assert (model.model.max_lora_rank, model.model.max_context_length) == (16, 512)
+    assert (list(reply.loss_fns), list(reply.optimizers)) == (["ppo"], ["adamw"])
+    assert reply.max_message_bytes == 32 << 20
+    assert reply.service_version
+
+
+async def test_capabilities_leave_out_a_service_that_is_down(tmp_path):
+    auth = (bearer(add_key(tmp_path / "keys.json", "team-a", "laptop")),)
+    async with serving(Sampler()) as port, gateway(free_port(), [port], tmp_path / "keys.json") as client:
+        reply = await client.gateway.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=auth)
+        assert [(model.trainable, model.sampleable) for model in reply.models] == [(False, True)]
+        assert not reply.loss_fns
+    async with gateway(free_port(), [free_port()], tmp_path / "keys.json") as client:
+        call = client.gateway.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=auth)
+        assert isinstance(await failure(call), errors.UpstreamUnavailable)

@@ -1,0 +1,48 @@
+"""`python -m gateway` as a process: when it refuses to start, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from gateway_stack import free_port
+
+from paceline.gateway.v1 import gateway_service_pb2 as pb
+
+
+@pytest.mark.parametrize(
+    "flags", [["--credential", "c"], ["--keys-file", "keys.json"], ["--insecure", "--credential", "c"]]
+)
+def test_the_process_does_not_start_without_keys_and_credential(tmp_path, flags):
+    ended = _gateway_process(tmp_path, flags)
+    _, problem = ended.communicate(timeout=60)
+    assert ended.returncode == 1
+    assert "insecure" in problem
+    assert "Traceback" not in problem
+
+
+async def test_the_process_serves_and_ends_on_sigterm(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    process = _gateway_process(tmp_path, ["--insecure", "--listen", address, "--health-listen", "127.0.0.1:0"])
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            method = channel.unary_unary("/paceline.gateway.v1.GatewayService/WhoAmI")
+            reply = pb.WhoAmIResponse.FromString(await method(b"", wait_for_ready=True, timeout=60))
+        assert (reply.tenant, reply.key_name) == ("default", "")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "stopped" in log
+
+
+def _gateway_process(folder, flags) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in [*sys.path, str(Path.cwd())] if path)
+    command = [sys.executable, "-m", "gateway", *flags]
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)

@@ -1,0 +1,73 @@
+"""Interceptors around response streams: what a handler began ends in the call's own task, however the call ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor
+
+
+class Note(AroundInterceptor):
+    """Notes the tasks in which a call begins and ends."""
+
+    def __init__(self) -> None:
+        self.tasks: list[asyncio.Task | None] = []
+        self.left = asyncio.Event()
+
+    @asynccontextmanager
+    async def around(self, call):
+        self.tasks.append(asyncio.current_task())
+        try:
+            yield
+        finally:
+            self.tasks.append(asyncio.current_task())
+            self.left.set()
+
+
+class Endless(grpc.GenericRpcHandler):
+    """Yields until it is stopped; notes when a message could not be sent at once."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    async def stream(self, request, context) -> AsyncIterator[bytes]:
+        while True:
+            self.sent += 1
+            yield bytes(1 << 20)
+
+    def service(self, handler_call_details):
+        return grpc.unary_stream_rpc_method_handler(self.stream)
+
+
+@pytest.mark.parametrize("chained", [True, False])
+async def test_a_call_that_is_cancelled_while_a_message_waits_to_be_sent_ends_in_its_own_task(chained, caplog):
+    note, endless = Note(), Endless()
+    interceptors = [LoggingInterceptor(), ErrorInterceptor(), note]
+    server = grpc.aio.server(handlers=[endless], interceptors=[Chain(*interceptors)] if chained else interceptors)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with capture_logs() as logs, caplog.at_level(logging.WARNING):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_stream("/x.X/Y")(b"")
+            await call.read()
+            await _until_it_stands_still(endless)
+            call.cancel()
+            await asyncio.wait_for(note.left.wait(), 30)
+        await server.stop(None)
+    assert note.tasks[0] is note.tasks[1]
+    assert [(log["event"], log["code"]) for log in logs] == [("call", "CANCELLED")]
+    assert not caplog.records
+
+
+async def _until_it_stands_still(endless: Endless) -> None:
+    before = -1
+    while endless.sent != before:
+        before = endless.sent
+        await asyncio.sleep(0.05)

@@ -1,0 +1,168 @@
+"""API keys and tokens: who is let in, and what the file gives away."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+import time
+from pathlib import Path
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from gateway.authenticators import Everybody, JwtVerifier
+from gateway.keys import PREFIX, KeyRing, add_key, main, read_keys, remove_key
+from paceline import errors
+from paceline.rpc.identity import Identity
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def test_a_key_is_known_by_its_tenant_and_name(keys_file):
+    keys = [add_key(keys_file, f"team-{n}", f"key-{n}") for n in range(3)]
+    ring = KeyRing(keys_file)
+    assert [ring.identify(key) for key in keys] == [Identity(f"team-{n}", f"key-{n}") for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda key: "", lambda key: key[:-1], lambda key: key + "x", lambda key: key.upper()]
+)
+def test_what_is_not_exactly_a_key_is_not_known(keys_file, change):
+    key = add_key(keys_file, "team-a", "laptop")
+    assert KeyRing(keys_file).identify(change(key)) is None
+
+
+def test_the_stored_hash_is_not_a_key(keys_file):
+    add_key(keys_file, "team-a", "laptop")
+    assert KeyRing(keys_file).identify(read_keys(keys_file)[0].sha256) is None
+
+
+def test_the_file_holds_no_key_and_is_private(keys_file):
+    key = add_key(keys_file, "team-a", "laptop")
+    assert key.startswith(PREFIX)
+    assert key not in keys_file.read_text()
+    assert key.removeprefix(PREFIX) not in keys_file.read_text()
+    assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
+    assert [path.name for path in keys_file.parent.iterdir()] == ["keys.json"]
+
+
+def test_changes_of_the_file_are_seen(keys_file):
+    first = add_key(keys_file, "team-a", "laptop")
+    ring = KeyRing(keys_file)
+    second = add_key(keys_file, "team-b", "cluster")
+    assert ring.identify(second) == Identity("team-b", "cluster")
+    remove_key(keys_file, "laptop")
+    assert ring.identify(first) is None
+    assert ring.identify(second) is not None
+
+
+def test_an_unusable_file_leaves_the_keys_as_they_were(keys_file):
+    key = add_key(keys_file, "team-a", "laptop")
+    ring = KeyRing(keys_file)
+    keys_file.write_text("[{")
+    assert ring.identify(key) is not None
+    keys_file.unlink()
+    assert ring.identify(key) is not None
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '["x"]', '[{"name": "a"}]', "[1]"])
+def test_a_gateway_does_not_start_on_a_file_without_keys(keys_file, text):
+    keys_file.write_text(text)
+    with pytest.raises(errors.InvalidArgument) as caught:
+        KeyRing(keys_file)
+    assert caught.value.field == "keys_file"
+
+
+def test_a_missing_file_is_named(keys_file):
+    with pytest.raises(errors.InvalidArgument, match=r"keys\.json"):
+        KeyRing(keys_file)
+
+
+@pytest.mark.parametrize("bad", [{"tenant": ""}, {"tenant": "a b"}, {"tenant": 3}, {"name": ""}, {"sha256": "ab"}])
+def test_a_bad_entry_is_refused(keys_file, bad):
+    add_key(keys_file, "team-a", "laptop")
+    entry = json.loads(keys_file.read_text())[0] | bad
+    keys_file.write_text(json.dumps([entry]))
+    with pytest.raises(errors.InvalidArgument) as caught:
+        read_keys(keys_file)
+    assert caught.value.field == next(iter(bad))
+
+
+def test_names_are_unique(keys_file):
+    add_key(keys_file, "team-a", "laptop")
+    with pytest.raises(errors.InvalidArgument, match="laptop"):
+        add_key(keys_file, "team-b", "laptop")
+    assert len(read_keys(keys_file)) == 1
+
+
+def test_the_command_line_adds_and_removes(keys_file, capsys):
+    main(["add", "--file", str(keys_file), "--tenant", "team-a", "--name", "laptop"])
+    key = capsys.readouterr().out.strip()
+    assert KeyRing(keys_file).identify(key) == Identity("team-a", "laptop")
+    main(["remove", "--file", str(keys_file), "--name", "laptop"])
+    assert read_keys(keys_file) == ()
+    with pytest.raises(SystemExit, match="laptop"):
+        main(["remove", "--file", str(keys_file), "--name", "laptop"])
+
+
+def test_an_insecure_gateway_makes_everybody_the_default_tenant():
+    assert Everybody().identify("") == Everybody().identify("anything") == Identity("default")
+
+
+@pytest.fixture(scope="module")
+def signing_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+@pytest.fixture
+def public_pem(signing_key, tmp_path) -> Path:
+    path = tmp_path / "public.pem"
+    encoding = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    path.write_bytes(signing_key.public_key().public_bytes(*encoding))
+    return path
+
+
+def _claims(**changes: object) -> dict[str, object]:
+    claims = {"tenant": "team-a", "sub": "alice", "exp": time.time() + 600} | changes
+    return {name: value for name, value in claims.items() if value is not None}
+
+
+def test_a_signed_token_names_its_tenant(signing_key, public_pem):
+    token = jwt.encode(_claims(), signing_key, "ES256")
+    assert JwtVerifier(public_pem, "ES256", "tenant").identify(token) == Identity("team-a", "alice")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"exp": 1.0}, {"exp": None}, {"tenant": None}, {"tenant": ""}, {"tenant": "a/b"}, {"tenant": 7}, {"aud": "other"}],
+)
+def test_a_token_that_is_expired_or_for_nobody_is_not_known(signing_key, public_pem, changes):
+    token = jwt.encode(_claims(**changes), signing_key, "ES256")
+    assert JwtVerifier(public_pem, "ES256", "tenant").identify(token) is None
+
+
+def test_a_token_for_another_audience_is_not_known(signing_key, public_pem):
+    verifier = JwtVerifier(public_pem, "ES256", "tenant", "paceline")
+    assert verifier.identify(jwt.encode(_claims(aud="paceline"), signing_key, "ES256")) is not None
+    assert verifier.identify(jwt.encode(_claims(aud="other"), signing_key, "ES256")) is None
+    assert verifier.identify(jwt.encode(_claims(), signing_key, "ES256")) is None
+
+
+def test_another_key_or_another_algorithm_does_not_sign(signing_key, public_pem):
+    verifier = JwtVerifier(public_pem, "ES256", "tenant")
+    assert verifier.identify(jwt.encode(_claims(), ec.generate_private_key(ec.SECP256R1()), "ES256")) is None
+    assert verifier.identify(jwt.encode(_claims(), key="x" * 32, algorithm="HS256")) is None
+    assert verifier.identify(jwt.encode(_claims(), key="", algorithm="none")) is None
+    assert verifier.identify("pl-not-a-token") is None
+
+
+def test_tokens_without_the_library_are_refused_with_a_remedy(public_pem, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jwt", None)
+    with pytest.raises(errors.InvalidArgument, match="install"):
+        JwtVerifier(public_pem, "ES256", "tenant")
