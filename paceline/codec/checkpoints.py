@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
-from google.protobuf.timestamp_pb2 import Timestamp
-
+from paceline.codec.times import timestamp_from_proto, timestamp_to_proto
 from paceline.codec.training import lora_config_from_proto, lora_config_to_proto
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Run, RunState
-
-
-def timestamp_to_proto(moment: datetime) -> Timestamp:
-    """Encode a moment."""
-    message = Timestamp()
-    message.FromDatetime(moment.astimezone(UTC))
-    return message
-
-
-def timestamp_from_proto(message: Timestamp) -> datetime:
-    """Decode a moment, in UTC."""
-    return message.ToDatetime(UTC)
 
 
 def run_to_proto(run: Run) -> pb.Run:

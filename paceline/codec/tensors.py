@@ -26,10 +26,15 @@ _FROM_WIRE: dict[int, str] = {wire: name for name, wire in _TO_WIRE.items()}
 
 
 def tensor_to_proto(array: Array, field: str = "") -> pb.Tensor:
-    """Encode an array of any shape. Raises InvalidDtype for a dtype that the wire does not have."""
+    """Encode an array of any shape; `field` is its place in the request, for errors.
+
+    Raises InvalidDtype for a dtype that the wire does not have.
+    """
     wire = _TO_WIRE.get(array.dtype.name)
     if wire is None:
-        raise errors.InvalidDtype(f"dtype {array.dtype.name} cannot be sent; use one of {', '.join(sorted(_TO_WIRE))}")
+        raise errors.InvalidDtype(
+            f"dtype {array.dtype.name} cannot be sent; use one of {', '.join(sorted(_TO_WIRE))}", field=field
+        )
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return pb.Tensor(dtype=wire, shape=array.shape, data=little.tobytes())
 

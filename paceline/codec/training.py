@@ -11,10 +11,12 @@ from paceline.types.training import MASK_INPUTS, TOKEN_INPUTS, Array
 from paceline.types.v1 import datum_pb2, lora_pb2
 
 
-def datum_to_proto(datum: Datum) -> datum_pb2.Datum:
-    """Encode a datum."""
-    inputs = {name: tensor_to_proto(values) for name, values in datum.loss_inputs.items()}
-    return datum_pb2.Datum(model_input=tensor_to_proto(datum.model_input), loss_inputs=inputs)
+def datum_to_proto(datum: Datum, field: str = "data") -> datum_pb2.Datum:
+    """Encode a datum; `field` is its place in the request, for errors."""
+    inputs = {
+        name: tensor_to_proto(values, f"{field}.loss_inputs[{name}]") for name, values in datum.loss_inputs.items()
+    }
+    return datum_pb2.Datum(model_input=tensor_to_proto(datum.model_input, f"{field}.model_input"), loss_inputs=inputs)
 
 
 def datum_from_proto(message: datum_pb2.Datum, field: str) -> Datum:

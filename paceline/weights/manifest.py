@@ -13,8 +13,8 @@ from typing import Any
 from google.protobuf import json_format
 
 from paceline import errors
-from paceline.codec import served_model_from_proto, served_model_to_proto
-from paceline.codec.checkpoints import timestamp_to_proto
+from paceline.codec.models import served_model_from_proto, served_model_to_proto
+from paceline.codec.times import timestamp_to_proto
 from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
 from paceline.types import ServedModel
 from paceline.types.v1 import tensor_pb2

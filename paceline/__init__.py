@@ -1,0 +1,86 @@
+"""Fine-tuning of language models on your own machines: train, publish, sample.
+
+    client = paceline.ServiceClient()
+    training = client.create_lora_training_client(rank=16)
+    passed = training.forward_backward(data, "cross_entropy")
+    stepped = training.optim_step(paceline.AdamParams(learning_rate=1e-4))
+    print(passed.result().metrics["loss:sum"], stepped.result().grad_norm)
+    sampling = training.save_weights_and_get_sampling_client()
+    print(sampling.sample(prompt, sampling_params=paceline.SamplingParams(max_tokens=64)).result().sequences)
+
+Every error is a class of `paceline.errors`. The generated stubs, for calls without this client, are in
+`paceline.<area>.v1`.
+"""
+
+from paceline import errors
+from paceline.client import (
+    Acknowledgement,
+    LogprobsResult,
+    PacelineFuture,
+    PublishResult,
+    RetryPolicy,
+    SampleStream,
+    SamplingClient,
+    ServerCapabilities,
+    ServiceClient,
+    SupportedModel,
+    Timeouts,
+    TrainingClient,
+)
+from paceline.types import (
+    AdamParams,
+    Checkpoint,
+    CheckpointKind,
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInfo,
+    ModelRef,
+    OptimStepOutput,
+    Run,
+    RunState,
+    SampledSequence,
+    SampleResult,
+    SamplingParams,
+    ServedModel,
+    StopReason,
+    StreamedTokens,
+    TopkLogprobs,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Acknowledgement",
+    "AdamParams",
+    "Checkpoint",
+    "CheckpointKind",
+    "Datum",
+    "ForwardBackwardOutput",
+    "LogprobsResult",
+    "LoraConfig",
+    "ModelInfo",
+    "ModelRef",
+    "OptimStepOutput",
+    "PacelineFuture",
+    "PublishResult",
+    "RetryPolicy",
+    "Run",
+    "RunState",
+    "SampleResult",
+    "SampleStream",
+    "SampledSequence",
+    "SamplingClient",
+    "SamplingParams",
+    "ServedModel",
+    "ServerCapabilities",
+    "ServiceClient",
+    "StopReason",
+    "StreamedTokens",
+    "SupportedModel",
+    "Timeouts",
+    "TopkLogprobs",
+    "TrainingClient",
+    "__version__",
+    "errors",
+]

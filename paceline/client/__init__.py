@@ -1,0 +1,30 @@
+"""The client: what a user's program calls a gateway with."""
+
+from paceline.client.config import RetryPolicy, Timeouts
+from paceline.client.futures import PacelineFuture
+from paceline.client.results import (
+    Acknowledgement,
+    LogprobsResult,
+    PublishResult,
+    ServerCapabilities,
+    SupportedModel,
+)
+from paceline.client.sampling_client import SamplingClient
+from paceline.client.service_client import ServiceClient
+from paceline.client.stream import SampleStream
+from paceline.client.training_client import TrainingClient
+
+__all__ = [
+    "Acknowledgement",
+    "LogprobsResult",
+    "PacelineFuture",
+    "PublishResult",
+    "RetryPolicy",
+    "SampleStream",
+    "SamplingClient",
+    "ServerCapabilities",
+    "ServiceClient",
+    "SupportedModel",
+    "Timeouts",
+    "TrainingClient",
+]

@@ -1,0 +1,133 @@
+"""Batches as requests: split to what one message carries, and put together again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from paceline import codec, errors
+from paceline.client.commands import Outcome
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import Datum, ForwardBackwardOutput
+
+MAX_DATUMS = 1024
+"""Most datums in one request."""
+
+MAX_BYTES = 4 << 20
+"""A request takes datums up to this size; a larger one goes alone."""
+
+_TENSOR_OVERHEAD = 64
+"""Bytes of a message around a tensor's elements, at most."""
+
+_DATUM_FIELD = re.compile(r"data\[(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of one forward (and backward) pass, in order of the datums."""
+
+    requests: list[pb.ForwardBackwardRequest]
+
+    def merge(self, outcomes: Sequence[Outcome[pb.ForwardBackwardResponse]]) -> ForwardBackwardOutput:
+        """Put the replies together; raise the first part's error that there is, told of its place in the whole."""
+        parts, start = [], 0
+        for part, (request, outcome) in enumerate(zip(self.requests, outcomes, strict=True)):
+            if isinstance(outcome, BaseException):
+                raise self._located(outcome, part, start)
+            outputs = [
+                codec.output_from_proto(output, f"outputs[{start + index}]")
+                for index, output in enumerate(outcome.outputs)
+            ]
+            parts.append(ForwardBackwardOutput(outputs, dict(outcome.metrics)))
+            start += len(request.data)
+        outputs = [output for part_ in parts for output in part_.loss_fn_outputs]
+        return ForwardBackwardOutput(outputs, merge_metrics([part_.metrics for part_ in parts]))
+
+    def _located(self, error: BaseException, part: int, start: int) -> BaseException:
+        if len(self.requests) > 1 and isinstance(error, errors.PacelineError):
+            error.field = _DATUM_FIELD.sub(lambda place: f"data[{int(place[1]) + start}]", error.field)
+            last = start + len(self.requests[part].data) - 1
+            error.add_note(
+                f"Part {part + 1} of {len(self.requests)} failed: datums {start} to {last}. "
+                "The gradient of the parts that succeeded stays in the run until the next optim_step."
+            )
+        return error
+
+
+def make_batch(
+    run_id: str, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float], *, forward_only: bool
+) -> Batch:
+    """Encode and split a batch. Raises EmptyBatch, InvalidDtype, InvalidArgument; nothing has been sent then."""
+    if not data:
+        raise errors.EmptyBatch("holds no datum; give at least one", field="data")
+    with sendable("loss_fn_config"):
+        template = pb.ForwardBackwardRequest(
+            run_id=run_id, loss_fn=loss_fn, loss_fn_config=loss_fn_config, forward_only=forward_only
+        )
+    requests = []
+    for part in split([_size(datum) for datum in data]):
+        request = pb.ForwardBackwardRequest()
+        request.CopyFrom(template)
+        request.data.extend(codec.datum_to_proto(data[index], f"data[{index}]") for index in part)
+        requests.append(request)
+    return Batch(requests)
+
+
+def split(sizes: Sequence[int]) -> Iterator[range]:
+    """Cut datums of these sizes in bytes, in order, into parts: ranges of their indices.
+
+    A part has at most MAX_DATUMS and, but for a single datum above it, MAX_BYTES.
+    """
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and (index - start == MAX_DATUMS or total + size > MAX_BYTES):
+            yield range(start, index)
+            start, total = index, 0
+        total += size
+    if sizes:
+        yield range(start, len(sizes))
+
+
+def _size(datum: Datum) -> int:
+    # From the arrays: asking protobuf for a message's size encodes it.
+    tensors = {"": datum.model_input, **datum.loss_inputs}
+    return sum(values.nbytes + len(name) + _TENSOR_OVERHEAD for name, values in tensors.items())
+
+
+def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Reduce the metrics of a batch's parts as their names say: sum, min, max, or mean over `tokens:sum`.
+
+    Raises Internal for a reduction that is none of these, where there are several parts.
+    """
+    if len(parts) == 1:
+        return dict(parts[0])
+    return {name: _reduce(name, parts) for name in dict.fromkeys(name for part in parts for name in part)}
+
+
+def _reduce(name: str, parts: Sequence[Mapping[str, float]]) -> float:
+    present = [part for part in parts if name in part]
+    values = [part[name] for part in present]
+    match name.rpartition(":")[2]:
+        case "sum":
+            return sum(values)
+        case "min":
+            return min(values)
+        case "max":
+            return max(values)
+        case "mean":
+            weights = [part.get("tokens:sum", 0.0) for part in present]
+            weighted = sum(weight * value for weight, value in zip(weights, values, strict=True) if weight)
+            return weighted / (sum(weights) or 1.0)
+        case reduction:
+            raise errors.Internal(f"reduction {reduction} is unknown; parts cannot be merged", field=f"metrics[{name}]")
+
+
+@contextmanager
+def sendable(field: str) -> Iterator[None]:
+    """Turn what protobuf says of a value that does not fit its field into InvalidArgument."""
+    try:
+        yield
+    except (TypeError, ValueError) as problem:
+        raise errors.InvalidArgument(f"cannot be sent: {problem}", field=field) from problem

@@ -1,0 +1,100 @@
+"""What there is on the other side: models, runs, checkpoints."""
+
+from __future__ import annotations
+
+from paceline import codec
+from paceline.client.batching import sendable
+from paceline.client.results import ServerCapabilities, capabilities_from_proto
+from paceline.client.transport import Connected, blocking
+from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
+from paceline.rpc.identity import Identity
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import Checkpoint, CheckpointKind, Run
+
+_PAGE_SIZE = 1000
+
+
+class Catalog(Connected):
+    """Lists, describes and deletes."""
+
+    async def get_server_capabilities_async(self) -> ServerCapabilities:
+        """Say what can be trained and sampled."""
+        method = self.transport.gateway.GetCapabilities
+        return capabilities_from_proto(await self.transport.query(method, gateway_pb.GetCapabilitiesRequest()))
+
+    get_server_capabilities = blocking(get_server_capabilities_async)
+
+    async def whoami_async(self) -> Identity:
+        """Say whose key this is: the tenant whose runs it sees, and the key's name."""
+        reply = await self.transport.query(self.transport.gateway.WhoAmI, gateway_pb.WhoAmIRequest())
+        return Identity(reply.tenant, reply.key_name)
+
+    whoami = blocking(whoami_async)
+
+    async def list_runs_async(self) -> list[Run]:
+        """List all runs, newest first."""
+        runs: list[Run] = []
+        request = pb.ListRunsRequest(page_size=_PAGE_SIZE)
+        while True:
+            page = await self.transport.query(self.transport.trainer.ListRuns, request)
+            runs += [codec.run_from_proto(run) for run in page.runs]
+            if not page.next_page_token:
+                return runs
+            request = pb.ListRunsRequest(page_size=_PAGE_SIZE, page_token=page.next_page_token)
+
+    list_runs = blocking(list_runs_async)
+
+    async def get_run_async(self, run_id: str) -> Run:
+        """Return a run. Errors: RunNotFound."""
+        reply = await self.transport.query(self.transport.trainer.GetRun, pb.GetRunRequest(run_id=run_id))
+        return codec.run_from_proto(reply.run)
+
+    get_run = blocking(get_run_async)
+
+    async def delete_run_async(self, run_id: str, *, delete_checkpoints: bool = False) -> None:
+        """Delete a run and its versions and, if asked, its checkpoints. Waits for its command in progress.
+
+        Errors: RunNotFound.
+        """
+        request = pb.DeleteRunRequest(run_id=run_id, delete_checkpoints=delete_checkpoints)
+        call = self.transport.call(self.transport.trainer.DeleteRun, request, self.transport.timeouts.training)
+        await self.transport.submit(call)
+
+    delete_run = blocking(delete_run_async)
+
+    async def list_checkpoints_async(self, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
+        """List checkpoints, newest first, of one run or of all, of one kind or of both. Errors: RunNotFound."""
+        checkpoints: list[Checkpoint] = []
+        wire_kind = pb.CheckpointKind.ValueType(kind.value if kind else 0)
+        request = pb.ListCheckpointsRequest(run_id=run_id, kind=wire_kind, page_size=_PAGE_SIZE)
+        while True:
+            page = await self.transport.query(self.transport.trainer.ListCheckpoints, request)
+            checkpoints += [codec.checkpoint_from_proto(checkpoint) for checkpoint in page.checkpoints]
+            if not page.next_page_token:
+                return checkpoints
+            request = pb.ListCheckpointsRequest(
+                run_id=run_id, kind=wire_kind, page_size=_PAGE_SIZE, page_token=page.next_page_token
+            )
+
+    list_checkpoints = blocking(list_checkpoints_async)
+
+    async def delete_checkpoint_async(self, path: str) -> None:
+        """Delete a checkpoint.
+
+        Errors: InvalidPath, CheckpointNotFound (also when a first attempt, whose answer was lost, deleted it).
+        """
+        await self.transport.query(self.transport.trainer.DeleteCheckpoint, pb.DeleteCheckpointRequest(path=path))
+
+    delete_checkpoint = blocking(delete_checkpoint_async)
+
+    async def set_checkpoint_ttl_async(self, path: str, ttl_seconds: int | None) -> Checkpoint:
+        """Have a checkpoint deleted by itself in `ttl_seconds` from now; None means never.
+
+        Errors: InvalidPath, CheckpointNotFound, OutOfRange.
+        """
+        with sendable("ttl_seconds"):
+            request = pb.SetCheckpointTtlRequest(path=path, ttl_seconds=ttl_seconds)
+        reply = await self.transport.query(self.transport.trainer.SetCheckpointTtl, request)
+        return codec.checkpoint_from_proto(reply.checkpoint)
+
+    set_checkpoint_ttl = blocking(set_checkpoint_ttl_async)

@@ -1,0 +1,102 @@
+"""A run's commands: numbered when they are issued, sent in that order, answered when they are done."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import grpc
+
+from paceline.client.futures import PacelineFuture
+from paceline.client.transport import Transport
+
+MAX_COMMANDS_UNANSWERED = 32
+"""Most commands of one run on the wire. More would only wait at the server, with their deadlines running."""
+
+
+class Command(Protocol):
+    """A request that takes a place in a run's order."""
+
+    seq_id: int
+
+
+Request = TypeVar("Request", bound=Command)
+Reply = TypeVar("Reply")
+T = TypeVar("T")
+Outcome: TypeAlias = Reply | BaseException
+
+
+class CommandQueue:
+    """Numbers the commands of one run, gapless, and sends them in that order without waiting for their answers.
+
+    A command is numbered when it is issued, under a lock, and its task starts in the same order; `turn`, a fair lock,
+    keeps that order while commands wait for room on the wire. Whoever holds `turn` keeps all later commands from being
+    sent: loading a checkpoint holds it until it is answered, and a custom loss until its second half is sent.
+    """
+
+    def __init__(self, transport: Transport, last_seq_id: int) -> None:
+        self.turn = asyncio.Lock()
+        self._transport = transport
+        self._numbering = threading.Lock()
+        self._next = last_seq_id + 1
+        self._room = asyncio.Semaphore(MAX_COMMANDS_UNANSWERED)
+
+    def issue(self, count: int, work: Callable[[range], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
+        """Take the next `count` seq_ids for `work`, which must use every one of them, and start it."""
+        with self._numbering:
+            seq_ids = range(self._next, self._next + count)
+            future = self._transport.submit(work(seq_ids), cancellable=False)
+            self._next += count
+        return future
+
+    def put(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
+        requests: Sequence[Request],
+        decode: Callable[[Sequence[Outcome[Reply]]], T],
+        *,
+        barrier: bool = False,
+    ) -> PacelineFuture[T]:
+        """Issue commands that belong together. `decode` gets the reply or the error of each, in order.
+
+        With `barrier` later commands are not sent before these are answered.
+        """
+
+        async def work(seq_ids: range) -> T:
+            async with self.turn:
+                calls = await self.send(method, requests, seq_ids)
+                if barrier:
+                    await asyncio.wait(calls)
+            return decode(await outcomes(calls))
+
+        return self.issue(len(requests), work)
+
+    async def send(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], requests: Sequence[Request], seq_ids: range
+    ) -> list[asyncio.Task[Reply]]:
+        """Start the calls of requests, numbered. For the holder of `turn`."""
+        return [await self._start(method, request, seq_id) for request, seq_id in zip(requests, seq_ids, strict=True)]
+
+    async def _start(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request, seq_id: int
+    ) -> asyncio.Task[Reply]:
+        request.seq_id = seq_id
+        await self._room.acquire()
+        call = await self._transport.start(method, request, self._transport.timeouts.training)
+        call.add_done_callback(lambda _: self._room.release())
+        return call
+
+
+async def outcomes(calls: Sequence[asyncio.Task[Reply]]) -> Sequence[Outcome[Reply]]:
+    """Wait for calls and return the reply or the error of each, in order."""
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def only(results: Sequence[Outcome[Reply]]) -> Reply:
+    """Return the reply of a single command, or raise its error."""
+    (result,) = results
+    if isinstance(result, BaseException):
+        raise result
+    return result

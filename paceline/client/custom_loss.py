@@ -1,0 +1,121 @@
+"""Losses that the client computes: C(log-probabilities), differentiated here, and back-propagated by the trainer.
+
+The trainer computes log-probabilities lp (forward), this side C and dC/dlp (autograd), and the trainer then takes
+cross_entropy, the sum of -lp * w, with w = -dC/dlp: its gradient is the gradient of C. Two passes instead of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc
+import numpy as np
+import torch
+
+from paceline import errors
+from paceline.client.batching import Batch, make_batch
+from paceline.client.commands import CommandQueue, outcomes
+from paceline.client.futures import PacelineFuture
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import Datum, ForwardBackwardOutput
+from paceline.types.training import Array
+
+LossFn = Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]
+Method = grpc.aio.UnaryUnaryMultiCallable[pb.ForwardBackwardRequest, pb.ForwardBackwardResponse]
+
+_SENT_INPUTS = ("target_tokens", "mask")
+
+
+def put_custom_loss(
+    queue: CommandQueue, method: Method, run_id: str, data: Sequence[Datum], loss_fn: LossFn
+) -> PacelineFuture[ForwardBackwardOutput]:
+    """Issue the forward and the backward pass of a client-side loss.
+
+    The seq_ids of both are taken at once, and later commands are not sent before the backward pass is. If the forward
+    pass or `loss_fn` fails, the seq_ids of the backward pass go to forward-only passes over one position: they leave
+    weights and gradient as they are, and the run goes on.
+    """
+    own = list(data)
+    forward = make_batch(run_id, [_without_weights(datum) for datum in own], "cross_entropy", {}, forward_only=True)
+    count = len(forward.requests)
+
+    async def work(seq_ids: range) -> ForwardBackwardOutput:
+        async with queue.turn:
+            try:
+                calls = await queue.send(method, forward.requests, seq_ids[:count])
+                logprobs = [output["logprobs"] for output in forward.merge(await outcomes(calls)).loss_fn_outputs]
+                loss, metrics, weights = await asyncio.to_thread(evaluate, own, logprobs, loss_fn)
+            except Exception as error:
+                await _fill(queue, method, forward, seq_ids[count:], error)
+                raise
+            backward = _backward(forward, weights)
+            calls = await queue.send(method, backward.requests, seq_ids[count:])
+        output = backward.merge(await outcomes(calls))
+        surrogate = output.metrics.pop("loss:sum")
+        output.metrics |= {"loss:sum": loss, "surrogate_loss:sum": surrogate, **metrics}
+        return output
+
+    return queue.issue(2 * count, work)
+
+
+def evaluate(
+    data: list[Datum], logprobs: Sequence[Array], loss_fn: LossFn
+) -> tuple[float, Mapping[str, float], list[Array]]:
+    """Return C, the metrics of `loss_fn`, and -dC/dlp of each datum (float32, shape [N]; 0 where the mask is 0).
+
+    Raises InvalidArgument when `loss_fn` gives back no scalar that depends on the log-probabilities, NonFinite when C
+    or its gradient is not finite.
+    """
+    masks = [datum.loss_inputs.get("mask", np.ones(datum.model_input.shape, np.uint8)) != 0 for datum in data]
+    leaves = [
+        torch.from_numpy(np.where(mask, row, np.float32(0))).requires_grad_()
+        for mask, row in zip(masks, logprobs, strict=True)
+    ]
+    loss, metrics = loss_fn(data, leaves)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise errors.InvalidArgument("must return a scalar tensor made from the log-probabilities", field="loss_fn")
+    gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True, materialize_grads=True)
+    weights = [np.where(mask, -gradient.numpy(), 0.0) for mask, gradient in zip(masks, gradients, strict=True)]
+    if not torch.isfinite(loss) or not all(np.isfinite(row).all() for row in weights):
+        raise errors.NonFinite("its value or its gradient is not finite; nothing was accumulated", field="loss_fn")
+    return loss.item(), metrics, [row.astype("<f4") for row in weights]
+
+
+def _without_weights(datum: Datum) -> Datum:
+    kept = {name: datum.loss_inputs[name] for name in _SENT_INPUTS if name in datum.loss_inputs}
+    return Datum(datum.model_input, {**kept, "weights": np.zeros(datum.model_input.shape, np.float32)})
+
+
+def _backward(forward: Batch, weights: Sequence[Array]) -> Batch:
+    rows = iter(weights)
+    requests = [_copy(request, forward_only=False) for request in forward.requests]
+    for request in requests:
+        for datum in request.data:
+            datum.loss_inputs["weights"].data = next(rows).tobytes()
+    return Batch(requests)
+
+
+async def _fill(queue: CommandQueue, method: Method, forward: Batch, seq_ids: range, error: Exception) -> None:
+    requests = [_one_position(forward.requests[0]) for _ in seq_ids]
+    for outcome in await outcomes(await queue.send(method, requests, seq_ids)):
+        if isinstance(outcome, errors.Unavailable):
+            error.add_note(f"The run's order could not be kept either ({outcome}); attach to the run again.")
+
+
+def _one_position(request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardRequest:
+    filler = pb.ForwardBackwardRequest(run_id=request.run_id, loss_fn=request.loss_fn, forward_only=True)
+    datum = filler.data.add()
+    datum.CopyFrom(request.data[0])
+    for tensor in (datum.model_input, *datum.loss_inputs.values()):
+        width = len(tensor.data) // max(1, *tensor.shape)
+        tensor.data = tensor.data[:width]
+        tensor.shape[:] = [1]
+    return filler
+
+
+def _copy(request: pb.ForwardBackwardRequest, *, forward_only: bool) -> pb.ForwardBackwardRequest:
+    copy = pb.ForwardBackwardRequest()
+    copy.CopyFrom(request)
+    copy.forward_only = forward_only
+    return copy

@@ -1,0 +1,102 @@
+"""What calls give back beside `paceline.types`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline import codec
+from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
+from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
+from paceline.types import ModelInfo, ServedModel
+from paceline.types.training import Array
+from paceline.weights.v1 import weight_service_pb2 as weights_pb
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """A sampler has a version active."""
+
+    run_id: str
+    version: int
+    sha256: str
+    """What the sampler computed over what it received."""
+    sampler_id: str
+    milliseconds: float
+    """From the announcement's arrival to the version being active."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishResult:
+    """A new version."""
+
+    model: ServedModel
+    acknowledgements: tuple[Acknowledgement, ...]
+    """Those that had come in when the call was answered."""
+    stage_milliseconds: float
+    """From the command's turn until the version was staged and announced."""
+    total_milliseconds: float
+    """From the command's turn until the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsResult:
+    """Log-probabilities of a sequence of N tokens."""
+
+    logprobs: Array
+    """float32, shape [N]: of token i given those before it, at temperature 1; NaN at 0."""
+    model: ServedModel
+    """The weights that produced them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupportedModel:
+    """A base model and what can be done with it."""
+
+    model: ModelInfo
+    trainable: bool
+    sampleable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCapabilities:
+    """What can be trained and sampled."""
+
+    service_version: str
+    models: tuple[SupportedModel, ...]
+    loss_fns: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    max_message_bytes: int
+
+
+def publish_result_from_proto(message: trainer_pb.PublishWeightsResponse) -> PublishResult:
+    """Decode a new version."""
+    return PublishResult(
+        model=codec.served_model_from_proto(message.model),
+        acknowledgements=tuple(_acknowledgement_from_proto(one) for one in message.acknowledgements),
+        stage_milliseconds=message.stage_milliseconds,
+        total_milliseconds=message.total_milliseconds,
+    )
+
+
+def _acknowledgement_from_proto(message: weights_pb.Acknowledgement) -> Acknowledgement:
+    return Acknowledgement(
+        run_id=message.run_id,
+        version=message.version,
+        sha256=message.sha256,
+        sampler_id=message.sampler_id,
+        milliseconds=message.milliseconds,
+    )
+
+
+def capabilities_from_proto(message: gateway_pb.GetCapabilitiesResponse) -> ServerCapabilities:
+    """Decode what can be trained and sampled."""
+    return ServerCapabilities(
+        service_version=message.service_version,
+        models=tuple(
+            SupportedModel(codec.model_info_from_proto(one.model), one.trainable, one.sampleable)
+            for one in message.models
+        ),
+        loss_fns=tuple(message.loss_fns),
+        optimizers=tuple(message.optimizers),
+        max_message_bytes=message.max_message_bytes,
+    )

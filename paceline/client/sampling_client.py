@@ -1,0 +1,135 @@
+"""Sampling from one set of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline import codec, errors
+from paceline.client.batching import sendable
+from paceline.client.futures import PacelineFuture, awaitable
+from paceline.client.results import LogprobsResult
+from paceline.client.stream import SampleStream
+from paceline.client.tokenizer import get_tokenizer
+from paceline.client.transport import Connected, Metadata, Transport, blocking
+from paceline.codec.tensors import FLOATS
+from paceline.rpc.identity import ROUTE_KEY
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.types import ModelRef, SampleResult, SamplingParams
+from paceline.types.training import Array
+from paceline.types.v1 import sampling_pb2, tensor_pb2
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = Sequence[int] | Array
+
+
+class SamplingClient(Connected):
+    """Samples from one set of weights: the base model, a version of a run, or a sampler checkpoint.
+
+    Made by ServiceClient and TrainingClient; costs nothing to make.
+    Errors of all calls: ModelNotFound, RunNotFound, VersionNotFound, CheckpointNotFound, ChecksumMismatch,
+    RankTooLarge, EmptyBatch, OutOfRange, TokenOutOfRange, SequenceTooLong, and, once retries are spent, Unavailable
+    and Overloaded.
+    """
+
+    def __init__(self, transport: Transport, model: ModelRef) -> None:
+        super().__init__(transport)
+        self.model = model
+        """The weights that calls ask for."""
+        self._wire_model = codec.model_ref_to_proto(model)
+        self._metadata: Metadata = () if model.is_base else ((ROUTE_KEY, str(model)),)
+
+    def sample(
+        self,
+        prompt: Tokens,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+        *,
+        prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_logprobs: int = 0,
+    ) -> PacelineFuture[SampleResult]:
+        """Sample completions of a prompt of P token ids.
+
+        With `prompt_logprobs` the answer has the prompt's log-probabilities (at temperature 1); `topk_*` > 0 also gives
+        the k likeliest tokens of each position. A call that is retried samples anew unless a seed is set.
+        """
+        with sendable("num_samples"):
+            request = pb.SampleRequest(
+                model=self._wire_model,
+                prompt=_encode_tokens(prompt, "prompt"),
+                params=_encode_params(sampling_params),
+                num_samples=num_samples,
+                prompt_logprobs=prompt_logprobs,
+                topk_prompt_logprobs=topk_prompt_logprobs,
+                topk_logprobs=topk_logprobs,
+            )
+        return self.transport.submit(self._sample(request))
+
+    sample_async = awaitable(sample)
+
+    def sample_stream(
+        self, prompt: Tokens, num_samples: int = 1, sampling_params: SamplingParams | None = None
+    ) -> SampleStream:
+        """Sample completions and stream their tokens: `for delta in ...` or `async for delta in ...`.
+
+        Completions come interleaved; `delta.index` tells them apart. Retries end with the first tokens.
+        """
+        with sendable("num_samples"):
+            request = pb.SampleStreamRequest(
+                model=self._wire_model,
+                prompt=_encode_tokens(prompt, "prompt"),
+                params=_encode_params(sampling_params),
+                num_samples=num_samples,
+            )
+        return SampleStream(self.transport, request, self._metadata)
+
+    def compute_logprobs(self, tokens: Tokens) -> PacelineFuture[LogprobsResult]:
+        """Compute the log-probability of each of N >= 2 tokens given those before it, at temperature 1."""
+        request = pb.ComputeLogprobsRequest(model=self._wire_model, tokens=_encode_tokens(tokens, "tokens"))
+        return self.transport.submit(self._compute_logprobs(request))
+
+    compute_logprobs_async = awaitable(compute_logprobs)
+
+    async def get_base_model_async(self) -> str:
+        """Return the name of the base model under the weights."""
+        info = await self.transport.query(self.transport.sampler.GetServerInfo, pb.GetServerInfoRequest())
+        return info.model.name
+
+    get_base_model = blocking(get_base_model_async)
+
+    async def get_tokenizer_async(self) -> PreTrainedTokenizerBase:
+        """Return the base model's tokenizer. Needs the package transformers."""
+        return await get_tokenizer(self.transport, self.model.base)
+
+    get_tokenizer = blocking(get_tokenizer_async)
+
+    async def _sample(self, request: pb.SampleRequest) -> SampleResult:
+        method, seconds = self.transport.sampler.Sample, self.transport.timeouts.sampling
+        return codec.sample_result_from_proto(await self.transport.call(method, request, seconds, self._metadata))
+
+    async def _compute_logprobs(self, request: pb.ComputeLogprobsRequest) -> LogprobsResult:
+        method, seconds = self.transport.sampler.ComputeLogprobs, self.transport.timeouts.sampling
+        reply = await self.transport.call(method, request, seconds, self._metadata)
+        logprobs = codec.tensor_from_proto(reply.logprobs, "logprobs", FLOATS)
+        return LogprobsResult(logprobs, codec.served_model_from_proto(reply.model))
+
+
+def _encode_tokens(tokens: Tokens, field: str) -> tensor_pb2.Tensor:
+    array = np.asarray(tokens)
+    if array.size == 0:
+        raise errors.EmptyBatch("holds no token; give at least one", field=field)
+    if array.ndim != 1:
+        raise errors.InvalidShape(f"is {list(array.shape)}; give one dimension", field=field)
+    if array.dtype.kind not in "iu":
+        raise errors.InvalidDtype(f"is {array.dtype.name}; give integers", field=field)
+    return codec.tensor_to_proto(array if array.dtype == np.int32 else array.astype(np.int64))
+
+
+def _encode_params(params: SamplingParams | None) -> sampling_pb2.SamplingParams:
+    with sendable("sampling_params"):
+        return codec.sampling_params_to_proto(params or SamplingParams())

@@ -1,0 +1,179 @@
+"""The way in: one connection, and the clients that share it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+from uuid import uuid4
+
+from paceline import codec, errors
+from paceline.client.batching import sendable
+from paceline.client.catalog import Catalog
+from paceline.client.config import RetryPolicy, Timeouts
+from paceline.client.sampling_client import SamplingClient
+from paceline.client.training_client import TrainingClient
+from paceline.client.transport import Transport, blocking
+from paceline.layout import CheckpointPath
+from paceline.rpc.channel import TlsFiles
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import LoraConfig, ModelRef
+
+DEFAULT_ADDRESS = "localhost:50050"
+SYSTEM_AUTHORITIES = "system"
+MAX_IN_FLIGHT = 500
+"""A burst of calls above the server's limits is dropped, and a server gains nothing from more."""
+
+
+class ServiceClient(Catalog):
+    """A connection to a Paceline gateway.
+
+    Methods block and return their answer; each has a twin `x_async` to await instead, from any event loop. Use it as a
+    context manager, sync or async, or call `close`. A thread in the background owns the connection; safe to use from
+    any thread, not across a fork.
+
+    address: host:port; by default $PACELINE_ADDRESS, else localhost:50050.
+    api_key: by default $PACELINE_API_KEY; empty where the gateway asks for none.
+    tls_ca: PEM file of the authorities that the gateway's certificate comes from, or "system" for the machine's own;
+        by default $PACELINE_TLS_CA. Empty means plaintext: then the key can be read on the network.
+    tls_cert, tls_key: PEM files of an own certificate, where the gateway asks for one.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        api_key: str | None = None,
+        *,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        timeouts: Timeouts | None = None,
+        retry: RetryPolicy | None = None,
+        max_in_flight: int = MAX_IN_FLIGHT,
+    ) -> None:
+        authorities = str(tls_ca or os.environ.get("PACELINE_TLS_CA", ""))
+        transport = Transport(
+            address or os.environ.get("PACELINE_ADDRESS") or DEFAULT_ADDRESS,
+            os.environ.get("PACELINE_API_KEY", "") if api_key is None else api_key,
+            _tls_files(authorities, tls_cert, tls_key),
+            timeouts=timeouts or Timeouts(),
+            retry=retry or RetryPolicy(),
+            max_in_flight=max_in_flight,
+        )
+        super().__init__(transport)
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str = "",
+        rank: int = 32,
+        *,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        seed: int = 0,
+        train_attn: bool = True,
+        train_mlp: bool = True,
+        train_unembed: bool = False,
+        layers: Sequence[int] = (),
+        use_rslora: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> TrainingClient:
+        """Make a run that trains a LoRA adapter (see LoraConfig) and return its client.
+
+        An empty `base_model` means the one that is served; `user_metadata` is kept with the run. Errors:
+        ModelNotFound, RankTooLarge, OutOfRange, TooManyRuns.
+        """
+        lora = LoraConfig(rank, alpha, dropout, seed, train_attn, train_mlp, train_unembed, tuple(layers), use_rslora)
+        return await self._create(base_model, lora, user_metadata or {})
+
+    create_lora_training_client = blocking(create_lora_training_client_async)
+    create_training_run_async = create_lora_training_client_async
+    create_training_run = create_lora_training_client
+
+    async def create_training_client_from_state_async(self, path: str) -> TrainingClient:
+        """Make a run with the configuration and the weights of a checkpoint's run, and a fresh optimizer.
+
+        Errors: InvalidPath, RunNotFound (the checkpoint's run was deleted), CheckpointNotFound.
+        """
+        return await self._from_state(path, with_optimizer=False)
+
+    create_training_client_from_state = blocking(create_training_client_from_state_async)
+
+    async def create_training_client_from_state_with_optimizer_async(self, path: str) -> TrainingClient:
+        """As `create_training_client_from_state`, and restore optimizer, step, RNG and pending gradient too."""
+        return await self._from_state(path, with_optimizer=True)
+
+    create_training_client_from_state_with_optimizer = blocking(create_training_client_from_state_with_optimizer_async)
+
+    async def get_training_client_async(self, run_id: str) -> TrainingClient:
+        """Attach to a run; its next command follows the last one executed. One client at a time may train a run.
+
+        Errors: RunNotFound.
+        """
+        return TrainingClient(self.transport, await self.get_run_async(run_id))
+
+    get_training_client = blocking(get_training_client_async)
+
+    def create_sampling_client(
+        self, model_path: str = "", *, run_id: str = "", version: int | None = None, base_model: str = ""
+    ) -> SamplingClient:
+        """Return a client that samples from a checkpoint, a run's version or, with neither, the base model.
+
+        `version` None means the newest at each call. Calls nothing yet. Raises InvalidArgument when more than one is
+        named.
+        """
+        if sum(map(bool, (model_path, run_id, base_model))) > 1 or (version is not None and not run_id):
+            raise errors.InvalidArgument(
+                "name one of model_path, run_id (with or without version) and base_model", field="model"
+            )
+        return SamplingClient(self.transport, ModelRef(base_model, run_id, version, model_path))
+
+    async def close_async(self) -> None:
+        """Cancel what is under way and end the connection."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Cancel what is under way and end the connection; clients made here end with it."""
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close_async()
+
+    async def _create(self, base_model: str, lora: LoraConfig, user_metadata: Mapping[str, str]) -> TrainingClient:
+        with sendable("lora"):
+            wire_lora = codec.lora_config_to_proto(lora)
+        with sendable("user_metadata"):
+            request = pb.CreateRunRequest(
+                request_id=uuid4().hex, base_model=base_model, lora=wire_lora, user_metadata=user_metadata
+            )
+        call = self.transport.call(self.transport.trainer.CreateRun, request, self.transport.timeouts.training)
+        return TrainingClient(self.transport, codec.run_from_proto((await self.transport.submit(call)).run))
+
+    async def _from_state(self, path: str, *, with_optimizer: bool) -> TrainingClient:
+        source = await self.get_run_async(CheckpointPath.parse(path).run_id)
+        client = await self._create(source.base_model, source.lora, source.user_metadata)
+        try:
+            await (client.load_state_with_optimizer(path) if with_optimizer else client.load_state(path))
+        except errors.PacelineError:
+            await self.delete_run_async(client.run_id)
+            raise
+        return client
+
+
+def _tls_files(authorities: str, cert: str | Path | None, key: str | Path | None) -> TlsFiles | None:
+    if not authorities:
+        if cert or key:
+            raise errors.InvalidArgument("needs tls_ca: the authorities of the gateway's certificate", field="tls_cert")
+        return None
+    ca = None if authorities == SYSTEM_AUTHORITIES else Path(authorities)
+    return TlsFiles(ca, Path(cert) if cert else None, Path(key) if key else None)

@@ -1,0 +1,72 @@
+"""The base model's tokenizer, as the trainer has it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING
+
+from paceline import errors
+from paceline.client.transport import Transport
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+async def get_tokenizer(transport: Transport, base_model: str) -> PreTrainedTokenizerBase:
+    """Fetch the tokenizer of a base model (empty: the one that is served). Raises ModelNotFound."""
+    reply = await transport.query(transport.trainer.GetTokenizer, pb.GetTokenizerRequest(base_model=base_model))
+    directory = await asyncio.to_thread(store, dict(reply.files), cache_directory())
+    return await asyncio.to_thread(_load, directory)
+
+
+def cache_directory() -> Path:
+    """Where tokenizers are kept: $XDG_CACHE_HOME/paceline/tokenizers, by default below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "tokenizers"
+
+
+def store(files: Mapping[str, bytes], cache: Path) -> Path:
+    """Write a tokenizer's files to a directory named by their content, unless it exists, and return it.
+
+    Raises InvalidName for a file name that is a path.
+    """
+    for name in files:
+        if name in {"", ".", ".."} or {"/", "\\", "\0"} & set(name):
+            raise errors.InvalidName("is not the name of a file; the service is not to be trusted", field="files")
+    directory = cache / _content_hash(files)
+    if directory.is_dir():
+        return directory
+    cache.mkdir(parents=True, exist_ok=True)
+    staging = Path(mkdtemp(dir=cache, prefix="."))
+    for name, content in files.items():
+        (staging / name).write_bytes(content)
+    try:
+        staging.rename(directory)
+    except OSError:
+        # Another process was faster with the same content.
+        shutil.rmtree(staging)
+        if not directory.is_dir():
+            raise
+    return directory
+
+
+def _content_hash(files: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        for piece in (name.encode(), files[name]):
+            digest.update(len(piece).to_bytes(8, "little"))
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _load(directory: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - a client that never asks for a tokenizer needs none
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    return tokenizer

@@ -1,0 +1,238 @@
+"""Training one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from paceline import codec, errors
+from paceline.client.batching import make_batch, sendable
+from paceline.client.commands import CommandQueue, only
+from paceline.client.futures import PacelineFuture, awaitable
+from paceline.client.results import PublishResult, publish_result_from_proto
+from paceline.client.sampling_client import SamplingClient
+from paceline.client.tokenizer import get_tokenizer
+from paceline.client.transport import Connected, Transport, blocking
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import (
+    AdamParams,
+    Checkpoint,
+    CheckpointKind,
+    Datum,
+    ForwardBackwardOutput,
+    ModelRef,
+    OptimStepOutput,
+    Run,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from paceline.client.custom_loss import LossFn
+
+WaitFor = Literal["all", "any", "none"]
+
+_ACK_POLICIES: dict[str, pb.AckPolicy.ValueType] = {
+    "all": pb.ACK_POLICY_ALL,
+    "any": pb.ACK_POLICY_ANY,
+    "none": pb.ACK_POLICY_NONE,
+}
+
+
+class TrainingClient(Connected):
+    """Issues the commands of one run; made by ServiceClient.
+
+    Commands return at once with a future and execute in the order in which they were issued, from any thread: issue
+    forward_backward and optim_step together, then wait. The twin `x_async(...)` is a coroutine function that returns
+    the answer itself, not a future; to overlap commands, use the futures. Arguments are copied when a command is
+    issued and may be changed then.
+
+    A command that is refused (an error that is no Unavailable, Overloaded or SeqIdGap) counts as executed and later
+    ones go on. A command that ends in Unavailable or TimedOut may or may not have been executed; if it was not, later
+    ones end in SeqIdGap: attach to the run again with `ServiceClient.get_training_client`. Errors of all commands:
+    RunNotFound, RunStateLost, SeqIdReused (two clients train the same run), SeqIdExpired.
+    """
+
+    def __init__(self, transport: Transport, run: Run) -> None:
+        super().__init__(transport)
+        self.run_id = run.run_id
+        self._base_model = run.base_model
+        self._queue = CommandQueue(transport, run.last_seq_id)
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
+    ) -> PacelineFuture[ForwardBackwardOutput]:
+        """Compute a loss and log-probabilities without a gradient. Errors as `forward_backward`."""
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+
+    forward_async = awaitable(forward)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
+    ) -> PacelineFuture[ForwardBackwardOutput]:
+        """Compute a loss, summed over tokens and datums, and add its gradient to the run's.
+
+        A batch above 1024 datums or 4 MiB is sent in parts and their results are merged; if a part fails, its error is
+        raised and the gradient of the others stays in the run. Errors: EmptyBatch, UnknownLoss, UnknownField,
+        MissingField, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob, OutOfRange,
+        SequenceTooLong, OutOfMemory.
+        """
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+
+    forward_backward_async = awaitable(forward_backward)
+
+    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> PacelineFuture[ForwardBackwardOutput]:
+        """Differentiate a loss of your own with respect to log-probabilities, and back-propagate it through the model.
+
+        `loss_fn(data, logprobs)` gets one float32 tensor of shape [N] per datum (0 where the mask is 0) and returns a
+        scalar tensor and metrics; it runs on a thread of its own and may read any loss input. The metrics of the
+        answer hold its value as `loss:sum`. Later commands are sent once it has returned. If it raises, nothing is
+        accumulated, the error comes out of the future, and the run goes on. Needs the package torch.
+        """
+        from paceline.client.custom_loss import put_custom_loss  # noqa: PLC0415 - only this call needs torch
+
+        return put_custom_loss(self._queue, self.transport.trainer.ForwardBackward, self.run_id, data, loss_fn)
+
+    forward_backward_custom_async = awaitable(forward_backward_custom)
+
+    def optim_step(self, params: AdamParams | None = None) -> PacelineFuture[OptimStepOutput]:
+        """Apply the accumulated gradient with AdamW and clear it. Errors: OutOfRange, NoGradient, NonFiniteGradient."""
+        with sendable("params"):
+            adamw = codec.adam_params_to_proto(params or AdamParams())
+        request = pb.OptimStepRequest(run_id=self.run_id, adamw=adamw)
+        return self._queue.put(
+            self.transport.trainer.OptimStep, [request], lambda replies: _optim_step_from_proto(only(replies))
+        )
+
+    optim_step_async = awaitable(optim_step)
+
+    def save_state(
+        self, name: str, ttl_seconds: int | None = None, *, overwrite: bool = False
+    ) -> PacelineFuture[Checkpoint]:
+        """Save weights, optimizer, RNG, step and pending gradient durably; training resumes from it bit for bit.
+
+        `ttl_seconds` is the time after which it is deleted by itself; None means never. Errors: InvalidName,
+        CheckpointExists, OutOfRange, DiskFull.
+        """
+        return self._save(name, CheckpointKind.STATE, ttl_seconds, overwrite=overwrite)
+
+    save_state_async = awaitable(save_state)
+
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None, *, overwrite: bool = False
+    ) -> PacelineFuture[Checkpoint]:
+        """Save the weights durably in PEFT's layout, for sampling and for other tools. Arguments as `save_state`."""
+        return self._save(name, CheckpointKind.SAMPLER, ttl_seconds, overwrite=overwrite)
+
+    save_weights_for_sampler_async = awaitable(save_weights_for_sampler)
+
+    def load_state(self, path: str) -> PacelineFuture[Run]:
+        """Replace the weights by a checkpoint's, with a fresh optimizer. Later commands are sent once it is answered.
+
+        Errors: InvalidPath, CheckpointNotFound, CheckpointMismatch, ChecksumMismatch.
+        """
+        return self._load(path, with_optimizer=False)
+
+    load_state_async = awaitable(load_state)
+
+    def load_state_with_optimizer(self, path: str) -> PacelineFuture[Run]:
+        """As `load_state`, from a state checkpoint, and restore optimizer, step, RNG and pending gradient too.
+
+        After RunStateLost it brings the run back; `error.metadata["checkpoint"]` names the newest state checkpoint.
+        """
+        return self._load(path, with_optimizer=True)
+
+    load_state_with_optimizer_async = awaitable(load_state_with_optimizer)
+
+    def publish_weights(
+        self, *, durable: bool = False, wait_for: WaitFor = "all", ack_timeout: float = 60.0
+    ) -> PacelineFuture[PublishResult]:
+        """Make the weights a new version and get it to the samplers.
+
+        With `durable` the answer comes once it is synced to the checkpoint volume. `wait_for` says whose
+        acknowledgement to wait for: of all samplers that watch (at least one), of any, or of none; AckTimeout after
+        `ack_timeout` seconds, and the version exists all the same. Errors: AckTimeout, DiskFull.
+        """
+        if wait_for not in _ACK_POLICIES:
+            raise errors.InvalidArgument(f"is {wait_for!r}; use all, any or none", field="wait_for")
+        with sendable("ack_timeout"):
+            request = pb.PublishWeightsRequest(
+                run_id=self.run_id,
+                durable=durable,
+                wait_for=_ACK_POLICIES[wait_for],
+                ack_timeout_ms=max(1, round(ack_timeout * 1e3)),
+            )
+        return self._queue.put(
+            self.transport.trainer.PublishWeights, [request], lambda replies: publish_result_from_proto(only(replies))
+        )
+
+    publish_weights_async = awaitable(publish_weights)
+
+    async def save_weights_and_get_sampling_client_async(self) -> SamplingClient:
+        """Publish the weights and return a client that samples from exactly this version.
+
+        Waits for no sampler: one that lacks the version fetches it before it answers.
+        """
+        published = await self.publish_weights(wait_for="none")
+        return SamplingClient(self.transport, ModelRef(run_id=self.run_id, version=published.model.version))
+
+    save_weights_and_get_sampling_client = blocking(save_weights_and_get_sampling_client_async)
+
+    def create_sampling_client(self, path: str) -> SamplingClient:
+        """Return a client that samples from a sampler checkpoint. Calls nothing yet."""
+        return SamplingClient(self.transport, ModelRef(checkpoint=path))
+
+    async def get_info_async(self) -> Run:
+        """Return the run as it is now. Errors: RunNotFound."""
+        reply = await self.transport.query(self.transport.trainer.GetRun, pb.GetRunRequest(run_id=self.run_id))
+        return codec.run_from_proto(reply.run)
+
+    get_info = blocking(get_info_async)
+
+    async def get_tokenizer_async(self) -> PreTrainedTokenizerBase:
+        """Return the base model's tokenizer. Needs the package transformers."""
+        return await get_tokenizer(self.transport, self._base_model)
+
+    get_tokenizer = blocking(get_tokenizer_async)
+
+    def _pass(
+        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None, *, forward_only: bool
+    ) -> PacelineFuture[ForwardBackwardOutput]:
+        batch = make_batch(self.run_id, data, loss_fn, config or {}, forward_only=forward_only)
+        return self._queue.put(self.transport.trainer.ForwardBackward, batch.requests, batch.merge)
+
+    def _save(
+        self, name: str, kind: CheckpointKind, ttl_seconds: int | None, *, overwrite: bool
+    ) -> PacelineFuture[Checkpoint]:
+        with sendable("ttl_seconds"):
+            request = pb.SaveCheckpointRequest(
+                run_id=self.run_id,
+                name=name,
+                kind=pb.CheckpointKind.ValueType(kind.value),
+                ttl_seconds=ttl_seconds,
+                overwrite=overwrite,
+            )
+        return self._queue.put(
+            self.transport.trainer.SaveCheckpoint,
+            [request],
+            lambda replies: codec.checkpoint_from_proto(only(replies).checkpoint),
+        )
+
+    def _load(self, path: str, *, with_optimizer: bool) -> PacelineFuture[Run]:
+        request = pb.LoadCheckpointRequest(run_id=self.run_id, path=path, with_optimizer=with_optimizer)
+        return self._queue.put(
+            self.transport.trainer.LoadCheckpoint,
+            [request],
+            lambda replies: codec.run_from_proto(only(replies).run),
+            barrier=True,
+        )
+
+
+def _optim_step_from_proto(message: pb.OptimStepResponse) -> OptimStepOutput:
+    return OptimStepOutput(
+        step=message.step,
+        grad_norm=message.grad_norm,
+        learning_rate=message.learning_rate,
+        tokens=message.tokens,
+        milliseconds=message.milliseconds,
+    )

@@ -1,0 +1,251 @@
+"""Training through the client, against real services: order, retries, custom losses, errors."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from toy_services import toy_server
+from toy_trainer import VOCABULARY, make_data
+
+from paceline import RetryPolicy, SamplingParams, ServiceClient, errors
+from paceline.client.commands import MAX_COMMANDS_UNANSWERED
+
+QUICK = RetryPolicy(budget=60.0, first_delay=0.01, max_delay=0.05)
+SHORT = SamplingParams(max_tokens=3)
+
+
+@pytest.fixture
+async def server():
+    async with toy_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server):
+    async with ServiceClient(server.address, retry=QUICK) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def training(server, client):
+    return await client.get_training_client_async(server.trainer.run_id)
+
+
+async def test_commands_execute_in_the_order_of_issue_without_waiting_between_them(server, training):
+    futures = []
+    for _ in range(2 * MAX_COMMANDS_UNANSWERED):
+        futures += [training.forward_backward(make_data()), training.optim_step()]
+    steps = [(await future).step for future in futures[1::2]]
+    assert steps == list(range(1, 2 * MAX_COMMANDS_UNANSWERED + 1))
+    assert server.trainer.executed == ["ForwardBackward", "OptimStep"] * (2 * MAX_COMMANDS_UNANSWERED)
+
+
+async def test_commands_of_several_threads_leave_no_gap(server, training):
+    def issue():
+        return [training.forward(make_data()) for _ in range(20)]
+
+    for futures in await asyncio.gather(*(asyncio.to_thread(issue) for _ in range(4))):
+        for future in futures:
+            await future
+    assert sorted(server.trainer.answers) == list(range(1, 81))
+
+
+async def test_arguments_may_be_changed_once_a_command_is_issued(server, training):
+    data = make_data(1)
+    weights = data[0].loss_inputs["weights"].copy()
+    future = training.forward_backward(data)
+    data[0].loss_inputs["weights"][:] = 0
+    output = await future
+    logprobs = output.loss_fn_outputs[0]["logprobs"]
+    assert output.metrics["loss:sum"] == pytest.approx(-(weights * logprobs).sum(), rel=1e-5)
+
+
+async def test_a_command_whose_reply_is_lost_is_sent_again_and_applied_once(server, training):
+    server.trainer.replies_to_drop[1] = 2
+    passed, stepped = training.forward_backward(make_data()), training.optim_step()
+    await passed
+    assert (await stepped).step == 1
+    assert server.trainer.arrivals.count(1) == 3
+    assert server.trainer.executed == ["ForwardBackward", "OptimStep"]
+
+
+@pytest.mark.parametrize("refusal", [errors.SeqIdGap("wait"), errors.Overloaded("full", retry_after=0.01)])
+async def test_a_command_that_was_not_taken_is_sent_again(server, training, refusal):
+    server.trainer.refusals[1] = [refusal]
+    await training.forward_backward(make_data())
+    assert server.trainer.arrivals == [1, 1]
+
+
+async def test_a_call_survives_a_restart_of_the_server(server, training):
+    server.trainer.load_may_end.clear()
+    loaded = training.load_state("paceline://somewhere")
+    await server.trainer.load_began.wait()
+    await server.stop()
+    server.trainer.load_may_end.set()
+    await server.start()
+    assert (await loaded).run_id == server.trainer.run_id
+    assert server.trainer.arrivals == [1, 1]
+
+
+async def test_making_a_run_is_retried_with_the_same_request_id(server, client):
+    training = await client.create_lora_training_client_async(rank=8)
+    assert training.run_id == server.trainer.run_id
+    assert len(server.trainer.created) == 2
+    assert len(set(server.trainer.created)) == 1
+
+
+async def test_a_spent_budget_raises_the_last_error(server):
+    policy = RetryPolicy(budget=0.0)
+    async with ServiceClient(server.address, retry=policy) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        server.trainer.refusals[1] = [errors.EngineUnavailable("starting")]
+        with pytest.raises(errors.EngineUnavailable):
+            await training.forward_backward(make_data())
+    assert server.trainer.arrivals == [1]
+
+
+async def test_a_refused_command_keeps_its_type_and_the_next_ones_go_on(server, training):
+    refused = training.forward_backward(make_data(), "no_such_loss")
+    passed, stepped = training.forward_backward(make_data()), training.optim_step()
+    with pytest.raises(errors.UnknownLoss) as caught:
+        await refused
+    assert caught.value.field == "loss_fn"
+    await passed
+    assert (await stepped).step == 1
+    assert sorted(server.trainer.arrivals) == [1, 2, 3]
+
+
+async def test_an_error_of_a_query_carries_its_metadata(client):
+    with pytest.raises(errors.RunNotFound) as caught:
+        await client.get_run_async("run-nobody")
+    assert caught.value.metadata == {"run_id": "run-nobody"}
+
+
+async def test_a_large_batch_is_sent_in_parts_and_merged_in_order(server, training):
+    data = make_data(2500, length=3)
+    whole = await training.forward_backward(data)
+    assert sorted(server.trainer.arrivals) == [1, 2, 3]
+    parts = [await training.forward([datum]) for datum in data[::500]]
+    for part, output in zip(parts, whole.loss_fn_outputs[::500], strict=True):
+        np.testing.assert_array_equal(part.loss_fn_outputs[0]["logprobs"], output["logprobs"])
+    assert whole.metrics["tokens:sum"] == 7500
+    assert whole.metrics["logprob:mean"] == pytest.approx(-whole.metrics["loss:sum"] / 7500)
+
+
+async def test_an_error_in_a_part_names_the_datum_of_the_whole_batch(training):
+    data = make_data(1500, length=3)
+    data[1200].model_input[0] = VOCABULARY
+    with pytest.raises(errors.TokenOutOfRange) as caught:
+        await training.forward_backward(data)
+    assert caught.value.field == "data[1200].model_input"
+    assert "datums 1024 to 1499" in caught.value.__notes__[0]
+
+
+async def test_nothing_is_sent_after_a_load_before_it_is_answered(server, client, training):
+    server.trainer.lost = True
+    server.trainer.load_may_end.clear()
+    with pytest.raises(errors.RunStateLost) as caught:
+        await training.forward_backward(make_data())
+    loaded = training.load_state_with_optimizer(caught.value.metadata["checkpoint"])
+    passed = training.forward_backward(make_data())
+    await server.trainer.load_began.wait()
+    await client.get_run_async(training.run_id)
+    assert server.trainer.arrivals == [1, 2]
+    server.trainer.load_may_end.set()
+    await loaded
+    await passed
+    assert server.trainer.arrivals == [1, 2, 3]
+
+
+async def test_a_run_made_from_a_checkpoint_has_its_configuration_and_weights(server, client):
+    path = f"paceline://{server.trainer.run_id}/state/best"
+    training = await client.create_training_client_from_state_with_optimizer_async(path)
+    assert server.trainer.requests[-2].lora.rank == 8
+    assert (server.trainer.requests[-1].path, server.trainer.requests[-1].with_optimizer) == (path, True)
+    await training.forward_backward(make_data())
+    assert server.trainer.executed == ["LoadCheckpoint", "ForwardBackward"]
+
+
+async def test_an_attached_client_continues_the_numbering(server, client, training):
+    await training.forward_backward(make_data())
+    again = await client.get_training_client_async(training.run_id)
+    assert (await again.optim_step()).step == 1
+    assert server.trainer.arrivals == [1, 2]
+
+
+async def test_a_task_that_gives_up_waiting_leaves_the_command_to_its_end(server, training):
+    server.trainer.load_may_end.clear()
+    loaded = training.load_state("paceline://somewhere")
+    passed = training.forward_backward(make_data())
+    waiting = asyncio.ensure_future(_wait(passed))
+    await server.trainer.load_began.wait()
+    waiting.cancel()
+    assert not passed.cancel()
+    server.trainer.load_may_end.set()
+    await loaded
+    assert (await passed).metrics["tokens:sum"] == 10
+
+
+async def _wait(future):
+    return await future
+
+
+async def test_published_weights_are_sampled_by_their_version(server, training):
+    sampling = await training.save_weights_and_get_sampling_client_async()
+    result = await sampling.sample([1, 2], sampling_params=SHORT)
+    assert result.model.version == 3
+    assert server.sampler.routes == [f"{training.run_id}@3"]
+
+
+async def test_everything_works_from_a_thread_without_an_event_loop(server):
+    def program():
+        with ServiceClient(server.address, retry=QUICK) as client:
+            training = client.create_training_run()
+            passed, stepped = training.forward_backward(make_data()), training.optim_step()
+            assert passed.result(60).metrics["tokens:sum"] == 10
+            assert stepped.result(60).step == training.get_info().step == 1
+            sampling = training.save_weights_and_get_sampling_client()
+            tokens = [token for delta in sampling.sample_stream([1], sampling_params=SHORT) for token in delta.tokens]
+            logprobs = sampling.compute_logprobs(np.array([1, 2, 3])).result(60)
+            return len(client.list_runs()), tokens, logprobs
+
+    runs, tokens, logprobs = await asyncio.to_thread(program)
+    assert (runs, tokens) == (3, [0, 1, 2])
+    assert logprobs.logprobs.shape == (3,)
+    assert logprobs.model.version == 3
+
+
+async def test_address_and_key_come_from_the_environment(server, monkeypatch):
+    monkeypatch.setenv("PACELINE_ADDRESS", server.address)
+    monkeypatch.setenv("PACELINE_API_KEY", "a key")
+    async with ServiceClient() as client:
+        await client.get_run_async(server.trainer.run_id)
+    assert server.trainer.metadata["authorization"] == "Bearer a key"
+
+
+async def test_an_own_certificate_without_authorities_is_refused(server):
+    with pytest.raises(errors.InvalidArgument) as caught:
+        ServiceClient(server.address, tls_cert="cert.pem", tls_key="key.pem")
+    assert caught.value.field == "tls_cert"
+
+
+async def test_closing_ends_what_is_under_way(server):
+    server.trainer.load_may_end.clear()
+    client = ServiceClient(server.address)
+    training = await client.get_training_client_async(server.trainer.run_id)
+    loaded, queued = training.load_state("paceline://somewhere"), training.optim_step()
+    await server.trainer.load_began.wait()
+    await client.close_async()
+    for future in (loaded, queued):
+        with pytest.raises(errors.Cancelled):
+            await future
+    with pytest.raises(errors.Cancelled):
+        training.optim_step()
+
+
+async def test_an_unreachable_server_raises_unavailable(server):
+    await server.stop()
+    async with ServiceClient(server.address, retry=RetryPolicy(budget=0.2, first_delay=0.01)) as client:
+        with pytest.raises(errors.UpstreamUnavailable):
+            await client.list_runs_async()
+    await server.start()

@@ -1,0 +1,78 @@
+"""Losses that the client computes: their gradient arrives, and a loss that fails harms nothing."""
+
+import numpy as np
+import pytest
+import torch
+from toy_services import toy_server
+from toy_trainer import make_data
+
+from paceline import ServiceClient, errors
+
+
+@pytest.fixture
+async def server():
+    async with toy_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def training(server):
+    async with ServiceClient(server.address) as client:
+        yield await client.get_training_client_async(server.trainer.run_id)
+
+
+async def test_a_custom_loss_gives_the_gradient_that_autograd_gives(server, training):
+    mask = np.array([0, 1, 1, 1, 1], np.uint8)
+    data = make_data(3, mask=mask, advantages=np.linspace(-1, 1, 5, dtype=np.float32))
+
+    def loss_fn(given, logprobs):
+        pairs = zip(given, logprobs, strict=True)
+        rows = [torch.from_numpy(datum.loss_inputs["advantages"]) * row**2 for datum, row in pairs]
+        return torch.cat(rows).sum(), {"rows:sum": float(len(rows))}
+
+    output = await training.forward_backward_custom(data, loss_fn)
+    theta = torch.tensor(server.trainer.theta, requires_grad=True)
+    table = theta.log_softmax(-1)
+    logprobs = [table[datum.model_input, datum.loss_inputs["target_tokens"]] * torch.tensor(mask) for datum in data]
+    expected, _ = loss_fn(data, logprobs)
+    expected.backward()
+    np.testing.assert_allclose(server.trainer.gradient, theta.grad, rtol=1e-4, atol=1e-6)
+    assert output.metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-5)
+    assert output.metrics["rows:sum"] == 3
+
+
+async def test_commands_after_a_custom_loss_wait_for_its_second_half(server, training):
+    custom = training.forward_backward_custom(make_data(), lambda _, rows: (torch.cat(rows).sum(), {}))
+    stepped = training.optim_step()
+    await custom
+    assert (await stepped).grad_norm > 0
+    assert sorted(server.trainer.arrivals) == [1, 2, 3]
+
+
+async def test_a_custom_loss_that_raises_changes_nothing_and_the_run_goes_on(server, training):
+    def loss_fn(data, logprobs):
+        raise ZeroDivisionError("mine")
+
+    failed = training.forward_backward_custom(make_data(1100, length=2), loss_fn)
+    stepped = training.optim_step()
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        await failed
+    with pytest.raises(errors.NoGradient):
+        await stepped
+    await training.forward_backward(make_data())
+    assert sorted(server.trainer.arrivals) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error"),
+    [
+        (lambda _, rows: (rows[0], {}), errors.InvalidArgument),
+        (lambda _, rows: (torch.zeros(()), {}), errors.InvalidArgument),
+        (lambda _, rows: (rows[0].sum() * float("nan"), {}), errors.NonFinite),
+    ],
+)
+async def test_a_custom_loss_without_a_usable_gradient_is_refused(server, training, loss_fn, error):
+    with pytest.raises(error) as caught:
+        await training.forward_backward_custom(make_data(), loss_fn)
+    assert caught.value.field == "loss_fn"
+    assert not server.trainer.gradient.any()

@@ -1,0 +1,139 @@
+"""Sampling through the client, against real services: limits, deadlines, streams, cancellation."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from toy_services import toy_server
+
+from paceline import RetryPolicy, SamplingParams, ServiceClient, StopReason, Timeouts, errors
+
+QUICK = RetryPolicy(budget=60.0, first_delay=0.01, max_delay=0.05)
+SHORT = SamplingParams(max_tokens=3)
+ENDLESS = SamplingParams(max_tokens=10**9)
+
+
+@pytest.fixture
+async def server():
+    async with toy_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server):
+    async with ServiceClient(server.address, retry=QUICK) as connected:
+        yield connected
+
+
+async def test_all_of_5000_samples_succeed_and_never_more_than_500_are_in_flight(server, client):
+    server.sampler.crowd = 500
+    server.sampler.may_answer.clear()
+    sampling = client.create_sampling_client()
+    futures = [sampling.sample([first], sampling_params=SHORT) for first in range(5000)]
+    await server.sampler.crowded.wait()
+    async with ServiceClient(server.address) as other:
+        for _ in range(20):
+            await other.get_run_async(server.trainer.run_id)
+    server.sampler.may_answer.set()
+    results = await asyncio.gather(*futures)
+    assert [result.sequences[0].tokens[0] for result in results] == list(range(1, 5001))
+    assert server.sampler.most_in_flight == 500
+
+
+async def test_an_overloaded_sampler_is_asked_again(server, client):
+    server.sampler.refusals = [errors.Overloaded("full", retry_after=0.01) for _ in range(3)]
+    result = await client.create_sampling_client().sample([4], sampling_params=SHORT)
+    assert result.sequences[0].tokens.tolist() == [5, 6, 7]
+
+
+async def test_a_sample_that_is_not_answered_in_time_raises_timed_out(server):
+    server.sampler.may_answer.clear()
+    async with ServiceClient(server.address, timeouts=Timeouts(sampling=0.2)) as client:
+        with pytest.raises(errors.TimedOut):
+            await client.create_sampling_client().sample([1], sampling_params=SHORT)
+
+
+async def test_cancelling_a_sample_cancels_it_on_the_server(server, client):
+    server.sampler.may_answer.clear()
+    future = client.create_sampling_client().sample([1], sampling_params=SHORT)
+    await server.sampler.entered.wait()
+    assert future.cancel()
+    await server.sampler.left.wait()
+    assert server.sampler.answered == 0
+
+
+async def test_a_stream_gives_every_token_and_ends(client):
+    stream = client.create_sampling_client().sample_stream([1], sampling_params=SamplingParams(max_tokens=20))
+    deltas = [delta async for delta in stream]
+    assert [token for delta in deltas for token in delta.tokens] == list(range(20))
+    assert [delta.stop_reason for delta in deltas] == [None] * 19 + [StopReason.LENGTH]
+
+
+async def test_a_stream_is_retried_before_its_first_tokens(server, client):
+    server.sampler.refusals = [errors.EngineUnavailable("starting", retry_after=0.01)]
+    stream = client.create_sampling_client().sample_stream([1], sampling_params=SHORT)
+    assert len([delta async for delta in stream]) == 3
+
+
+async def test_leaving_an_async_stream_early_cancels_it_on_the_server(server, client):
+    stream = client.create_sampling_client().sample_stream([1], sampling_params=ENDLESS)
+    async for delta in stream:
+        if delta.tokens[0] == 5:
+            break
+    await server.sampler.stream_ended.wait()
+
+
+async def test_leaving_a_sync_stream_early_cancels_it_on_the_server(server, client):
+    def take_some():
+        stream = client.create_sampling_client().sample_stream([1], sampling_params=ENDLESS)
+        for delta in stream:
+            if delta.tokens[0] == 5:
+                return
+
+    await asyncio.to_thread(take_some)
+    await server.sampler.stream_ended.wait()
+
+
+async def test_streams_give_their_room_back(server):
+    async with ServiceClient(server.address, max_in_flight=1) as client:
+        sampling = client.create_sampling_client()
+        for _ in range(3):
+            async for _ in sampling.sample_stream([1], sampling_params=ENDLESS):
+                break
+        assert len((await sampling.sample([1], sampling_params=SHORT)).sequences) == 1
+
+
+async def test_a_cancelled_reader_cancels_a_silent_stream(server, client):
+    server.sampler.silent = True
+
+    async def read():
+        async for _ in client.create_sampling_client().sample_stream([1], sampling_params=SHORT):
+            pass
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(read(), 0.2)
+    await server.sampler.stream_ended.wait()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [([], errors.EmptyBatch), ([[1, 2]], errors.InvalidShape), ([0.5], errors.InvalidDtype)],
+)
+async def test_a_prompt_that_is_no_row_of_token_ids_is_refused_before_it_is_sent(server, client, prompt, error):
+    with pytest.raises(error) as caught:
+        client.create_sampling_client().sample(prompt)
+    assert caught.value.field == "prompt"
+    assert server.sampler.routes == []
+
+
+async def test_a_setting_that_cannot_be_sent_is_refused(client):
+    with pytest.raises(errors.InvalidArgument) as caught:
+        client.create_sampling_client().sample(np.array([1]), sampling_params=SamplingParams(top_k=-1))
+    assert caught.value.field == "sampling_params"
+
+
+async def test_one_set_of_weights_is_named_at_a_time(client):
+    with pytest.raises(errors.InvalidArgument):
+        client.create_sampling_client("paceline://a/sampler/b", run_id="a")
+    with pytest.raises(errors.InvalidArgument):
+        client.create_sampling_client(version=3)

@@ -1,0 +1,117 @@
+"""Splitting a batch into requests and putting the answers together."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import Datum, codec, errors
+from paceline.client.batching import MAX_BYTES, MAX_DATUMS, Batch, make_batch, merge_metrics, split
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+
+
+def datum_of(length):
+    tokens = np.arange(length, dtype=np.int32)
+    return Datum(tokens, {"target_tokens": tokens.astype(np.int64)})
+
+
+def batch_of(lengths):
+    return make_batch("run", [datum_of(length) for length in lengths], "cross_entropy", {}, forward_only=False)
+
+
+def reply(*values, **metrics):
+    outputs = [codec.output_to_proto({"logprobs": np.array([value], np.float32)}) for value in values]
+    return pb.ForwardBackwardResponse(outputs=outputs, metrics={key.replace("_", ":"): metrics[key] for key in metrics})
+
+
+SIZES = st.lists(st.integers(1, MAX_BYTES // 3) | st.integers(1, 2 * MAX_BYTES), max_size=60)
+
+
+@given(SIZES)
+def test_parts_hold_every_datum_in_order_and_stay_below_the_limit(sizes):
+    parts = list(split(sizes))
+    assert [index for part in parts for index in part] == list(range(len(sizes)))
+    for part in parts:
+        assert len(part) == 1 or sum(sizes[index] for index in part) <= MAX_BYTES
+
+
+@given(SIZES)
+def test_no_part_could_have_taken_the_next_datum(sizes):
+    parts = list(split(sizes))
+    for present, following in pairwise(parts):
+        assert sum(sizes[index] for index in [*present, following[0]]) > MAX_BYTES
+
+
+def test_requests_of_long_datums_stay_below_the_limit():
+    requests = batch_of([150_000] * 5).requests
+    assert [len(request.data) for request in requests] == [2, 2, 1]
+    assert all(request.ByteSize() <= MAX_BYTES for request in requests)
+
+
+def test_a_part_holds_at_most_1024_datums():
+    assert MAX_DATUMS == 1024
+    assert [len(request.data) for request in batch_of([1] * 2049).requests] == [1024, 1024, 1]
+
+
+def test_every_part_carries_the_settings():
+    data = [datum_of(1)] * 1025
+    for request in make_batch("run", data, "ppo", {"clip_low_threshold": 0.8}, forward_only=True).requests:
+        assert (request.run_id, request.loss_fn, request.forward_only) == ("run", "ppo", True)
+        assert request.loss_fn_config == {"clip_low_threshold": 0.8}
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(errors.EmptyBatch) as caught:
+        batch_of([])
+    assert caught.value.field == "data"
+
+
+def test_a_dtype_that_cannot_be_sent_is_refused_by_the_name_of_its_field():
+    wrong = Datum(np.arange(3, dtype=np.int32), {"advantages": np.zeros(3, np.complex64)})
+    with pytest.raises(errors.InvalidDtype) as caught:
+        make_batch("run", [datum_of(3), wrong], "ppo", {}, forward_only=False)
+    assert caught.value.field == "data[1].loss_inputs[advantages]"
+
+
+def test_a_setting_that_is_no_number_is_refused_by_the_name_of_its_field():
+    with pytest.raises(errors.InvalidArgument) as caught:
+        make_batch("run", [datum_of(1)], "ppo", {"clip_low_threshold": "low"}, forward_only=False)
+    assert caught.value.field == "loss_fn_config"
+
+
+def test_metrics_are_reduced_as_their_names_say():
+    merged = merge_metrics(
+        [
+            {"loss:sum": 1.0, "tokens:sum": 10.0, "ratio:mean": 1.0, "low:min": 3.0, "high:max": 3.0},
+            {"loss:sum": 2.0, "tokens:sum": 30.0, "ratio:mean": 5.0, "low:min": 2.0, "high:max": 7.0},
+        ]
+    )
+    assert merged == {"loss:sum": 3.0, "tokens:sum": 40.0, "ratio:mean": 4.0, "low:min": 2.0, "high:max": 7.0}
+
+
+def test_a_part_without_tokens_does_not_count_in_a_mean():
+    parts = [{"tokens:sum": 0.0, "ratio:mean": float("nan")}, {"tokens:sum": 4.0, "ratio:mean": 2.0}]
+    assert merge_metrics(parts)["ratio:mean"] == 2.0
+
+
+def test_a_reduction_that_cannot_be_merged_is_an_error():
+    with pytest.raises(errors.Internal) as caught:
+        merge_metrics([{"loss:median": 1.0}, {"loss:median": 2.0}])
+    assert caught.value.field == "metrics[loss:median]"
+
+
+def test_outputs_are_put_together_in_order():
+    batch = Batch([pb.ForwardBackwardRequest(), pb.ForwardBackwardRequest()])
+    merged = batch.merge([reply(1, 2, loss_sum=1), reply(3, loss_sum=4)])
+    assert [float(output["logprobs"][0]) for output in merged.loss_fn_outputs] == [1, 2, 3]
+    assert merged.metrics == {"loss:sum": 5}
+
+
+def test_the_first_failure_is_raised():
+    batch = batch_of([1] * 1025)
+    failure = errors.NonFinite("is NaN", field="data[0].loss_inputs[weights]")
+    with pytest.raises(errors.NonFinite) as caught:
+        batch.merge([reply(*[0.0] * 1024), failure])
+    assert caught.value.field == "data[1024].loss_inputs[weights]"
