@@ -1,0 +1,1 @@
+"""Engines that turn prompts into tokens. Import vllm or torch, never grpc."""

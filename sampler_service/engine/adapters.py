@@ -1,0 +1,81 @@
+"""What an adapter's directory holds, and whether it fits a base model. Reads headers only; loads no weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
+
+PREFIX = "base_model.model."
+SIDES = (".lora_A.weight", ".lora_B.weight")
+
+LinearShapes = Mapping[str, tuple[int, int]]
+"""Name of every linear module of a base model -> (out features, in features)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShapes:
+    """Shapes of an adapter in PEFT's layout."""
+
+    modules: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    """Module name in the base model -> shapes of A ([r, in]) and B ([out, r])."""
+    rank: int
+    """Largest rank, of the tensors and of the configuration."""
+
+
+def read_adapter(directory: Path) -> AdapterShapes:
+    """Read an adapter's configuration and tensor names.
+
+    Raises InvalidArgument when it is not plain LoRA, InvalidShape when there is no pair of A and B for each module.
+    """
+    config = json.loads((directory / "adapter_config.json").read_text())
+    _check_config(config)
+    halves: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]] = ({}, {})
+    with safe_open(directory / "adapter_model.safetensors", framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118 - the file handle is no mapping
+            side = next((i for i, suffix in enumerate(SIDES) if name.endswith(suffix)), None)
+            if side is None or not name.startswith(PREFIX):
+                raise InvalidShape(
+                    f"tensor {name} is no lora_A or lora_B of a linear module; leave it out", field="adapter"
+                )
+            module = name.removeprefix(PREFIX).removesuffix(SIDES[side])
+            halves[side][module] = tuple(file.get_slice(name).get_shape())
+    if not halves[0] or halves[0].keys() != halves[1].keys():
+        raise InvalidShape("the adapter has no pair of lora_A and lora_B for each of its modules", field="adapter")
+    ranks = [shape[0] for shape in halves[0].values()]
+    rank = max(*ranks, config.get("r", 0), *(config.get("rank_pattern") or {}).values())
+    return AdapterShapes({module: (shape, halves[1][module]) for module, shape in halves[0].items()}, rank)
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise InvalidArgument(f"peft_type is {config.get('peft_type')}; only LORA is served", field="adapter")
+    unserved = [name for name in ("use_dora", "modules_to_save", "lora_bias") if config.get(name)]
+    if config.get("bias", "none") != "none":
+        unserved.append("bias")
+    if unserved:
+        raise InvalidArgument(f"adapters with {', '.join(unserved)} are not served", field="adapter")
+
+
+def check_adapter(adapter: AdapterShapes, linear: LinearShapes, max_rank: int) -> None:
+    """Refuse an adapter of which any part would be left out or cut.
+
+    Raises RankTooLarge, or InvalidShape when a module does not exist in the base model or has another shape there.
+    """
+    if adapter.rank > max_rank:
+        raise RankTooLarge(f"rank {adapter.rank}; this sampler takes at most {max_rank}", field="adapter")
+    unknown = sorted(adapter.modules.keys() - linear.keys())
+    if unknown:
+        raise InvalidShape(f"{len(unknown)} modules are not in the base model, such as {unknown[0]}", field="adapter")
+    for module, (a, b) in adapter.modules.items():
+        if (b[0], a[-1]) != linear[module] or a[0] != b[-1]:
+            raise InvalidShape(
+                f"{module} has shapes {list(a)} and {list(b)}; the base model's is {list(linear[module])}",
+                field="adapter",
+            )

@@ -1,0 +1,111 @@
+"""What a sampler engine does. The service knows engines by this protocol alone; nothing here imports torch or vllm."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from paceline.types import ModelInfo, SamplingParams, StopReason, TopkLogprobs
+from paceline.types.training import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A loaded adapter. `name` and `path` are unique for ever: engines cache by them."""
+
+    adapter_id: int
+    """From 1, never reused within a process."""
+    name: str
+    path: Path
+    """Directory with adapter_model.safetensors and adapter_config.json; stays in place while the adapter is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Completions of one prompt."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    num_samples: int = 1
+    adapter: Adapter | None = None
+    """None means the base model."""
+    tenant: str = ""
+    """Salt of the prefix cache: no tenant hits another's entries."""
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_logprobs: int = 0
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """New tokens of one completion."""
+
+    index: int
+    """Sample index."""
+    tokens: list[int]
+    logprobs: list[float]
+    """Under the distribution that was sampled from (after temperature and filters)."""
+    stop_reason: StopReason | None = None
+    """Set on the completion's last delta."""
+    topk_logprobs: TopkLogprobs | None = None
+    """One row per token of this delta."""
+    prompt_logprobs: Array | None = None
+    """float32, shape [P], NaN at 0. Set once, on the first delta of the request, when asked for."""
+    topk_prompt_logprobs: TopkLogprobs | None = None
+    prompt_cache_hit_tokens: int = 0
+
+
+class SamplerEngine(Protocol):
+    """Runs in the service's own event loop."""
+
+    @property
+    def name(self) -> str:
+        """Return "vllm" or "hf"."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Return the version of the engine's library."""
+        ...
+
+    def describe(self) -> ModelInfo:
+        """Say what base model is loaded and how large an adapter may be."""
+        ...
+
+    async def start(self) -> None:
+        """Load the base model. Returns when the engine can serve."""
+        ...
+
+    async def stop(self) -> None:
+        """End the engine and free its memory; requests in progress end with ABORTED."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raise EngineUnavailable when the engine cannot serve."""
+        ...
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter; when this returns, the next scheduler step can use it. The files have been verified.
+
+        Raises RankTooLarge, or InvalidShape when the adapter matches no module of the base model: it is never silently left out.
+        """
+        ...
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Unload an adapter that no request uses. Unknown adapters are ignored."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Yield tokens as they are sampled. Closing the iterator early frees the request within one scheduler step."""
+        ...
+
+    async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
+        """Return the log-probability of each token given those before it at temperature 1: float32, shape [N], NaN at 0."""
+        ...
+
+    def num_running(self) -> int:
+        """Return how many completions are waiting or running."""
+        ...

@@ -1,0 +1,252 @@
+"""The sampler engine over vLLM's AsyncLLM, in the caller's event loop; vLLM runs the model in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from uuid import uuid4
+
+import vllm
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from paceline.errors import EngineUnavailable, InvalidArgument, InvalidShape
+from paceline.types import ModelInfo, TopkLogprobs
+from paceline.types import SamplingParams as Params
+from paceline.types.training import Array
+from sampler_service.engine.adapters import LinearShapes, check_adapter, read_adapter
+from sampler_service.engine.base import Adapter, GenerationRequest, TokenDelta
+from sampler_service.engine.base_model import linear_shapes_of
+from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
+from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.vllm_params import (
+    lora_request,
+    prompt_input,
+    prompt_logprobs,
+    sampling_params,
+    scoring_params,
+    token_delta,
+    topk_rows,
+)
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for its max_lora_rank."""
+
+MAX_TOPK = 1024
+"""Most likeliest tokens per position that a request may ask for; the service sets the limit that users see."""
+
+CPU_BLOCK_SIZE = 32
+"""Tokens per block of the KV cache on CPU: the smallest that vLLM takes there, so that short prompts are shared too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    llm: AsyncLLM
+    info: ModelInfo
+    linear: LinearShapes
+
+
+class VllmEngine:
+    """Fulfils SamplerEngine."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._started: _Started | None = None
+        self._open: set[str] = set()
+        self._adapters: set[int] = set()
+
+    @property
+    def name(self) -> str:
+        return "vllm"
+
+    @property
+    def version(self) -> str:
+        return vllm.__version__
+
+    def describe(self) -> ModelInfo:
+        return self._live().info
+
+    def num_running(self) -> int:
+        return self._started.llm.get_num_unfinished_requests() if self._started else 0
+
+    async def start(self) -> None:
+        _prepare_environment()
+        config = engine_args(self._options).create_engine_config()
+        model = config.model_config
+        info = ModelInfo(
+            name=self._options.model_name,
+            max_context_length=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_lora_rank=self._options.max_lora_rank,
+            num_layers=model.get_total_num_hidden_layers(),
+        )
+        # vLLM samples a token after every prompt. Room for it lets a sequence as long as the context be scored; its
+        # position is never computed.
+        model.max_model_len += 1
+        linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        self._started = _Started(llm, info, linear)
+
+    async def stop(self) -> None:
+        if self._started is None:
+            return
+        llm = self._started.llm
+        await llm.abort(sorted(self._open))
+        self._started = None
+        llm.shutdown()
+
+    async def check_health(self) -> None:
+        with _translated():
+            await self._live().llm.check_health()
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        engine = self._live()
+        shapes = await asyncio.to_thread(read_adapter, adapter.path)
+        check_adapter(shapes, engine.linear, self._options.max_lora_rank)
+        with _translated():
+            left_out = await engine.llm.collective_rpc("unmatched_adapter_modules", args=(sorted(shapes.modules),))
+            missing = set.intersection(*map(set, left_out))
+            if missing:
+                raise InvalidShape(
+                    f"vLLM serves no adapter on {len(missing)} modules, such as {min(missing)}", field="adapter"
+                )
+            await engine.llm.add_lora(lora_request(adapter))
+        self._adapters.add(adapter.adapter_id)
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        self._adapters.discard(adapter.adapter_id)
+        with _translated():
+            await self._live().llm.remove_lora(adapter.adapter_id)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        engine = self._live()
+        check_tokens(engine.info, request.prompt, "prompt", room=1)
+        check_loaded(request.adapter, self._adapters)
+        budget = completion_budget(engine.info, len(request.prompt), request.params)
+        with _translated():
+            params = sampling_params(request, budget)
+            score = await self._prompt_score(request)
+            async with aclosing(self._outputs(engine.llm, request, params)) as outputs:
+                async for output in outputs:
+                    for completion in output.outputs:
+                        delta = token_delta(completion, request.topk_logprobs)
+                        delta.prompt_cache_hit_tokens = output.num_cached_tokens or 0
+                        if score is not None:
+                            delta.prompt_logprobs, delta.topk_prompt_logprobs, score = *score, None
+                        yield delta
+
+    async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
+        engine = self._live()
+        check_tokens(engine.info, tokens, "tokens")
+        check_loaded(adapter, self._adapters)
+        with _translated():
+            logprobs, _ = await self._score(tokens, adapter, tenant, 0)
+        return logprobs
+
+    def _live(self) -> _Started:
+        if self._started is None:
+            raise EngineUnavailable("the engine is not running")
+        return self._started
+
+    async def _outputs(
+        self, llm: AsyncLLM, request: GenerationRequest, params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield vLLM's outputs. Closing this closes vLLM's generator, which aborts the request before the next step."""
+        prompt = prompt_input(request.prompt, request.tenant)
+        self._open.add(request.request_id)
+        try:
+            lora = lora_request(request.adapter) if request.adapter else None
+            async with aclosing(llm.generate(prompt, params, request.request_id, lora_request=lora)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._open.discard(request.request_id)
+
+    async def _prompt_score(self, request: GenerationRequest) -> tuple[Array, TopkLogprobs | None] | None:
+        """Score the prompt once for all samples, which then find it in the prefix cache."""
+        if not request.prompt_logprobs and not request.topk_prompt_logprobs:
+            return None
+        return await self._score(request.prompt, request.adapter, request.tenant, request.topk_prompt_logprobs)
+
+    async def _score(
+        self, tokens: list[int], adapter: Adapter | None, tenant: str, k: int
+    ) -> tuple[Array, TopkLogprobs | None]:
+        request = GenerationRequest(f"score-{uuid4().hex}", tokens, Params(), adapter=adapter, tenant=tenant)
+        async with aclosing(self._outputs(self._live().llm, request, scoring_params(k))) as outputs:
+            async for output in outputs:
+                if output.prompt_logprobs is None:
+                    break
+                return prompt_logprobs(tokens, output.prompt_logprobs), topk_rows(
+                    output.prompt_logprobs, k
+                ) if k else None
+        raise EngineUnavailable("the engine stopped before the sequence was scored")
+
+
+def engine_args(options: EngineOptions) -> AsyncEngineArgs:
+    """Map the options; what vLLM decides better by itself is left to it."""
+    rank = min((rank for rank in RANKS if rank >= options.max_lora_rank), default=options.max_lora_rank)
+    args = AsyncEngineArgs(
+        model=str(options.model_path),
+        served_model_name=[options.model_name],
+        dtype=options.dtype,
+        load_format="safetensors",
+        max_model_len=options.max_model_len,  # type: ignore[arg-type] # None is vLLM's own default
+        enable_lora=True,
+        max_lora_rank=rank,  # type: ignore[arg-type]
+        max_loras=options.max_active_versions,
+        max_cpu_loras=options.max_cpu_versions,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        enforce_eager=options.enforce_eager,
+        max_num_seqs=options.max_num_seqs,
+        seed=options.seed,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        max_logprobs=MAX_TOPK,
+        enable_log_requests=False,
+        disable_log_stats=True,
+        worker_extension_cls="sampler_service.engine.vllm_worker.WorkerExtension",
+    )
+    if current_platform.is_cpu():
+        _set_cpu_args(args, options)
+    return args
+
+
+def _set_cpu_args(args: AsyncEngineArgs, options: EngineOptions) -> None:
+    args.kv_cache_memory_bytes = int(options.kv_cache_gib * 2**30)
+    args.block_size = CPU_BLOCK_SIZE
+    args.worker_cls = "sampler_service.engine.cpu_lora.GroupedLoraCpuWorker"
+    alone = options.tensor_parallel_size * options.pipeline_parallel_size == 1
+    if alone and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+        # The worker needs a process of its own only for its threads to be bound to cores. Without one, starting takes
+        # half as long and steps do not wait for messages.
+        args.distributed_executor_backend = UniProcExecutor
+
+
+def _prepare_environment() -> None:
+    """Set what vLLM reads from the environment only: no usage reports, processes by spawn."""
+    if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") != "0":
+        raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION lets anyone who reaches vLLM's sockets run code; unset it")
+    os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_WORKER_MULTIPROC_METHOD="spawn")
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineUnavailable("the engine died; it is starting again") from error
+    except VLLMValidationError as error:
+        field = error.parameter or ""
+        raise InvalidArgument("vLLM does not take this value; see its documentation", field=field) from error

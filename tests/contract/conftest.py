@@ -1,0 +1,59 @@
+"""One engine of each kind for the whole session: vLLM takes long to start."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from peft import LoraConfig, get_peft_model
+from sampler_contract import IDS, TARGETS, Reference, make_model, options_for
+from transformers import AutoModelForCausalLM
+
+from sampler_service.engine.base import Adapter, SamplerEngine
+from sampler_service.engine.factory import create_engine
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def reference(model_path: Path) -> Reference:
+    return Reference(model_path)
+
+
+@pytest.fixture(scope="session")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        yield
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["hf", "vllm"])
+async def engine(request: pytest.FixtureRequest, model_path: Path, environment: None) -> AsyncIterator[SamplerEngine]:
+    engine = create_engine(request.param, options_for(model_path))
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture
+def make_adapter(model_path: Path, tmp_path: Path):
+    def make(rank: int = 4, targets: list[str] | str = TARGETS, base: Path = model_path) -> Adapter:
+        number = next(IDS)
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        path = tmp_path / f"adapter-{number}"
+        model.save_pretrained(path, save_embedding_layers=False)
+        return Adapter(number, f"run@{number}", path)
+
+    return make

@@ -1,0 +1,93 @@
+"""What every sampler engine owes its service where adapters are concerned. Checked against PEFT."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from sampler_contract import IDS, PROMPT, TARGETS, ask, one
+from transformers import AutoModelForCausalLM
+
+from paceline.errors import InvalidShape, RankTooLarge
+from sampler_service.engine.base import Adapter
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ["q_proj"], ["lm_head", "down_proj"]], ids=["all", "q", "unembed"])
+async def test_an_adapter_gives_the_logprobs_that_peft_gives(engine, reference, make_adapter, targets):
+    adapter = make_adapter(targets=targets)
+    await engine.add_adapter(adapter)
+    completion = await one(engine, ask(max_tokens=10, seed=4, adapter=adapter, ignore_eos=True))
+    tokens = PROMPT + completion.tokens
+    expected = reference.logprobs(tokens, adapter)
+    assert np.abs(expected - reference.logprobs(tokens)).max() > 0.05
+    difference = np.abs(np.array(completion.logprobs) - expected[len(PROMPT) - 1 :])
+    assert difference.max() < 1e-4
+    assert difference.mean() < 1e-5
+    np.testing.assert_allclose((await engine.compute_logprobs(tokens, adapter, ""))[1:], expected, atol=1e-4)
+    await engine.remove_adapter(adapter)
+
+
+async def test_adapters_and_base_in_one_batch_each_get_their_own(engine, reference, make_adapter):
+    adapters = [None, make_adapter(rank=8), make_adapter(rank=2)]
+    for adapter in adapters[1:]:
+        await engine.add_adapter(adapter)
+    requests = [ask(max_tokens=10, seed=i, adapter=adapters[i % 3], ignore_eos=True) for i in range(9)]
+    for request, completion in zip(requests, await asyncio.gather(*(one(engine, r) for r in requests)), strict=True):
+        expected = reference.logprobs(PROMPT + completion.tokens, request.adapter)[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    for adapter in adapters[1:]:
+        await engine.remove_adapter(adapter)
+
+
+async def test_more_adapters_than_one_step_can_mix_take_turns(engine, reference, make_adapter):
+    adapters = [make_adapter() for _ in range(4)]
+    for adapter in adapters:
+        await engine.add_adapter(adapter)
+    requests = [ask(max_tokens=6, seed=1, adapter=adapter, ignore_eos=True) for adapter in adapters]
+    for request, completion in zip(requests, await asyncio.gather(*(one(engine, r) for r in requests)), strict=True):
+        expected = reference.logprobs(PROMPT + completion.tokens, request.adapter)[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    for adapter in adapters:
+        await engine.remove_adapter(adapter)
+
+
+async def test_an_adapter_comes_back_under_a_new_id_and_an_unknown_one_may_be_removed(engine, make_adapter):
+    adapter = make_adapter()
+    await engine.add_adapter(adapter)
+    first = await engine.compute_logprobs(PROMPT, adapter, "")
+    await engine.remove_adapter(adapter)
+    await engine.remove_adapter(adapter)
+    again = Adapter(next(IDS), "run@again", adapter.path)
+    await engine.add_adapter(again)
+    np.testing.assert_allclose((await engine.compute_logprobs(PROMPT, again, ""))[1:], first[1:], atol=1e-6)
+    await engine.remove_adapter(again)
+
+
+async def test_an_adapter_can_be_added_while_others_are_sampled(engine, reference, make_adapter):
+    running = asyncio.create_task(one(engine, ask(max_tokens=60, seed=1, ignore_eos=True)))
+    for _ in range(3):
+        adapter = make_adapter()
+        await engine.add_adapter(adapter)
+        await engine.remove_adapter(adapter)
+    completion = await running
+    expected = reference.logprobs(PROMPT + completion.tokens)[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+async def test_an_adapter_that_would_be_cut_or_left_out_is_refused(engine, model_path, make_adapter, tmp_path):
+    with pytest.raises(RankTooLarge):
+        await engine.add_adapter(make_adapter(rank=9))
+    other = AutoModelForCausalLM.from_pretrained(model_path, num_hidden_layers=3)
+    other.save_pretrained(tmp_path / "deeper")
+    with pytest.raises(InvalidShape, match=r"layers\.2"):
+        await engine.add_adapter(make_adapter(base=tmp_path / "deeper"))
+    narrow = AutoModelForCausalLM.from_pretrained(model_path, intermediate_size=96, ignore_mismatched_sizes=True)
+    narrow.save_pretrained(tmp_path / "narrow")
+    with pytest.raises(InvalidShape, match="96"):
+        await engine.add_adapter(make_adapter(base=tmp_path / "narrow"))
+    embedding = make_adapter(targets=["embed_tokens"])
+    with pytest.raises(InvalidShape):
+        await engine.add_adapter(embedding)

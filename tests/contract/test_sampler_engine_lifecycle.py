@@ -1,0 +1,48 @@
+"""How sampler engines end, by themselves or when asked to."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+import psutil
+import pytest
+from sampler_contract import ask, one, options_for
+
+from paceline.errors import EngineUnavailable
+from paceline.types import StopReason
+from sampler_service.engine.factory import create_engine
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_vllm_that_died_is_reported_as_unavailable(model_path, environment):
+    before = psutil.Process().children(recursive=True)
+    engine = create_engine("vllm", options_for(model_path))
+    await engine.start()
+    async with aclosing(engine.generate(ask(ignore_eos=True))) as deltas:
+        await anext(deltas)
+        for process in set(psutil.Process().children(recursive=True)).difference(before):
+            process.kill()
+        with pytest.raises(EngineUnavailable):
+            async for _ in deltas:
+                pass
+    with pytest.raises(EngineUnavailable):
+        await engine.check_health()
+    with pytest.raises(EngineUnavailable):
+        await one(engine, ask())
+    await engine.stop()
+
+
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+async def test_stopping_ends_requests_as_aborted_and_later_ones_as_unavailable(kind, model_path, environment):
+    engine = create_engine(kind, options_for(model_path))
+    await engine.start()
+    async with aclosing(engine.generate(ask(num_samples=2, ignore_eos=True))) as deltas:
+        await anext(deltas)
+        await engine.stop()
+        rest = [delta async for delta in deltas]
+    assert sorted(delta.index for delta in rest if delta.stop_reason is StopReason.ABORTED) == [0, 1]
+    with pytest.raises(EngineUnavailable):
+        await one(engine, ask())
+    with pytest.raises(EngineUnavailable):
+        await engine.check_health()

@@ -1,0 +1,107 @@
+"""What the sampler makes of an adapter's directory, and of requests and options, before an engine sees them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from paceline.errors import InvalidArgument, InvalidShape, OutOfRange, RankTooLarge, SequenceTooLong, TokenOutOfRange
+from paceline.types import ModelInfo, SamplingParams
+from sampler_service.engine.adapters import check_adapter, read_adapter
+from sampler_service.engine.factory import create_engine
+from sampler_service.engine.limits import check_tokens, completion_budget
+from sampler_service.engine.options import EngineOptions
+
+LINEAR = {"model.q_proj": (12, 8), "lm_head": (20, 8)}
+INFO = ModelInfo("m", max_context_length=10, vocab_size=5, dtype="float32", max_lora_rank=4, num_layers=1)
+
+
+def write(directory: Path, tensors: dict[str, tuple[int, ...]], **config: object) -> Path:
+    save_file(
+        {name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, directory / "adapter_model.safetensors"
+    )
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "bias": "none"} | config))
+    return directory
+
+
+def pair(module: str, out: int = 12, inner: int = 8, rank: int = 2) -> dict[str, tuple[int, ...]]:
+    prefix = f"base_model.model.{module}"
+    return {f"{prefix}.lora_A.weight": (rank, inner), f"{prefix}.lora_B.weight": (out, rank)}
+
+
+def test_reads_shapes_and_the_largest_rank(tmp_path):
+    adapter = read_adapter(write(tmp_path, pair("model.q_proj", rank=3) | pair("lm_head", out=20)))
+    assert adapter.modules == {"model.q_proj": ((3, 8), (12, 3)), "lm_head": ((2, 8), (20, 2))}
+    assert adapter.rank == 3
+    check_adapter(adapter, LINEAR, 4)
+
+
+def test_the_rank_that_the_configuration_names_counts_too(tmp_path):
+    adapter = read_adapter(write(tmp_path, pair("model.q_proj"), rank_pattern={"q_proj": 7}))
+    with pytest.raises(RankTooLarge, match="7"):
+        check_adapter(adapter, LINEAR, 4)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {},
+        {"base_model.model.lm_head.lora_A.weight": (2, 8)},
+        pair("lm_head") | {"base_model.model.lm_head.base_layer.weight": (20, 8)},
+        {"base_model.model.embed.lora_embedding_A": (2, 8), "base_model.model.embed.lora_embedding_B": (8, 2)},
+        {name.removeprefix("base_model."): shape for name, shape in pair("lm_head").items()},
+    ],
+    ids=["empty", "half", "base weights", "embedding", "other prefix"],
+)
+def test_tensors_that_no_engine_would_apply_are_refused(tmp_path, tensors):
+    with pytest.raises(InvalidShape):
+        read_adapter(write(tmp_path, tensors))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"peft_type": "LOHA"}, {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"lora_bias": True}],
+    ids=str,
+)
+def test_adapters_other_than_plain_lora_are_refused(tmp_path, config):
+    with pytest.raises(InvalidArgument):
+        read_adapter(write(tmp_path, pair("lm_head", out=20), **config))
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [pair("model.other"), pair("model.q_proj", inner=7), pair("model.q_proj", out=11)],
+    ids=["unknown module", "other input", "other output"],
+)
+def test_adapters_of_another_model_are_refused(tmp_path, tensors):
+    with pytest.raises(InvalidShape):
+        check_adapter(read_adapter(write(tmp_path, tensors)), LINEAR, 4)
+
+
+def test_tokens_must_be_in_the_vocabulary_and_leave_room():
+    check_tokens(INFO, [0, 4] * 5, "tokens")
+    for error, tokens in [(TokenOutOfRange, [5]), (TokenOutOfRange, [-1]), (SequenceTooLong, [0] * 10)]:
+        with pytest.raises(error) as caught:
+            check_tokens(INFO, tokens, "prompt", room=1)
+        assert caught.value.field == "prompt"
+
+
+def test_the_budget_is_what_the_context_leaves():
+    assert completion_budget(INFO, 4, SamplingParams()) == 6
+    assert completion_budget(INFO, 4, SamplingParams(max_tokens=99)) == 6
+    assert completion_budget(INFO, 4, SamplingParams(max_tokens=2, min_tokens=2)) == 2
+    for params in (SamplingParams(max_tokens=0), SamplingParams(min_tokens=7)):
+        with pytest.raises(OutOfRange):
+            completion_budget(INFO, 4, params)
+
+
+def test_options_and_engine_names_are_checked(tmp_path):
+    for wrong in ({"max_num_seqs": 0}, {"max_cpu_versions": 1, "max_active_versions": 2}):
+        with pytest.raises(ValueError, match="give at least"):
+            EngineOptions(tmp_path, "m", **wrong)
+    with pytest.raises(ValueError, match="unknown engine"):
+        create_engine("other", EngineOptions(tmp_path, "m"))
