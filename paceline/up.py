@@ -13,11 +13,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.rpc.health import is_serving
+from paceline.rpc.health import check_health
 from paceline.up_plan import Plan, UpOptions, make_plans, read_or_make_key
 
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.25
+_PROBE_SECONDS = 3.0
 _RESTART_SECONDS = 1.0
 _COLORS = {"trainer": "cyan", "sampler": "magenta", "gateway": "green"}
 
@@ -96,7 +97,7 @@ class _Supervisor:
     async def _announce(self, plans: Sequence[Plan], key_file: Path) -> None:
         """Say how to connect once all services are ready."""
         for plan in plans:
-            while not await is_serving(plan.health, plan.service):
+            while await asyncio.to_thread(check_health, plan.health, plan.service, _PROBE_SECONDS) != "SERVING":
                 await asyncio.sleep(_POLL_SECONDS)
         self._console.rule("[bold]Paceline is up")
         self._console.print(f"  export PACELINE_ADDRESS={self._options.address}")

@@ -132,7 +132,8 @@ def _cpu_share(cores: list[int]) -> _Share:
         {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            # The cores are set on the process; told of cores, vLLM would start a worker process and bind that instead.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         },
     )
 

@@ -1,0 +1,46 @@
+"""Stream tokens as they are sampled, and stop whenever you like.
+
+    python examples/stream_tokens.py "Why is the sky blue?" [--max-tokens 64]
+
+Needs a running gateway: `make up` in another terminal prints the two variables to export.
+"""
+
+from __future__ import annotations
+
+import argparse
+from time import perf_counter
+
+import paceline
+from paceline import SamplingParams
+
+
+def main() -> None:
+    """Stream one completion of the base model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("question", nargs="?", default="Why is the sky blue? Answer in one sentence.")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    options = parser.parse_args()
+
+    with paceline.ServiceClient() as service:
+        sampling = service.create_sampling_client()
+        tokenizer = sampling.get_tokenizer()
+        messages = [{"role": "user", "content": options.question}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+
+        start, first, tokens = perf_counter(), 0.0, []
+        params = SamplingParams(max_tokens=options.max_tokens, temperature=0.7)
+        # Leaving this loop early, by break or by Ctrl-C, cancels the request: the sampler stops working on it.
+        for delta in sampling.sample_stream(prompt, sampling_params=params):
+            first = first or perf_counter() - start
+            shown = len(tokenizer.decode(tokens, skip_special_tokens=True))
+            tokens += delta.tokens
+            print(tokenizer.decode(tokens, skip_special_tokens=True)[shown:], end="", flush=True)
+
+        seconds = perf_counter() - start
+        print(f"\n\n{len(tokens)} tokens in {seconds:.2f} s, the first after {1e3 * first:.0f} ms; "
+              f"ended by {delta.stop_reason.name.lower()}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What the sampler tells Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.1, 0.3, 1, 3, 10, 60)
+
+
+class SamplerMetrics:
+    """The sampler's own metrics; those of calls are `paceline.rpc`'s."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.versions_loaded = Gauge("paceline_sampler_versions_loaded", "Versions in the engine", registry=registry)
+        self.completions_running = Gauge(
+            "paceline_sampler_completions_running", "Completions waiting or running in the engine", registry=registry
+        )
+        self.tokens = Counter("paceline_sampler_tokens_total", "Tokens sampled", registry=registry)
+        self.fetch_seconds = Histogram(
+            "paceline_sampler_fetch_seconds", "Bringing and verifying a version", buckets=_SECONDS, registry=registry
+        )
+        self.load_seconds = Histogram(
+            "paceline_sampler_load_seconds", "Loading a version into the engine", buckets=_SECONDS, registry=registry
+        )
+        self.apply_seconds = Histogram(
+            "paceline_sampler_apply_seconds",
+            "From a version's announcement to its being active",
+            buckets=_SECONDS,
+            registry=registry,
+        )

@@ -1,0 +1,122 @@
+"""Answers sampling requests: checks them, admits them, finds their weights, runs them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from uuid import uuid4
+
+from paceline import errors
+from paceline.types import ModelRef, SampleResult, ServedModel, StreamedTokens
+from paceline.types.training import Array
+from sampler_service.engine.base import Adapter, GenerationRequest, SamplerEngine, TokenDelta
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.requests import SampleRequest
+from sampler_service.tokens import Coalescer, collect, complete
+from sampler_service.validation import RequestLimits, check_ref, check_sample, check_tokens
+from sampler_service.versions.registry import VersionRegistry
+
+Generation = tuple[ServedModel, AsyncIterator[TokenDelta]]
+
+
+class Sampler:
+    """One engine with its versions."""
+
+    def __init__(
+        self,
+        engine: SamplerEngine,
+        registry: VersionRegistry,
+        limits: RequestLimits,
+        max_waiting: int,
+        metrics: SamplerMetrics,
+    ) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._limits = limits
+        self._max_waiting = max_waiting
+        self._metrics = metrics
+        self._admitted = 0
+
+    async def sample(self, request: SampleRequest, tenant: str) -> SampleResult:
+        """Sample to the end. Cancelling frees the completions."""
+        async with self._generation(request, tenant) as (served, deltas):
+            return await collect(deltas, request.num_samples, served, prompt_logprobs=request.prompt_logprobs)
+
+    def stream(self, request: SampleRequest, tenant: str) -> TokenStream:
+        """Sample in a task of its own, which whoever gets the stream must cancel in the end."""
+        return TokenStream(self._generation(request, tenant))
+
+    async def compute_logprobs(self, ref: ModelRef, tokens: Array, tenant: str) -> tuple[Array, ServedModel]:
+        """Return the log-probability of each of N >= 2 tokens given those before it: float32, shape [N], NaN at 0."""
+        check_ref(ref, self._limits.model)
+        check_tokens(tokens, "tokens", self._limits.model)
+        if len(tokens) < 2:
+            raise errors.InvalidShape("has 1 token; send at least 2", field="tokens")
+        with self._admission(1):
+            async with self._registry.lease(ref, tenant) as lease:
+                logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant)
+                return logprobs, lease.served
+
+    @asynccontextmanager
+    async def _generation(self, request: SampleRequest, tenant: str) -> AsyncIterator[Generation]:
+        check_sample(request, self._limits)
+        with self._admission(request.num_samples):
+            async with self._registry.lease(request.ref, tenant) as lease:
+                deltas = self._engine.generate(_generation_request(request, lease.adapter, tenant))
+                async with aclosing(complete(deltas, request.num_samples, self._metrics.tokens.inc)) as completed:
+                    yield lease.served, completed
+
+    @contextmanager
+    def _admission(self, completions: int) -> Iterator[None]:
+        """Count completions from here to their end. Those that wait for a version are not the engine's yet."""
+        busy = max(self._admitted, self._engine.num_running())
+        if busy + completions > self._max_waiting:
+            raise errors.Overloaded(f"{busy} completions are waiting or running; at most {self._max_waiting} may be")
+        self._admitted += completions
+        try:
+            yield
+        finally:
+            self._admitted -= completions
+
+
+class TokenStream:
+    """Tokens of one request as they come, merged while the reader is behind."""
+
+    def __init__(self, generation: AbstractAsyncContextManager[Generation]) -> None:
+        self._coalescer = Coalescer()
+        self._served = ServedModel("")
+        self._producer = asyncio.create_task(self._produce(generation))
+
+    def cancel(self) -> None:
+        """Free the request, whatever the reader is waiting for. Safe to call again."""
+        self._producer.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[StreamedTokens]:
+        """Yield tokens, and raise what went wrong after those that came before it."""
+        async for delta in self._coalescer:
+            yield StreamedTokens(delta.index, delta.tokens, delta.logprobs, delta.stop_reason, self._served)
+
+    async def _produce(self, generation: AbstractAsyncContextManager[Generation]) -> None:
+        try:
+            async with generation as (self._served, deltas):
+                async for delta in deltas:
+                    self._coalescer.put(delta)
+        except Exception as error:  # the reader raises it
+            self._coalescer.close(error)
+        else:
+            self._coalescer.close()
+
+
+def _generation_request(request: SampleRequest, adapter: Adapter | None, tenant: str) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=uuid4().hex,
+        prompt=request.prompt.tolist(),
+        params=request.params,
+        num_samples=request.num_samples,
+        adapter=adapter,
+        tenant=tenant,
+        prompt_logprobs=request.prompt_logprobs,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_logprobs=request.topk_logprobs,
+    )

@@ -1,0 +1,140 @@
+"""The sampler as `paceline.rpc.server.serve` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from importlib.metadata import version
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from paceline.layout import Volume
+from paceline.log import get_logger
+from paceline.rpc.channel import open_channel
+from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
+from paceline.rpc.server import Readiness
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
+from sampler_service.engine.base import SamplerEngine
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.sampling import Sampler
+from sampler_service.servicer import SamplerServicer, ServerInfo
+from sampler_service.settings import SamplerSettings
+from sampler_service.validation import RequestLimits
+from sampler_service.versions.bridges import Bridge, ManifestRules
+from sampler_service.versions.push import PushReceiver
+from sampler_service.versions.registry import RegistryLimits, VersionRegistry
+from sampler_service.versions.resolver import VersionResolver
+from sampler_service.versions.staging import StagingArea
+from sampler_service.versions.stream import StreamBridge
+from sampler_service.versions.trainer_link import TrainerLink
+from sampler_service.versions.volume import VolumeBridge
+from sampler_service.versions.watcher import VersionWatcher
+
+_HEALTH_SECONDS = 1.0
+"""How often the engine is asked whether it lives."""
+
+_log = get_logger(__name__)
+
+
+class SamplerService:
+    """Holds the engine, its versions, and the watch on the trainer."""
+
+    name = "sampler"
+    service_names: Sequence[str] = (pb.DESCRIPTOR.services_by_name["SamplerService"].full_name,)
+
+    def __init__(self, settings: SamplerSettings, engine: SamplerEngine, registry: CollectorRegistry) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._metrics = SamplerMetrics(registry)
+        self._started = AsyncExitStack()
+        self._servicer: SamplerServicer
+
+    def interceptors(self) -> Sequence[AroundInterceptor]:
+        return (CredentialInterceptor(self._settings.secret),)
+
+    async def start(self, readiness: Readiness) -> None:
+        """Load the base model, then follow the trainer.
+
+        An engine that dies later ends the process, whose supervisor starts it anew.
+        """
+        settings, started = self._settings, self._started
+        staging = StagingArea(settings.staging_dir)
+        started.callback(staging.close)
+        started.push_async_callback(self._engine.stop)
+        await self._engine.start()
+        channel = open_channel(settings.trainer, settings.upstream_tls)
+        started.push_async_callback(channel.close)
+        trainer = TrainerLink(channel, settings.secret, settings.fetch_timeout_seconds)
+        rules = ManifestRules(settings.served_name, settings.max_lora_rank, settings.max_version_bytes)
+        bridge = self._bridge(trainer, staging, rules)
+        resolver = VersionResolver(bridge)
+        versions = self._versions(bridge, resolver)
+        started.push_async_callback(versions.close)
+        self._servicer = self._make_servicer(bridge, resolver, versions, PushReceiver(staging, rules, trainer))
+        watcher = VersionWatcher(
+            trainer, versions, resolver, settings.name_for_trainer, self._metrics, needs_volume=bridge.needs_volume
+        )
+        self._keep_running("watcher", watcher.run(), readiness)
+        self._keep_running("engine", self._watch_health(), readiness)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        add_SamplerServiceServicer_to_server(self._servicer, server)
+
+    async def stop(self) -> None:
+        await self._started.aclose()
+
+    def _bridge(self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules) -> Bridge:
+        volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
+        return volume if self._settings.bridge == "volume" else StreamBridge(trainer, staging, rules, volume)
+
+    def _versions(self, bridge: Bridge, resolver: VersionResolver) -> VersionRegistry:
+        settings = self._settings
+        limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, settings.fetch_timeout_seconds)
+        versions = VersionRegistry(self._engine, bridge, resolver, settings.served_name, limits, self._metrics)
+        self._metrics.versions_loaded.set_function(lambda: len(versions))
+        self._metrics.completions_running.set_function(self._engine.num_running)
+        return versions
+
+    def _make_servicer(
+        self, bridge: Bridge, resolver: VersionResolver, versions: VersionRegistry, receiver: PushReceiver
+    ) -> SamplerServicer:
+        settings, model = self._settings, self._engine.describe()
+        info = ServerInfo(
+            service_version=version("paceline"),
+            model=model,
+            engine=self._engine.name,
+            engine_version=self._engine.version,
+            bridge=bridge.name,
+            max_active_versions=settings.max_active_versions,
+            max_num_samples=settings.max_num_samples,
+            sampler_id=settings.name_for_trainer,
+        )
+        limits = RequestLimits(model, settings.max_num_samples, settings.max_topk_logprobs)
+        sampler = Sampler(self._engine, versions, limits, settings.max_waiting, self._metrics)
+        return SamplerServicer(info, sampler, versions, resolver, receiver)
+
+    async def _watch_health(self) -> None:
+        """Raise EngineUnavailable when the engine dies."""
+        while True:
+            await asyncio.sleep(_HEALTH_SECONDS)
+            await self._engine.check_health()
+
+    def _keep_running(self, what: str, work: Coroutine[None, None, None], readiness: Readiness) -> None:
+        """Run what must never end while the service does; if it does, the service fails."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                _log.error("ended by itself", part=what, exc_info=task.exception())
+                readiness.fail(f"{what} ended by itself")
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        self._started.push_async_callback(_cancel, task)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,98 @@
+"""Settings of the sampler service: `PACELINE_SAMPLER_*` and flags."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from paceline.settings import PeerSettings, UpstreamTls
+from sampler_service.engine.options import EngineOptions
+
+
+class SamplerSettings(PeerSettings, UpstreamTls):
+    """What the sampler can be told."""
+
+    model_config = SettingsConfigDict(env_prefix="PACELINE_SAMPLER_", cli_prog_name="python -m sampler_service")
+
+    listen: str = "127.0.0.1:50052"
+    health_listen: str = "127.0.0.1:50152"
+    trainer: str = "127.0.0.1:50051"
+    """Address of the trainer, whose versions are followed."""
+    engine: Literal["vllm", "hf"] = "vllm"
+    """vllm, or hf (transformers) for hardware that vLLM does not serve. Never chosen by itself."""
+    bridge: Literal["stream", "volume"] = "stream"
+    """How versions arrive: streamed by the trainer, or read from the shared checkpoint volume."""
+    model: str
+    """Base model: a local directory or a Hugging Face id; the trainer's."""
+    model_name: str = ""
+    """Name that clients use; empty means the last part of `model`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of the base model's arithmetic."""
+    checkpoint_dir: Path = Path(".paceline/checkpoints")
+    """The checkpoint volume; only read."""
+    staging_dir: Path = Path("/dev/shm")  # noqa: S108
+    """Where streamed versions are put together; memory, best."""
+    sampler_id: str = ""
+    """Name by which the trainer knows this sampler, unique among those that follow it; empty means host and port."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Context length; None means the model's."""
+    max_lora_rank: int = Field(64, ge=1)
+    """Largest rank of an adapter; every slot is as large."""
+    max_active_versions: int = Field(4, ge=1)
+    """Versions that one step can mix."""
+    max_loaded_versions: int = Field(16, ge=1)
+    """Versions kept in host memory."""
+    keep_versions: int = Field(2, ge=1)
+    """Newest versions of a run that stay loaded although no request uses them."""
+    max_version_bytes: int = Field(8 << 30, ge=1)
+    """Largest adapter that is taken in."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Completions that run at the same time; more wait."""
+    max_waiting: int = Field(4096, ge=1)
+    """Completions running and waiting above which requests are refused with OVERLOADED."""
+    max_num_samples: int = Field(256, ge=1)
+    """Most completions in one request."""
+    max_topk_logprobs: int = Field(20, ge=0, le=1024)
+    """Most likeliest tokens per position that a request may ask for."""
+    fetch_timeout_seconds: float = Field(60.0, gt=0)
+    """How long a request waits for a version that is being fetched."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    kv_cache_gib: int = Field(2, ge=1)
+    """KV cache on CPU, in GiB."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    pipeline_parallel_size: int = Field(1, ge=1)
+    enforce_eager: bool = False
+    """Run without compiled graphs: starts faster, decodes slower."""
+
+    @property
+    def served_name(self) -> str:
+        """The base model's name for clients."""
+        return self.model_name or self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def name_for_trainer(self) -> str:
+        """The sampler's name for the trainer."""
+        return self.sampler_id or f"{socket.gethostname()}:{self.listen.rpartition(':')[2]}"
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """What the engine is told of this."""
+        return EngineOptions(
+            model_path=Path(self.model),
+            model_name=self.served_name,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            max_lora_rank=self.max_lora_rank,
+            max_active_versions=self.max_active_versions,
+            max_cpu_versions=self.max_loaded_versions,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_gib=self.kv_cache_gib,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            enforce_eager=self.enforce_eager,
+            max_num_seqs=self.max_num_seqs,
+        )

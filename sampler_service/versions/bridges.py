@@ -1,0 +1,108 @@
+"""A bridge: a way by which versions reach this sampler. `stream` and `volume` fulfil it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from paceline import errors
+from paceline.rpc.identity import PEER_TENANT
+from paceline.types import ModelRef
+from paceline.weights import served_model
+from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.versions.keys import foreign
+
+
+@dataclass(frozen=True, slots=True)
+class StagedAdapter:
+    """A verified adapter in a directory that an engine can load."""
+
+    manifest: pb.Manifest
+    directory: Path
+    """Holds adapter_model.safetensors and adapter_config.json (PEFT layout)."""
+    sha256: str
+    """Computed over the bytes that lie there."""
+    temporary: bool
+    """Whether the directory belongs to this sampler and goes when the adapter does."""
+
+    async def discard(self) -> None:
+        """Remove the files if they are this sampler's own."""
+        if self.temporary:
+            await asyncio.to_thread(shutil.rmtree, self.directory)
+
+
+class Bridge(Protocol):
+    """Brings versions and sampler checkpoints.
+
+    Errors of both calls: RunNotFound, VersionNotFound, CheckpointNotFound (also for another tenant's), ModelNotFound
+    (made for another base model), RankTooLarge, ChecksumMismatch, TrainerUnavailable.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return "stream" or "volume"."""
+        ...
+
+    @property
+    def needs_volume(self) -> bool:
+        """Return whether a version can be fetched only when it is on the checkpoint volume."""
+        ...
+
+    async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
+        """Return the manifest of what `ref` means now. A version left open is the newest published one."""
+        ...
+
+    async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
+        """Bring an adapter and verify every byte of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestRules:
+    """What this sampler takes; checked before any weight travels."""
+
+    base_model: str
+    max_lora_rank: int
+    max_bytes: int
+    """Largest safetensors file."""
+
+    def check(self, manifest: pb.Manifest) -> None:
+        """Refuse what the engine could not load. Raises ModelNotFound, RankTooLarge, InvalidShape."""
+        if manifest.model.base_model != self.base_model:
+            raise errors.ModelNotFound(
+                f"was trained on {manifest.model.base_model}; this sampler serves {self.base_model}", field="model"
+            )
+        if manifest.rank > self.max_lora_rank:
+            raise errors.RankTooLarge(
+                f"has rank {manifest.rank}; this sampler takes at most {self.max_lora_rank}", field="model"
+            )
+        if not 0 < manifest.total_size <= self.max_bytes:
+            raise errors.InvalidShape(
+                f"has {manifest.total_size} bytes; this sampler takes 1 to {self.max_bytes}",
+                field="manifest.total_size",
+            )
+
+
+def check_is(manifest: pb.Manifest, ref: ModelRef, tenant: str) -> None:
+    """Refuse a manifest of other weights than `ref` names, and one whose owner is not `tenant`.
+
+    Raises ChecksumMismatch, RunNotFound, CheckpointNotFound.
+    """
+    model = served_model(manifest)
+    same = (
+        model.checkpoint == ref.checkpoint
+        if ref.checkpoint
+        else model.run_id == ref.run_id and ref.version in {None, model.version}
+    )
+    if not same:
+        raise errors.ChecksumMismatch("the manifest describes other weights than were asked for", field="model")
+    check_owner(manifest.tenant, ref, tenant)
+
+
+def check_owner(owner: str, ref: ModelRef, tenant: str) -> None:
+    """Let in the owner, and services that call for themselves. Raises RunNotFound, CheckpointNotFound."""
+    if tenant not in {PEER_TENANT, owner}:
+        raise foreign(ref)

@@ -1,0 +1,136 @@
+"""Where adapters are put together that arrive in chunks: a directory of this process, in memory where possible."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from paceline import errors
+from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
+from paceline.weights import ChunkWriter
+from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.versions.bridges import StagedAdapter
+
+_PREFIX = "paceline-sampler-"
+_LOCK = "lock"
+_MOST_WAITING = 16
+"""Chunks that wait for the thread; then the sender has to."""
+
+
+class StagingArea:
+    """A directory that this process alone can read; it goes with the process, or when the next sampler starts."""
+
+    def __init__(self, root: Path) -> None:
+        """Remove what samplers left in `root` that did not end well, and make a new directory there."""
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(f"{_PREFIX}*"):
+            _remove_abandoned(left)
+        self._directory = root / f"{_PREFIX}{uuid4().hex}"
+        # The lock exists, and is held, before the directory has the name by which others look for abandoned ones.
+        unnamed = root / f".{self._directory.name}"
+        unnamed.mkdir(mode=0o700)
+        self._lock = os.open(unnamed / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self._directory)
+
+    def close(self) -> None:
+        """Remove the directory with all that is in it."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os.close(self._lock)
+
+    @asynccontextmanager
+    async def receive(self, manifest: pb.Manifest) -> AsyncIterator[Reception]:
+        """Give a reception for one adapter; unless it finishes, its files vanish when the block ends."""
+        directory = self._directory / uuid4().hex
+        reception = await asyncio.to_thread(Reception, directory, manifest)
+        try:
+            yield reception
+        finally:
+            await reception.close()
+
+
+class Reception:
+    """Puts one adapter together. A thread verifies and writes what has come while more is coming."""
+
+    def __init__(self, directory: Path, manifest: pb.Manifest) -> None:
+        directory.mkdir()
+        (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
+        self._directory = directory
+        self._manifest = manifest
+        self._writer = ChunkWriter(directory / WEIGHTS_FILE, manifest)
+        self._waiting: list[pb.Chunk] = []
+        self._writing: asyncio.Future[None] | None = None
+        self._finished = False
+
+    async def write(self, chunk: pb.Chunk) -> None:
+        """Take the next chunk. Raises ChecksumMismatch, InvalidShape or DiskFull, for this one or one before it."""
+        self._waiting.append(chunk)
+        if self._writing is not None and (self._writing.done() or len(self._waiting) >= _MOST_WAITING):
+            await self._settle()
+        if self._writing is None:
+            chunks, self._waiting = self._waiting, []
+            self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, chunks))
+
+    async def finish(self) -> StagedAdapter:
+        """Verify the whole. Raises as `write`, and ChecksumMismatch unless it is what the manifest describes."""
+        await self._settle()
+        digest = await asyncio.to_thread(self._verify)
+        self._finished = True
+        return StagedAdapter(self._manifest, self._directory, digest, temporary=True)
+
+    async def close(self) -> None:
+        """Remove the files unless they were handed on by `finish`."""
+        if self._finished:
+            return
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+        self._writer.close()
+        await asyncio.to_thread(shutil.rmtree, self._directory)
+
+    async def _settle(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    def _write(self, chunks: Sequence[pb.Chunk]) -> None:
+        with _room():
+            for chunk in chunks:
+                self._writer.write(chunk)
+
+    def _verify(self) -> str:
+        self._write(self._waiting)
+        with _room():
+            return self._writer.finish()
+
+
+@contextmanager
+def _room() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        message = "the sampler's staging directory is full; give it more room or keep fewer versions"
+        raise errors.DiskFull(message) from error
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove a directory whose owner is gone: nobody holds its lock."""
+    try:
+        lock = os.open(directory / _LOCK, os.O_RDWR)
+    except OSError:  # another user's, or removed this moment
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    except BlockingIOError:  # in use
+        return
+    finally:
+        os.close(lock)

@@ -1,0 +1,167 @@
+"""Follows the trainer: loads versions as they are announced and says what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from time import perf_counter
+
+import grpc
+
+from paceline import errors
+from paceline.log import get_logger
+from paceline.types import ServedModel
+from paceline.weights import served_model
+from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.versions.keys import VersionKey
+from sampler_service.versions.registry import LoadedVersion, VersionRegistry
+from sampler_service.versions.resolver import VersionResolver
+from sampler_service.versions.trainer_link import TrainerLink
+
+_FIRST_DELAY, _LAST_DELAY = 0.1, 2.0
+"""Seconds between attempts to reach the trainer: doubled each time, with jitter."""
+
+_CONCURRENT_LOADS = 4
+"""A trainer that restarts announces every run at once."""
+
+_log = get_logger(__name__)
+Outbox = asyncio.Queue[pb.WatchVersionsRequest]
+
+
+class VersionWatcher:
+    """Keeps a watch open for ever. Loaded versions outlive the trainer; on connecting it is told which they are."""
+
+    def __init__(
+        self,
+        trainer: TrainerLink,
+        registry: VersionRegistry,
+        resolver: VersionResolver,
+        sampler_id: str,
+        metrics: SamplerMetrics,
+        *,
+        needs_volume: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._registry = registry
+        self._resolver = resolver
+        self._sampler_id = sampler_id
+        self._metrics = metrics
+        self._needs_volume = needs_volume
+        self._outbox: Outbox | None = None
+        self._applying: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(_CONCURRENT_LOADS)
+        registry.on_unloaded(self._release)
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        delay = _FIRST_DELAY
+        try:
+            while True:
+                start = perf_counter()
+                reason = await self._watch()
+                if perf_counter() - start > _LAST_DELAY:
+                    delay = _FIRST_DELAY
+                _log.warning("watch ended; watching again", reason=reason, seconds=delay)
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter is no secret
+                delay = min(2 * delay, _LAST_DELAY)
+        finally:
+            for task in self._applying:
+                task.cancel()
+
+    async def _watch(self) -> str:
+        """Watch once; return why it ended."""
+        self._outbox = Outbox()
+        self._send(pb.WatchVersionsRequest(hello=self._hello()))
+        call = self._trainer.watch(_drain(self._outbox))
+        try:
+            async for message in call:
+                self._hear(message)
+        except grpc.aio.AioRpcError as failure:
+            return failure.code().name
+        finally:
+            self._outbox = None
+            call.cancel()
+        return "closed by the trainer"
+
+    def _hello(self) -> pb.Hello:
+        held = [entry.served for entry in self._registry if entry.served.version]
+        return pb.Hello(
+            sampler_id=self._sampler_id,
+            held=[pb.HeldVersion(run_id=served.run_id, version=served.version) for served in held],
+        )
+
+    def _hear(self, message: pb.WatchVersionsResponse) -> None:
+        match message.WhichOneof("message"):
+            case "announcement":
+                self._announced(message.announcement)
+            case "run_deleted":
+                self._resolver.forget(message.run_deleted.run_id)
+                self._registry.forget_run(message.run_deleted.run_id)
+            case other:
+                _log.warning("unknown message on the watch", message=other)
+
+    def _announced(self, announcement: pb.Announcement) -> None:
+        """Start loading an announced version if it can be had and was not superseded before."""
+        served, arrival = served_model(announcement.manifest), perf_counter()
+        newest, on_volume = self._resolver.newest(served.run_id), bool(announcement.volume_path)
+        if self._needs_volume and not on_volume:
+            return
+        self._resolver.announced(served.run_id, served.version)
+        # A version is announced again when it reaches the volume; by then a streamed one may have come and gone.
+        if on_volume and not self._needs_volume and served.version < newest:
+            return
+        task = asyncio.create_task(self._apply(served, arrival))
+        self._applying.add(task)
+        task.add_done_callback(self._applying.discard)
+
+    async def _apply(self, served: ServedModel, arrival: float) -> None:
+        try:
+            async with self._slots:
+                key = VersionKey.of(served)
+                entry = self._registry.find(key) or await self._registry.fetch(key)
+        except errors.PacelineError as error:
+            self._refuse(served, error.reason)
+        except Exception:
+            _log.exception("version not loaded", run=served.run_id, version=served.version)
+            self._refuse(served, errors.Internal.reason)
+        else:
+            self._acknowledge(entry, perf_counter() - arrival)
+            self._registry.retire_superseded(served.run_id)
+
+    def _acknowledge(self, entry: LoadedVersion, seconds: float) -> None:
+        self._metrics.apply_seconds.observe(seconds)
+        acknowledgement = acknowledge(entry, self._sampler_id, 1e3 * seconds)
+        self._send(pb.WatchVersionsRequest(acknowledgement=acknowledgement))
+
+    def _refuse(self, served: ServedModel, reason: str) -> None:
+        _log.warning("version refused", run=served.run_id, version=served.version, reason=reason)
+        refusal = pb.Refusal(run_id=served.run_id, version=served.version, reason=reason)
+        self._send(pb.WatchVersionsRequest(refusal=refusal))
+
+    def _release(self, served: ServedModel) -> None:
+        if served.version:
+            held = pb.HeldVersion(run_id=served.run_id, version=served.version)
+            self._send(pb.WatchVersionsRequest(release=held))
+
+    def _send(self, message: pb.WatchVersionsRequest) -> None:
+        """Say something to the trainer; while it is away nothing need be said, since the next hello tells all."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(message)
+
+
+def acknowledge(entry: LoadedVersion, sampler_id: str, milliseconds: float) -> pb.Acknowledgement:
+    """Say that a version is active, with the checksum that was computed here."""
+    return pb.Acknowledgement(
+        run_id=entry.served.run_id,
+        version=entry.served.version,
+        sha256=entry.staged.sha256,
+        sampler_id=sampler_id,
+        milliseconds=milliseconds,
+    )
+
+
+async def _drain(outbox: Outbox) -> AsyncIterator[pb.WatchVersionsRequest]:
+    while True:
+        yield await outbox.get()

@@ -1,0 +1,214 @@
+"""The engine in its own process: the same answers as in this one, typed errors, and a death that is only an error."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from tiny_models import VOCAB_SIZE, make_tiny_llama
+
+from paceline.errors import (
+    CheckpointMismatch,
+    EngineUnavailable,
+    Internal,
+    ModelNotFound,
+    NoGradient,
+    OutOfRange,
+    RunNotFound,
+)
+from paceline.types import AdamParams, Datum, LoraConfig
+from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine.process import EngineProcess
+
+LORA = LoraConfig(rank=4, dropout=0.1, layers=(0, 1))
+ADAM = AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    return EngineOptions(str(make_tiny_llama(tmp_path_factory.mktemp("model"))), "tiny", pack_tokens=64)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def process(options):
+    async with EngineProcess(options) as process:
+        yield process
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(process):
+    await process.create_run("run", LORA)
+    yield process
+    await process.delete_run("run")
+
+
+def make_data(lengths=(5, 70, 30), seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        Datum(
+            rng.integers(0, VOCAB_SIZE, n).astype(np.int32),
+            {
+                "target_tokens": rng.integers(0, VOCAB_SIZE, n),
+                "logprobs": -rng.uniform(4, 6, n).astype(np.float32),
+                "advantages": rng.normal(0, 1, n).astype(np.float32),
+                "mask": (np.arange(n) % 3 > 0).astype(np.uint8),
+            },
+        )
+        for n in lengths
+    ]
+
+
+def new(directory):
+    directory.mkdir()
+    return directory
+
+
+def files(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_command_answers_as_in_this_process(options, process, tmp_path):
+    local, remote = PeftEngine(options), process
+    assert remote.describe() == local.describe()
+    assert await remote.create_run("run", LORA) == local.create_run("run", LORA)
+    for seed in range(2):
+        for forward_only in (False, True):
+            arguments = ("run", make_data(seed=seed), "ppo", {"clip_high_threshold": 1.3})
+            theirs = await remote.forward_backward(*arguments, forward_only=forward_only)
+            ours = local.forward_backward(*arguments, forward_only=forward_only)
+            assert theirs.metrics == ours.metrics
+            for their_output, our_output in zip(theirs.loss_fn_outputs, ours.loss_fn_outputs, strict=True):
+                np.testing.assert_array_equal(their_output["logprobs"], our_output["logprobs"])
+                assert their_output["logprobs"].dtype == np.float32
+        their_step, our_step = await remote.optim_step("run", ADAM), local.optim_step("run", ADAM)
+        assert (their_step.step, their_step.grad_norm, their_step.tokens, their_step.learning_rate) == (
+            our_step.step,
+            our_step.grad_norm,
+            our_step.tokens,
+            our_step.learning_rate,
+        )
+    for name in ("save_state", "save_adapter"):
+        theirs, ours = new(tmp_path / f"their_{name}"), new(tmp_path / f"our_{name}")
+        await getattr(remote, name)("run", theirs)
+        getattr(local, name)("run", ours)
+        assert files(theirs) == files(ours)
+    checkpoint = tmp_path / "our_save_state"
+    for with_optimizer in (True, False):
+        loaded = await remote.load_state("run", checkpoint, with_optimizer=with_optimizer)
+        assert loaded == local.load_state("run", checkpoint, with_optimizer=with_optimizer)
+    await remote.delete_run("run")
+    with pytest.raises(RunNotFound):
+        await remote.optim_step("run", ADAM)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_queued_commands_are_executed_in_order(engine):
+    calls = [
+        engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False),
+        engine.optim_step("run", ADAM),
+        engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False),
+        engine.optim_step("run", ADAM),
+    ]
+    _, first, _, second = await asyncio.gather(*calls)
+    assert (first.step, second.step) == (1, 2)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_typed_errors_cross_the_pipe(engine, tmp_path):
+    with pytest.raises(NoGradient) as no_gradient:
+        await engine.optim_step("run", ADAM)
+    assert "forward_backward" in no_gradient.value.message
+    with pytest.raises(OutOfRange) as out_of_range:
+        await engine.create_run("other", LoraConfig(layers=(99,)))
+    assert out_of_range.value.field == "lora.layers"
+    with pytest.raises(CheckpointMismatch):
+        await engine.load_state("run", tmp_path, with_optimizer=True)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_unforeseen_errors_are_internal_and_their_text_stays_in_the_log(options, capfd):
+    outside = np.full(4, VOCAB_SIZE + 5, np.int32)
+    async with EngineProcess(options) as engine:
+        await engine.create_run("run", LORA)
+        data = [Datum(outside, make_data((4,))[0].loss_inputs)]
+        with pytest.raises(Internal) as internal:
+            await engine.forward_backward("run", data, "ppo", {}, forward_only=False)
+        assert (await engine.create_run("next", LORA)).trainable_parameters > 0, "the engine lives on"
+    log = capfd.readouterr().err
+    assert internal.value.metadata["error_id"] in log
+    assert "IndexError" in log
+    assert "IndexError" not in str(internal.value)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_killed_engine_is_an_error_and_restarts(options):
+    exits = []
+    async with EngineProcess(options, on_exit=exits.append) as engine:
+        await engine.create_run("run", LORA)
+        long = engine.forward_backward("run", make_data((400,) * 200), "ppo", {}, forward_only=False)
+        calls = [asyncio.create_task(call) for call in (long, engine.optim_step("run", ADAM))]
+        await asyncio.sleep(0)  # Lets the calls be sent.
+        first = engine.pid
+        os.kill(first, signal.SIGKILL)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineUnavailable, EngineUnavailable]
+        with pytest.raises(EngineUnavailable):
+            await engine.create_run("later", LORA)
+        assert (await engine.restart()).name == "tiny"
+        assert engine.pid != first
+        assert exits == [-signal.SIGKILL]
+        await engine.create_run("run", LORA)
+        output = await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+        assert output.metrics["tokens:sum"] > 0
+    assert len(exits) == 1, "closing is no death"
+    with pytest.raises(EngineUnavailable):
+        await engine.create_run("run", LORA)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_that_does_not_load_is_an_error_of_start(options, tmp_path):
+    with pytest.raises(ModelNotFound):
+        await EngineProcess(EngineOptions(str(tmp_path / "absent"), "absent")).start()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_engine_ignores_the_interrupt_of_its_group(engine):
+    os.kill(engine.pid, signal.SIGINT)
+    assert (await engine.create_run("after", LORA)).trainable_parameters > 0
+
+
+def test_the_engine_ends_when_its_parent_dies(options):
+    script = (
+        "import asyncio, os, signal, sys\n"
+        "from trainer_service.engine.options import EngineOptions\n"
+        "from trainer_service.engine.process import EngineProcess\n"
+        "async def main():\n"
+        "    engine = EngineProcess(EngineOptions(sys.argv[1], 'tiny'))\n"
+        "    await engine.start()\n"
+        "    print(engine.pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    # The engine inherits the pipe of stdout, so reading it ends only when both processes have.
+    parent = subprocess.run(
+        [sys.executable, "-c", script, options.model_path], capture_output=True, text=True, check=False
+    )
+    assert parent.returncode == -signal.SIGKILL
+    assert int(parent.stdout) > 0
+
+
+def test_the_service_side_imports_no_torch():
+    script = (
+        "import sys, trainer_service.engine.process, trainer_service.engine.loss_specs\n"
+        "print([name for name in ('torch', 'transformers', 'peft') if name in sys.modules])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

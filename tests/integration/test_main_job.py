@@ -1,0 +1,220 @@
+"""The main job through the gateway, on real processes with vLLM as the sampler: train, publish, sample, survive kills."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from tiny_models import make_tiny_llama
+
+import paceline
+from paceline import AdamParams, Datum, SamplingParams, errors
+
+ROOT = Path(__file__).resolve().parents[2]
+PARITY = 1e-5
+"""Mean |log-probability difference| of trainer and sampler, both in float32."""
+PROMPT = list(b"Country: Peru\nCapital:")
+PARAMS = SamplingParams(max_tokens=12, seed=7, ignore_eos=True)
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("stream", marks=pytest.mark.xdist_group("main_job_stream")),
+        pytest.param("volume", marks=pytest.mark.xdist_group("main_job_volume")),
+    ],
+)
+def cluster(request, tmp_path_factory):
+    state = tmp_path_factory.mktemp("main_job")
+    cluster = Cluster.make(state, make_tiny_llama(state / "model"), engine="vllm", bridge=request.param)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def service(cluster):
+    with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
+        yield service
+
+
+@pytest.fixture
+def training(service):
+    return service.create_lora_training_client(rank=8, seed=1)
+
+
+def at(service, model):
+    return service.create_sampling_client(run_id=model.run_id, version=model.version)
+
+
+def train(training, completion=b" Lima", steps=1):
+    data = [Datum.from_completion(PROMPT, list(completion))]
+    for _ in range(steps):
+        training.forward_backward(data)
+        update = training.optim_step(AdamParams(learning_rate=1e-2))
+    return update.result()
+
+
+def trainer_logprobs(training, completion):
+    output = training.forward([Datum.from_completion(PROMPT, completion)]).result()
+    return output.loss_fn_outputs[0]["logprobs"][len(PROMPT) - 1 :]
+
+
+def mean_difference(one, other):
+    return float(np.abs(np.asarray(one) - np.asarray(other)).mean())
+
+
+def test_a_sample_comes_provably_from_the_version_that_it_names(service, training):
+    old = training.publish_weights(wait_for="all").result()
+    before = at(service, old.model).sample(PROMPT, 1, PARAMS).result()
+    train(training, steps=3)
+    new = training.publish_weights(wait_for="all").result()
+    after = at(service, new.model).sample(PROMPT, 4, PARAMS).result()
+    assert after.model == new.model != before.model == old.model
+    assert [ack.sha256 for ack in new.acknowledgements] == [new.model.sha256]
+    for sequence in after.sequences:
+        ours = trainer_logprobs(training, sequence.tokens)
+        assert mean_difference(ours, sequence.logprobs) <= PARITY
+        stale = at(service, old.model).compute_logprobs([*PROMPT, *sequence.tokens]).result()
+        assert stale.model == old.model
+        assert mean_difference(ours, stale.logprobs[len(PROMPT) :]) > 100 * PARITY
+
+
+def test_the_main_job_raises_the_reward(service, training):
+    """Reward: the share of completions whose first byte is a space, which the random model seldom says first."""
+    rewards = []
+    for _ in range(20):
+        published = training.publish_weights(wait_for="all").result()
+        result = at(service, published.model).sample(PROMPT, 32, SamplingParams(max_tokens=1)).result()
+        reward = np.array([float(sequence.tokens[0] < 64) for sequence in result.sequences])
+        rewards.append(reward.mean())
+        data = [
+            Datum.from_completion(PROMPT, sequence.tokens, logprobs=sequence.logprobs, advantages=advantage)
+            for sequence, advantage in zip(result.sequences, reward - reward.mean(), strict=True)
+        ]
+        training.forward_backward(data, "importance_sampling")
+        training.optim_step(AdamParams(learning_rate=2e-3)).result()
+    assert np.mean(rewards[-5:]) - np.mean(rewards[:5]) > 0.3
+
+
+def test_tokens_stream_while_the_run_trains_and_publishes(service, training):
+    published = training.publish_weights(wait_for="all").result()
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    seen = 0
+    for delta in at(service, published.model).sample_stream(PROMPT, sampling_params=params):
+        assert delta.model == published.model
+        if seen == 0:
+            train(training)
+            assert training.publish_weights(wait_for="all").result().model.version == published.model.version + 1
+        seen += len(delta.tokens)
+    assert seen == 200
+
+
+def test_a_checkpoint_for_the_sampler_is_sampled_by_its_path(service, training):
+    train(training, steps=2)
+    checkpoint = training.save_weights_for_sampler("final").result()
+    result = service.create_sampling_client(checkpoint.path).sample(PROMPT, 1, PARAMS).result()
+    assert (result.model.checkpoint, result.model.sha256) == (checkpoint.path, checkpoint.sha256)
+    sequence = result.sequences[0]
+    assert mean_difference(trainer_logprobs(training, sequence.tokens), sequence.logprobs) <= PARITY
+
+
+def test_what_does_not_exist_is_never_answered_from_other_weights(service, training):
+    published = training.publish_weights().result()
+    with pytest.raises(errors.VersionNotFound):
+        service.create_sampling_client(run_id=training.run_id, version=published.model.version + 1).sample(
+            PROMPT, 1, PARAMS
+        ).result()
+    with pytest.raises(errors.RunNotFound):
+        service.create_sampling_client(run_id=training.run_id[:-4] + "0000").sample(PROMPT, 1, PARAMS).result()
+    with pytest.raises(errors.CheckpointNotFound):
+        path = f"paceline://{training.run_id}/sampler/none"
+        service.create_sampling_client(path).sample(PROMPT, 1, PARAMS).result()
+
+
+def test_a_rank_above_the_samplers_is_refused_when_the_run_is_made(service):
+    with pytest.raises(errors.RankTooLarge) as caught:
+        service.create_lora_training_client(rank=17)
+    assert caught.value.field == "lora.rank"
+
+
+def test_a_killed_sampler_comes_back_with_the_version_and_the_client_goes_on(cluster, service, training):
+    train(training)
+    published = training.publish_weights(wait_for="all").result()
+    sampling = at(service, published.model)
+    before = sampling.sample(PROMPT, 1, PARAMS).result()
+    cluster.sampler.kill()
+    pending = sampling.sample(PROMPT, 1, PARAMS)
+    train(training)
+    cluster.sampler.start()
+    after = pending.result(timeout=120)
+    assert after.model == before.model
+    np.testing.assert_array_equal(after.sequences[0].tokens, before.sequences[0].tokens)
+    newest = training.publish_weights(wait_for="all").result()
+    assert at(service, newest.model).sample(PROMPT, 1, PARAMS).result().model == newest.model
+
+
+def test_a_killed_gateway_costs_the_client_a_delay_and_the_services_nothing(cluster, service, training):
+    step = train(training).step
+    cluster.gateway.kill()
+    data = [Datum.from_completion(PROMPT, list(b" Lima"))]
+    loss = training.forward_backward(data)
+    update = training.optim_step(AdamParams())
+    cluster.gateway.start()
+    assert loss.result(timeout=120).metrics["tokens:sum"] == 5
+    assert update.result(timeout=120).step == step + 1
+    published = training.publish_weights(wait_for="all").result()
+    assert at(service, published.model).sample(PROMPT, 1, PARAMS).result().model == published.model
+
+
+def test_a_killed_trainer_costs_what_came_after_the_last_checkpoint(cluster, service, training):
+    train(training, steps=2)
+    training.save_state("two").result()
+    published = training.publish_weights(durable=True).result()
+    straight = train(training)
+    cluster.trainer.kill()
+    still = at(service, published.model).sample(PROMPT, 1, PARAMS).result()
+    assert still.model == published.model
+    cluster.trainer.start()
+    with pytest.raises(errors.RunStateLost) as caught:
+        training.forward_backward([Datum.from_completion(PROMPT, list(b" Lima"))]).result()
+    run = training.load_state_with_optimizer(caught.value.metadata["checkpoint"]).result()
+    assert run.step == 2
+    resumed = train(training)
+    assert (resumed.step, resumed.grad_norm) == (straight.step, straight.grad_norm)
+    newest = training.publish_weights(wait_for="all").result()
+    assert newest.model.version > published.model.version
+    assert at(service, newest.model).sample(PROMPT, 1, PARAMS).result().model == newest.model
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "last_line"),
+    [
+        ("rl_loop.py", ["--steps", "2", "--prompts", "2", "--samples", "2", "--rank", "4"], "reward curve"),
+        ("sft_loop.py", ["--steps", "2"], "version 1"),
+        ("stream_tokens.py", ["--max-tokens", "4"], "4 tokens"),
+        ("raw_stubs.py", [], "from version 1"),
+    ],
+)
+def test_the_examples_run(cluster, tmp_path, example, arguments, last_line):
+    if example == "rl_loop.py":
+        arguments = [*arguments, "--out", str(tmp_path)]
+    environment = {**os.environ, "PACELINE_ADDRESS": cluster.address, "PACELINE_API_KEY": cluster.api_key}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / example), *arguments],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert last_line in done.stdout

@@ -1,0 +1,115 @@
+"""Versions that are pushed to a sampler, and the files that samplers leave behind."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from sampler_stack import make_version, sampling, version_ref
+
+from paceline import errors
+from paceline.layout import WEIGHTS_FILE, Volume, new_run_id
+from paceline.rpc.identity import PEER_TENANT
+from paceline.rpc.status import error_from_rpc
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.weights import read_chunks
+from paceline.weights.v1 import weight_service_pb2 as weights_pb
+
+pytest_plugins = ["sampler_fixtures"]
+
+RUN = new_run_id()
+
+
+@pytest.fixture
+def pushed(model, tmp_path):
+    """A manifest and its file, made outside any trainer."""
+    manifest = make_version(Volume(tmp_path / "outside"), model, RUN, 7)
+    return manifest, Volume(tmp_path / "outside").version(RUN, 7) / WEIGHTS_FILE
+
+
+async def _push(client, manifest, weights, sha256=None):
+    parts = [pb.UpdateWeightsRequest(manifest=manifest)]
+    parts += [pb.UpdateWeightsRequest(chunk=chunk) for chunk in read_chunks(weights)]
+    parts.append(pb.UpdateWeightsRequest(commit=pb.Commit(sha256=sha256 or manifest.model.sha256)))
+    return await _send(client, parts)
+
+
+async def _send(client, parts):
+    try:
+        return await client.stub.UpdateWeights(iter(parts), metadata=client.metadata, timeout=60)
+    except grpc.aio.AioRpcError as failure:
+        raise error_from_rpc(failure) from None
+
+
+async def test_a_pushed_version_is_active_when_the_push_is_answered(client, pushed):
+    service = client.be(PEER_TENANT)
+    answer = await _push(service, *pushed)
+    assert answer.acknowledgement.version == 7
+    assert answer.acknowledgement.sha256 == pushed[0].model.sha256
+    assert (await client.sample(version_ref(RUN, 7))).model == pushed[0].model
+    assert (await client.sample(version_ref(RUN))).model.version == 7
+    assert (await _push(service, *pushed)).acknowledgement.sha256 == pushed[0].model.sha256
+    assert len(client.staged()) == 1
+
+
+async def test_a_push_of_other_content_under_the_same_version_is_refused(model, client, pushed, tmp_path):
+    service = client.be(PEER_TENANT)
+    await _push(service, *pushed)
+    other = Volume(tmp_path / "other")
+    manifest = make_version(other, model, RUN, 7, seed=99)
+    with pytest.raises(errors.VersionExists):
+        await _push(service, manifest, other.version(RUN, 7) / WEIGHTS_FILE)
+    assert (await client.sample(version_ref(RUN, 7))).model.sha256 == pushed[0].model.sha256
+    assert len(client.staged()) == 1
+
+
+async def test_tenants_push_to_their_own_runs_alone(model, volume, client, pushed):
+    with pytest.raises(errors.RunNotFound):
+        await _push(client, *pushed)
+    make_version(volume, model, RUN, 1)
+    assert (await _push(client, *pushed)).acknowledgement.version == 7
+    claimed = weights_pb.Manifest()
+    claimed.CopyFrom(pushed[0])
+    claimed.tenant, claimed.model.version = "stranger", 8
+    with pytest.raises(errors.RunNotFound):
+        await _push(client.be("stranger"), claimed, pushed[1])
+    assert sorted(await client.loaded()) == [7]
+
+
+async def test_nothing_of_a_bad_push_stays(client, pushed):
+    service = client.be(PEER_TENANT)
+    manifest, weights = pushed
+    head = pb.UpdateWeightsRequest(manifest=manifest)
+    chunks = [pb.UpdateWeightsRequest(chunk=chunk) for chunk in read_chunks(weights)]
+    commit = pb.UpdateWeightsRequest(commit=pb.Commit(sha256=manifest.model.sha256))
+    with pytest.raises(errors.MissingField):
+        await _send(service, [head, *chunks])
+    with pytest.raises(errors.MissingField):
+        await _send(service, [*chunks, commit])
+    with pytest.raises(errors.ChecksumMismatch):
+        await _send(service, [head, commit])
+    with pytest.raises(errors.ChecksumMismatch):
+        await _push(service, manifest, weights, sha256="0" * 64)
+    chunks[0].chunk.crc32c ^= 1
+    with pytest.raises(errors.ChecksumMismatch):
+        await _send(service, [head, *chunks, commit])
+    wrong = weights_pb.Manifest()
+    wrong.CopyFrom(manifest)
+    wrong.tensors[0].name = "another"
+    with pytest.raises(errors.InvalidShape):
+        await _push(service, wrong, weights)
+    assert not await client.loaded()
+    assert not client.staged()
+
+
+async def test_staging_directories_of_dead_samplers_are_removed_and_those_of_living_ones_are_not(
+    model, volume, port, tmp_path
+):
+    make_version(volume, model, RUN, 1)
+    dead = tmp_path / "staging" / "paceline-sampler-dead"
+    dead.mkdir(parents=True)
+    (dead / "lock").touch()
+    async with sampling(model, port, tmp_path) as first, sampling(model, port, tmp_path, sampler_id="second"):
+        await first.sample(version_ref(RUN, 1))
+        assert not dead.exists()
+        assert len(first.staged()) == 1
+    assert not list((tmp_path / "staging").iterdir())

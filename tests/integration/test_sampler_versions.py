@@ -1,0 +1,290 @@
+"""Versions reach a sampler on a tiny model, are used, and go."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+
+import grpc
+import pytest
+from sampler_stack import (
+    BASE,
+    Trainer,
+    base_ref,
+    make_checkpoint,
+    make_version,
+    sampling,
+    serving,
+    stream_request,
+    until,
+    version_ref,
+)
+
+from paceline import errors
+from paceline.layout import WEIGHTS_FILE, new_run_id
+from paceline.rpc.identity import PEER_TENANT
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.types.v1 import model_pb2
+from paceline.weights import write_manifest
+from paceline.weights.v1 import weight_service_pb2 as weights_pb
+
+pytest_plugins = ["sampler_fixtures"]
+
+RUN = new_run_id()
+
+
+async def test_an_announced_version_is_loaded_and_acknowledged_with_the_checksum_of_its_bytes(
+    model, volume, trainer, client
+):
+    manifest = make_version(volume, model, RUN, 1)
+    trainer.announce(manifest)
+    (ack,) = await until(lambda: trainer.heard("acknowledgement"))
+    weights = volume.version(RUN, 1) / WEIGHTS_FILE
+    assert (ack.run_id, ack.version, ack.sampler_id) == (RUN, 1, "domestique")
+    assert ack.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert ack.milliseconds > 0
+    assert (await client.loaded())[1].size_bytes == weights.stat().st_size
+
+
+async def test_versions_differ_from_the_base_model_and_from_each_other_and_say_which_they_are(
+    model, volume, trainer, client
+):
+    for version in (1, 2):
+        make_version(volume, model, RUN, version)
+    base, served = await client.logprobs(base_ref())
+    assert served == model_pb2.ServedModel(base_model=BASE)
+    first, served_first = await client.logprobs(version_ref(RUN, 1))
+    second, served_second = await client.logprobs(version_ref(RUN, 2))
+    assert len({base, first, second}) == 3
+    assert (served_first.version, served_second.version) == (1, 2)
+    assert served_first.sha256 != served_second.sha256
+
+
+async def test_a_version_is_fetched_on_demand_once_for_all_who_wait(model, volume, trainer, client):
+    make_version(volume, model, RUN, 3)
+    answers = await asyncio.gather(*(client.sample(version_ref(RUN, 3)) for _ in range(8)))
+    assert {answer.model.version for answer in answers} == {3}
+    assert trainer.fetched == ["3"]
+
+
+async def test_the_newest_version_is_the_last_announced_one(model, volume, trainer, client):
+    for version in (1, 2):
+        trainer.announce(make_version(volume, model, RUN, version))
+    await until(lambda: len(trainer.heard("acknowledgement")) == 2)
+    assert (await client.sample(version_ref(RUN))).model.version == 2
+
+
+async def test_the_newest_version_is_asked_for_where_none_was_announced(model, volume, client):
+    make_version(volume, model, RUN, 4)
+    make_version(volume, model, RUN, 5)
+    assert (await client.sample(version_ref(RUN))).model.version == 5
+
+
+async def test_an_unknown_version_is_not_found_and_never_replaced_by_another(model, volume, trainer, client):
+    trainer.announce(make_version(volume, model, RUN, 1))
+    await until(lambda: trainer.heard("acknowledgement"))
+    with pytest.raises(errors.VersionNotFound):
+        await client.sample(version_ref(RUN, 9))
+    with pytest.raises(errors.RunNotFound):
+        await client.sample(version_ref(new_run_id(), 1))
+    with pytest.raises(errors.CheckpointNotFound):
+        await client.sample(model_pb2.ModelRef(checkpoint=f"paceline://{RUN}/sampler/none"))
+    with pytest.raises(errors.ModelNotFound):
+        await client.sample(base_ref("another"))
+
+
+async def test_damaged_bytes_are_refused_and_nothing_is_loaded(model, volume, trainer, client):
+    trainer.damage = True
+    trainer.announce(make_version(volume, model, RUN, 1))
+    (refusal,) = await until(lambda: trainer.heard("refusal"))
+    assert (refusal.run_id, refusal.version, refusal.reason) == (RUN, 1, "CHECKSUM_MISMATCH")
+    with pytest.raises(errors.ChecksumMismatch):
+        await client.sample(version_ref(RUN, 1))
+    assert not await client.loaded()
+    assert not client.staged()
+
+
+async def test_a_rank_above_the_limit_is_refused_before_a_byte_travels(model, volume, trainer, client):
+    trainer.announce(make_version(volume, model, RUN, 1, rank=16))
+    (refusal,) = await until(lambda: trainer.heard("refusal"))
+    assert refusal.reason == "RANK_TOO_LARGE"
+    with pytest.raises(errors.RankTooLarge):
+        await client.sample(version_ref(RUN, 1))
+
+
+async def test_an_adapter_of_another_base_model_is_refused(model, volume, trainer, client):
+    manifest = make_version(volume, model, RUN, 1)
+    manifest.model.base_model = "another"
+    write_manifest(volume.version(RUN, 1), manifest)
+    with pytest.raises(errors.ModelNotFound):
+        await client.sample(version_ref(RUN, 1))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+async def test_anothers_version_looks_absent_whether_it_is_loaded_or_not(model, volume, trainer, client, loaded):
+    manifest = make_version(volume, model, RUN, 1)
+    if loaded:
+        trainer.announce(manifest)
+        await until(lambda: trainer.heard("acknowledgement"))
+    stranger = client.be("stranger")
+    for ref in (version_ref(RUN, 1), version_ref(RUN)):
+        with pytest.raises(errors.RunNotFound):
+            await stranger.sample(ref)
+    assert not (await stranger.call("ListVersions", pb.ListVersionsRequest())).versions
+    with pytest.raises(errors.NotFound):
+        await stranger.call("UnloadVersion", pb.UnloadVersionRequest(model=version_ref(RUN, 1)))
+    assert bool(await client.loaded()) is loaded
+    assert (await client.be(PEER_TENANT).sample(version_ref(RUN, 1))).model.version == 1
+
+
+async def test_a_checkpoint_that_is_overwritten_is_served_with_its_new_content(model, volume, client):
+    path = f"paceline://{RUN}/sampler/best"
+    ref = model_pb2.ModelRef(checkpoint=path)
+    old = make_checkpoint(volume, model, path, seed=1)
+    assert (await client.sample(ref)).model.sha256 == old.model.sha256
+    new = make_checkpoint(volume, model, path, seed=2)
+    assert (await client.sample(ref)).model == new.model
+    shutil.rmtree(volume.root)
+    with pytest.raises(errors.CheckpointNotFound):
+        await client.sample(ref)
+
+
+async def test_the_volume_bridge_waits_for_the_volume_and_copies_nothing(model, volume, trainer, port, tmp_path):
+    async with sampling(model, port, tmp_path, bridge="volume") as client:
+        manifest = make_version(volume, model, RUN, 1)
+        trainer.announce(manifest)
+        trainer.announce(manifest, f"runs/{RUN}/versions/1")
+        (ack,) = await until(lambda: trainer.heard("acknowledgement"))
+        assert ack.sha256 == manifest.model.sha256
+        assert (await client.sample(version_ref(RUN, 1))).model == manifest.model
+        assert not trainer.fetched
+        assert not client.staged()
+        with pytest.raises(errors.VersionNotFound):
+            await client.sample(version_ref(RUN, 2))
+        with pytest.raises(errors.RunNotFound):
+            await client.be("stranger").sample(version_ref(RUN, 1))
+
+
+async def test_a_version_that_is_damaged_on_the_volume_is_refused(model, volume, trainer, port, tmp_path):
+    async with sampling(model, port, tmp_path, bridge="volume") as client:
+        trainer_manifest = make_version(volume, model, RUN, 1)
+        weights = volume.version(RUN, 1) / WEIGHTS_FILE
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+        trainer.announce(trainer_manifest, f"runs/{RUN}/versions/1")
+        (refusal,) = await until(lambda: trainer.heard("refusal"))
+        assert refusal.reason == "CHECKSUM_MISMATCH"
+        with pytest.raises(errors.ChecksumMismatch):
+            await client.sample(version_ref(RUN, 1))
+        assert not await client.loaded()
+
+
+async def test_a_streaming_sampler_without_its_trainer_reads_the_volume(model, volume, trainer, tmp_path):
+    async with serving(trainer) as port:
+        pass
+    async with sampling(model, port, tmp_path) as client:
+        manifest = make_version(volume, model, RUN, 1)
+        assert (await client.sample(version_ref(RUN, 1))).model == manifest.model
+        for unknown in (version_ref(RUN, 2), version_ref(RUN)):
+            with pytest.raises(errors.TrainerUnavailable) as failure:
+                await client.sample(unknown)
+            assert failure.value.retry_after
+
+
+async def test_loaded_versions_outlive_the_trainer_and_its_successor_is_told_of_them(model, volume, trainer, tmp_path):
+    async with serving(trainer) as port, sampling(model, port, tmp_path) as client:
+        pass
+    first, second = Trainer(volume), Trainer(volume)
+    async with sampling(model, port, tmp_path) as client:
+        async with serving(first, port):
+            first.announce(make_version(volume, model, RUN, 1))
+            await until(lambda: first.heard("acknowledgement"))
+        assert (await client.sample(version_ref(RUN, 1))).model.version == 1
+        second.announce(make_version(volume, model, RUN, 2))
+        async with serving(second, port):
+            (ack,) = await until(lambda: second.heard("acknowledgement"))
+            assert ack.version == 2
+            (hello,) = second.heard("hello")
+            assert [(held.run_id, held.version) for held in hello.held] == [(RUN, 1)]
+            assert (await client.sample(version_ref(RUN))).model.version == 2
+
+
+async def test_a_stream_ends_on_the_version_it_began_with_and_then_old_versions_go(model, volume, trainer, client):
+    trainer.announce(make_version(volume, model, RUN, 1))
+    await until(lambda: trainer.heard("acknowledgement"))
+    request = stream_request(version_ref(RUN), max_tokens=400)
+    stream = client.stub.SampleStream(request, metadata=client.metadata)
+    messages = [await stream.read()]
+    for version in (2, 3, 4):
+        trainer.announce(make_version(volume, model, RUN, version))
+    messages += await _rest(stream)
+    assert {message.model.version for message in messages} == {1}
+    assert sum(len(message.tokens) for message in messages) == 400
+    await until(lambda: len(trainer.heard("acknowledgement")) == 4)
+    await until(lambda: {held.version for held in trainer.heard("release")} == {1, 2})
+    assert sorted(await client.loaded()) == [3, 4]
+    assert len(client.staged()) == 2
+
+
+async def test_publishing_for_long_keeps_neither_versions_nor_files(model, volume, trainer, client):
+    for version in range(1, 13):
+        trainer.announce(make_version(volume, model, RUN, version))
+    await until(lambda: len(trainer.heard("acknowledgement")) == 12)
+    await until(lambda: len(trainer.heard("release")) == 10)
+    assert sorted(await client.loaded()) == [11, 12]
+    assert len(client.staged()) == 2
+
+
+async def test_a_superseded_version_can_still_be_asked_for(model, volume, trainer, client):
+    for version in (1, 2, 3):
+        trainer.announce(make_version(volume, model, RUN, version))
+    await until(lambda: trainer.heard("release"))
+    assert (await client.sample(version_ref(RUN, 1))).model.version == 1
+
+
+async def test_a_deleted_run_is_forgotten(model, volume, trainer, client):
+    trainer.announce(make_version(volume, model, RUN, 1))
+    await until(lambda: trainer.heard("acknowledgement"))
+    shutil.rmtree(volume.run(RUN))
+    trainer.tell(weights_pb.WatchVersionsResponse(run_deleted=weights_pb.RunDeleted(run_id=RUN)))
+    await until(lambda: trainer.heard("release"))
+    with pytest.raises(errors.RunNotFound):
+        await client.sample(version_ref(RUN))
+
+
+async def test_load_and_unload(model, volume, client):
+    make_version(volume, model, RUN, 1)
+    load = pb.LoadVersionRequest(model=version_ref(RUN, 1))
+    assert (await client.call("LoadVersion", load)).milliseconds > 0
+    assert (await client.call("LoadVersion", load)).milliseconds == 0
+    await client.call("UnloadVersion", pb.UnloadVersionRequest(model=version_ref(RUN, 1)))
+    await until(lambda: not client.staged())
+    assert not await client.loaded()
+    with pytest.raises(errors.VersionNotFound):
+        await client.call("UnloadVersion", pb.UnloadVersionRequest(model=version_ref(RUN, 1)))
+    with pytest.raises(errors.InvalidArgument):
+        await client.call("LoadVersion", pb.LoadVersionRequest(model=base_ref()))
+
+
+async def test_lists_page_newest_first(model, volume, client):
+    runs = [new_run_id() for _ in range(3)]
+    for run_id in runs:
+        make_version(volume, model, run_id, 1)
+        await client.sample(version_ref(run_id, 1))
+    first = await client.call("ListVersions", pb.ListVersionsRequest(page_size=2))
+    rest = await client.call("ListVersions", pb.ListVersionsRequest(page_token=first.next_page_token))
+    assert [version.model.run_id for version in (*first.versions, *rest.versions)] == runs[::-1]
+    assert not rest.next_page_token
+    (one,) = (await client.call("ListVersions", pb.ListVersionsRequest(run_id=runs[0]))).versions
+    assert (one.model.run_id, one.requests_in_flight) == (runs[0], 0)
+    with pytest.raises(errors.InvalidPageToken):
+        await client.call("ListVersions", pb.ListVersionsRequest(page_token="?"))
+
+
+async def _rest(stream):
+    messages = []
+    while (message := await stream.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages

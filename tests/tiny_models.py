@@ -1,0 +1,80 @@
+"""Small random models with a real tokenizer, made on the fly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 260
+"""256 bytes and 4 special tokens."""
+SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
+EOS_ID = VOCAB_SIZE - 1
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    # Heads of 32, the smallest that vLLM's CPU attention takes.
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "pad_token_id": 256,
+    "bos_token_id": 257,
+    "eos_token_id": EOS_ID,
+    # Wide enough for logits that differ, so that wrong attention or wrong positions show.
+    "initializer_range": 0.2,
+}
+
+
+def make_tiny_llama(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """Save a random Llama with grouped-query attention and its tokenizer; returns `directory`."""
+    return _save(LlamaForCausalLM, LlamaConfig(**_SHAPE, tie_word_embeddings=tied), directory, seed)
+
+
+def make_tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
+    """Save a random Qwen2 (biases on q, k and v) and its tokenizer; returns `directory`."""
+    return _save(Qwen2ForCausalLM, Qwen2Config(**_SHAPE, tie_word_embeddings=tied), directory, seed)
+
+
+def make_tiny_qwen3(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
+    """Save a random Qwen3 (norms on q and k) and its tokenizer; returns `directory`."""
+    return _save(Qwen3ForCausalLM, Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=tied), directory, seed)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer: one token for each byte, no merges, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    pad, bos, _, eos = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, chat_template=CHAT_TEMPLATE
+    )
+
+
+def _save(kind: type[PreTrainedModel], config: object, directory: Path, seed: int) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind(config)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory

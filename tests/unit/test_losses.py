@@ -1,0 +1,221 @@
+"""Every loss against its closed form in float64, and the mistakes that implementations are known for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import NonFinite, OutOfRange, UnknownField, UnknownLoss
+from trainer_service.engine.loss_specs import LOSS_SPECS, loss_spec
+from trainer_service.engine.losses import LOSSES
+
+POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "grpo")
+
+
+def surrogate(lp, inputs, config):
+    """Loss and derivative of PPO's clipped surrogate, branch by branch."""
+    ratio, advantage = np.exp(lp - inputs["logprobs"]), inputs["advantages"]
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    held = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+    bound = np.where(advantage > 0, high, low)
+    return np.where(held, -bound * advantage, -ratio * advantage), np.where(held, 0.0, -ratio * advantage)
+
+
+def closed_form(name, lp, inputs, config):
+    """Loss per token and its derivative with respect to lp, in float64."""
+    if name == "cross_entropy":
+        return -lp * inputs["weights"], -inputs["weights"]
+    log_ratio, advantage = lp - inputs["logprobs"], inputs["advantages"]
+    if name == "importance_sampling":
+        return -np.exp(log_ratio) * advantage, -np.exp(log_ratio) * advantage
+    if name == "ppo":
+        return surrogate(lp, inputs, config)
+    if name == "cispo":
+        weight = np.clip(np.exp(log_ratio), config["clip_low_threshold"], config["clip_high_threshold"])
+        return -weight * lp * advantage, -weight * advantage
+    if name == "dro":
+        beta = config["beta"]
+        return -(lp * advantage - 0.5 * beta * log_ratio**2), -(advantage - beta * log_ratio)
+    loss, derivative = surrogate(lp, inputs, config)
+    reference = inputs["reference_logprobs"] - lp
+    k3 = np.exp(reference) - reference - 1
+    return loss + config["kl_coef"] * k3, derivative + config["kl_coef"] * (1 - np.exp(reference))
+
+
+def batch(size=400, seed=0):
+    """Ratios from about 0.2 to 5, advantages of both signs and exactly zero, weights of both signs."""
+    rng = np.random.default_rng(seed)
+    q = -rng.uniform(0.5, 4.0, size)
+    lp = np.minimum(q + rng.normal(0, 0.5, size), -1e-3)
+    advantages = rng.normal(0, 1, size) * (rng.random(size) > 0.1)
+    inputs = {
+        "weights": rng.normal(0, 1, size),
+        "logprobs": q,
+        "advantages": advantages,
+        "reference_logprobs": -rng.uniform(0.5, 4.0, size),
+    }
+    return lp, inputs
+
+
+def evaluate(name, lp, inputs, config=None):
+    """(loss per token, derivative, means) as float64 arrays."""
+    resolved = loss_spec(name).resolve_config(config or {})
+    learner = torch.tensor(lp, dtype=torch.float32, requires_grad=True)
+    result = LOSSES[name](learner, {k: torch.tensor(v, dtype=torch.float32) for k, v in inputs.items()}, resolved)
+    (derivative,) = torch.autograd.grad(result.loss.sum(), learner)
+    means = {key: values.double().numpy() for key, values in result.means.items()}
+    return result.loss.detach().double().numpy(), derivative.double().numpy(), means
+
+
+def one(name, ratio, advantage, config=None):
+    """Loss and derivative of one token with this ratio and advantage."""
+    lp, q = np.array([-1.0]), np.array([-1.0 - np.log(ratio)])
+    loss, derivative, _ = evaluate(name, lp, {"logprobs": q, "advantages": np.array([advantage])}, config)
+    return loss[0], derivative[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("cross_entropy", {}),
+        ("importance_sampling", {}),
+        ("ppo", {}),
+        ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.05}),
+        ("cispo", {}),
+        ("cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+        ("dro", {}),
+        ("dro", {"beta": 0.7}),
+        ("grpo", {"kl_coef": 0.3}),
+        ("grpo", {"kl_coef": 0.3, "clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+    ],
+)
+def test_loss_and_gradient_equal_the_closed_form(name, config):
+    lp, inputs = batch()
+    loss, derivative, _ = evaluate(name, lp, inputs, config)
+    expected_loss, expected_derivative = closed_form(name, lp, inputs, loss_spec(name).resolve_config(config))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(derivative, expected_derivative, rtol=1e-5, atol=1e-6)
+
+
+def test_grpo_without_kl_is_ppo_and_reads_no_reference():
+    lp, inputs = batch()
+    del inputs["reference_logprobs"]
+    np.testing.assert_array_equal(evaluate("grpo", lp, inputs)[0], evaluate("ppo", lp, inputs)[0])
+
+
+def test_defaults_are_the_documented_ones():
+    assert loss_spec("ppo").resolve_config({}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert loss_spec("cispo").resolve_config({}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    assert loss_spec("dro").resolve_config({}) == {"beta": 0.05}
+    assert loss_spec("grpo").resolve_config({}) == {
+        "clip_low_threshold": 0.8,
+        "clip_high_threshold": 1.2,
+        "kl_coef": 0.0,
+    }
+
+
+def test_clip_thresholds_are_ratios_and_not_distances_from_one():
+    assert one("ppo", 1.5, 1.0, {"clip_high_threshold": 1.2})[0] == pytest.approx(-1.2)
+    assert one("ppo", 1.19, 1.0, {"clip_high_threshold": 1.2})[0] == pytest.approx(-1.19)
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_clip_with_negative_advantage_lets_likely_tokens_be_pushed_down(name):
+    loss, derivative = one(name, 3.0, -1.0)
+    assert loss == pytest.approx(3.0)
+    assert derivative == pytest.approx(3.0), "minimising the loss must lower lp"
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_clip_with_negative_advantage_stops_pushing_unlikely_tokens(name):
+    loss, derivative = one(name, 0.1, -1.0)
+    assert loss == pytest.approx(0.8)
+    assert derivative == 0.0
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_clip_with_positive_advantage(name):
+    assert one(name, 3.0, 1.0)[1] == 0.0
+    assert one(name, 0.1, 1.0)[1] == pytest.approx(-0.1), "an unlikely good token is still pushed up"
+
+
+def test_cispo_keeps_the_gradient_that_ppo_takes_away():
+    thresholds = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert one("ppo", 3.0, 1.0, thresholds)[1] == 0.0
+    assert one("cispo", 3.0, 1.0, thresholds)[1] == pytest.approx(-1.2)
+    assert one("cispo", 0.1, -1.0, thresholds)[1] == pytest.approx(0.8)
+
+
+def test_cispo_differentiates_lp_and_not_the_ratio():
+    loss, derivative = one("cispo", 2.0, 1.5)
+    assert loss == pytest.approx(-2.0 * -1.0 * 1.5)
+    assert derivative == pytest.approx(-2.0 * 1.5)
+
+
+def test_zero_advantage_still_has_dro_and_kl_gradients():
+    lp, q = np.array([-1.0]), np.array([-2.0])
+    inputs = {"logprobs": q, "advantages": np.zeros(1), "reference_logprobs": q}
+    assert evaluate("dro", lp, inputs, {"beta": 0.5})[1][0] == pytest.approx(0.5)
+    assert evaluate("grpo", lp, inputs, {"kl_coef": 0.5})[1][0] == pytest.approx(0.5 * (1 - np.exp(-1.0)))
+
+
+def test_negative_cross_entropy_weight_pushes_the_token_down():
+    lp = np.array([-1.0, -2.0])
+    loss, derivative, _ = evaluate("cross_entropy", lp, {"weights": np.array([-0.5, 2.0])})
+    np.testing.assert_allclose(loss, [-0.5, 4.0])
+    np.testing.assert_allclose(derivative, [0.5, -2.0])
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_means_of_ratio_and_k3(name):
+    lp, inputs = batch()
+    _, _, means = evaluate(name, lp, inputs)
+    log_ratio = lp - inputs["logprobs"]
+    np.testing.assert_allclose(means["ratio"], np.exp(log_ratio), rtol=1e-5)
+    np.testing.assert_allclose(means["kl"], np.exp(log_ratio) - 1 - log_ratio, rtol=1e-4, atol=1e-6)
+    assert (means["kl"] >= -1e-7).all()
+
+
+def test_clip_fraction_counts_tokens_without_gradient_in_ppo_and_outside_the_thresholds_in_cispo():
+    ratios, advantages = np.array([3.0, 3.0, 0.1, 0.1, 1.0]), np.array([1.0, -1.0, 1.0, -1.0, 1.0])
+    lp = np.full(5, -1.0)
+    inputs = {"logprobs": lp - np.log(ratios), "advantages": advantages}
+    np.testing.assert_array_equal(evaluate("ppo", lp, inputs)[2]["clip_fraction"], [1, 0, 0, 1, 0])
+    cispo = evaluate("cispo", lp, inputs, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
+    np.testing.assert_array_equal(cispo[2]["clip_fraction"], [1, 1, 1, 1, 0])
+
+
+def test_grpo_reports_the_reference_kl_and_dro_the_squared_log_ratio():
+    lp, inputs = batch()
+    reference = inputs["reference_logprobs"] - lp
+    kl = evaluate("grpo", lp, inputs, {"kl_coef": 0.1})[2]["reference_kl"]
+    np.testing.assert_allclose(kl, np.exp(reference) - reference - 1, rtol=1e-4, atol=1e-6)
+    squared = evaluate("dro", lp, inputs)[2]["squared_log_ratio"]
+    np.testing.assert_allclose(squared, (lp - inputs["logprobs"]) ** 2, rtol=1e-4, atol=1e-6)
+
+
+def test_every_spec_has_a_function_and_the_other_way_round():
+    assert LOSSES.keys() == LOSS_SPECS.keys()
+
+
+def test_reference_logprobs_are_required_only_with_a_kl_coefficient():
+    spec = loss_spec("grpo")
+    assert "reference_logprobs" in spec.optional
+    assert "reference_logprobs" not in spec.required_inputs(spec.resolve_config({}))
+    assert "reference_logprobs" in spec.required_inputs(spec.resolve_config({"kl_coef": 0.1}))
+
+
+def test_unknown_loss_and_bad_settings_are_named():
+    with pytest.raises(UnknownLoss) as unknown:
+        loss_spec("reinforce")
+    assert unknown.value.field == "loss_fn"
+    for config, error in [
+        ({"epsilon": 0.2}, UnknownField),
+        ({"clip_low_threshold": float("nan")}, NonFinite),
+        ({"clip_low_threshold": -0.1}, OutOfRange),
+        ({"clip_low_threshold": 1.3}, OutOfRange),
+    ]:
+        with pytest.raises(error) as caught:
+            loss_spec("ppo").resolve_config(config)
+        assert caught.value.field == f"loss_fn_config.{next(iter(config))}"

@@ -1,0 +1,279 @@
+"""Which versions stay in the engine, and for how long: a real engine, adapters on a real volume."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from sampler_stack import BASE, PROMPT, TENANT, make_checkpoint, make_version, until
+from tiny_models import make_tiny_llama
+
+from paceline import errors
+from paceline.layout import Volume, new_run_id
+from paceline.rpc.channel import open_channel
+from paceline.rpc.identity import PEER_TENANT
+from paceline.types import ModelRef, ServedModel
+from sampler_service.engine.hf_engine import HfEngine
+from sampler_service.engine.options import EngineOptions
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.versions.bridges import ManifestRules, StagedAdapter
+from sampler_service.versions.keys import VersionKey
+from sampler_service.versions.registry import RegistryLimits, VersionRegistry
+from sampler_service.versions.resolver import VersionResolver
+from sampler_service.versions.trainer_link import TrainerLink
+from sampler_service.versions.volume import VolumeBridge
+
+RUN = new_run_id()
+
+
+class GatedBridge(VolumeBridge):
+    """Reads the volume when the gate is open, and counts."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.fetches = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
+        self.fetches += 1
+        await self.gate.wait()
+        return await super().fetch(ref, tenant)
+
+
+@dataclass
+class Setup:
+    """A registry and what is around it."""
+
+    model: Path
+    volume: Volume
+    engine: HfEngine
+    bridge: GatedBridge
+    resolver: VersionResolver
+    metrics: SamplerMetrics
+    stack: AsyncExitStack
+
+    def registry(self, max_loaded: int = 4, keep: int = 2, seconds: float = 60) -> VersionRegistry:
+        limits = RegistryLimits(max_loaded, keep, seconds)
+        registry = VersionRegistry(self.engine, self.bridge, self.resolver, BASE, limits, self.metrics)
+        self.stack.push_async_callback(registry.close)
+        return registry
+
+    def publish(self, version: int, run_id: str = RUN, **facts) -> ModelRef:
+        make_version(self.volume, self.model, run_id, version, **facts)
+        return ModelRef(run_id=run_id, version=version)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("model") / BASE)
+
+
+@pytest.fixture
+async def setup(model, tmp_path):
+    async with AsyncExitStack() as stack:
+        engine = HfEngine(EngineOptions(model, BASE, "float32", max_lora_rank=8))
+        await engine.start()
+        stack.push_async_callback(engine.stop)
+        channel = await stack.enter_async_context(open_channel(f"unix:{tmp_path / 'nobody.sock'}"))
+        volume = Volume(tmp_path / "volume")
+        bridge = GatedBridge(volume, TrainerLink(channel, "", 5), ManifestRules(BASE, 8, 1 << 30))
+        metrics = SamplerMetrics(CollectorRegistry())
+        yield Setup(model, volume, engine, bridge, VersionResolver(bridge), metrics, stack)
+
+
+def loaded(registry):
+    return sorted(entry.served.version for entry in registry)
+
+
+async def use(registry, ref, tenant=TENANT):
+    async with registry.lease(ref, tenant) as lease:
+        return lease
+
+
+async def test_the_base_model_needs_no_adapter(setup):
+    lease = await use(setup.registry(), ModelRef())
+    assert (lease.adapter, lease.served) == (None, ServedModel(BASE))
+
+
+async def test_a_version_in_use_stays_however_old_it_is_and_goes_with_its_last_request(setup):
+    registry = setup.registry(max_loaded=2, keep=1)
+    gone = []
+    registry.on_unloaded(gone.append)
+    old, new = setup.publish(1), setup.publish(2)
+    async with registry.lease(old, TENANT) as first:
+        async with registry.lease(old, TENANT):
+            await use(registry, new)
+            registry.retire_superseded(RUN)
+        assert loaded(registry) == [1, 2]
+        logprobs = await setup.engine.compute_logprobs(PROMPT, first.adapter, TENANT)
+        assert len(logprobs) == len(PROMPT)
+    await until(lambda: gone)
+    assert loaded(registry) == [2]
+    assert [served.version for served in gone] == [1]
+    with pytest.raises(errors.VersionNotFound):
+        await setup.engine.compute_logprobs(PROMPT, first.adapter, TENANT)
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3, 4), (4, 1, 3, 2)])
+async def test_the_newest_versions_of_a_run_stay_in_whatever_order_they_came(setup, order):
+    registry = setup.registry(max_loaded=8)
+    for version in order:
+        await use(registry, setup.publish(version))
+        registry.retire_superseded(RUN)
+    await until(lambda: loaded(registry) == [3, 4])
+
+
+async def test_when_full_the_version_used_longest_ago_goes(setup):
+    registry = setup.registry(max_loaded=2)
+    runs = [new_run_id() for _ in range(3)]
+    first, second, third = (setup.publish(1, run_id) for run_id in runs)
+    await use(registry, first)
+    await use(registry, second)
+    await use(registry, first)
+    await use(registry, third)
+    assert [entry.served.run_id for entry in registry] == [runs[0], runs[2]]
+
+
+async def test_when_all_that_fit_are_in_use_another_is_refused(setup):
+    registry = setup.registry(max_loaded=1)
+    first, second = setup.publish(1), setup.publish(1, new_run_id())
+    async with registry.lease(first, TENANT):
+        with pytest.raises(errors.Overloaded):
+            await use(registry, second)
+    assert (await use(registry, second)).served.run_id == second.run_id
+
+
+async def test_what_comes_back_has_a_new_id_and_a_new_name(setup):
+    registry = setup.registry(max_loaded=1)
+    first, second = setup.publish(1), setup.publish(1, new_run_id())
+    adapters = [(await use(registry, ref)).adapter for ref in (first, second, first)]
+    assert [adapter.adapter_id for adapter in adapters] == [1, 2, 3]
+    assert len({adapter.name for adapter in adapters}) == 3
+    assert adapters[0].name.startswith(f"{TENANT}/{RUN}/1/")
+
+
+async def test_waiters_share_one_fetch_which_goes_on_when_one_of_them_leaves(setup):
+    registry = setup.registry()
+    ref = setup.publish(1)
+    setup.bridge.gate.clear()
+    waiting = [asyncio.create_task(use(registry, ref)) for _ in range(5)]
+    await until(lambda: setup.bridge.fetches)
+    waiting[0].cancel()
+    setup.bridge.gate.set()
+    leases = await asyncio.gather(*waiting[1:])
+    assert {lease.adapter.adapter_id for lease in leases} == {1}
+    assert setup.bridge.fetches == 1
+
+
+async def test_loading_time_is_told_and_nothing_when_it_was_there(setup):
+    registry = setup.registry()
+    ref = setup.publish(1)
+    assert (await use(registry, ref)).load_milliseconds > 0
+    assert (await use(registry, ref)).load_milliseconds == 0
+
+
+async def test_a_version_that_does_not_come_in_time_is_an_error(setup):
+    registry = setup.registry(seconds=0.05)
+    ref = setup.publish(1)
+    setup.bridge.gate.clear()
+    with pytest.raises(errors.TrainerUnavailable):
+        await use(registry, ref)
+
+
+async def test_only_the_owner_and_services_may_use_a_version(setup):
+    registry = setup.registry()
+    ref = setup.publish(1)
+    for _ in range(2):  # not loaded, then loaded
+        with pytest.raises(errors.RunNotFound) as failure:
+            await use(registry, ref, "stranger")
+        assert str(failure.value) == "model.version.run_id: no such run"
+        assert (await use(registry, ref, PEER_TENANT)).served.version == 1
+    with pytest.raises(errors.RunNotFound):
+        registry.unload(ref, "stranger")
+
+
+async def test_the_owner_does_not_inherit_a_strangers_refusal(setup):
+    registry = setup.registry()
+    ref = setup.publish(1)
+    setup.bridge.gate.clear()
+    stranger = asyncio.create_task(use(registry, ref, "stranger"))
+    await until(lambda: setup.bridge.fetches)
+    owner = asyncio.create_task(use(registry, ref))
+    await until(lambda: setup.bridge.fetches == 2)
+    setup.bridge.gate.set()
+    assert (await owner).served.version == 1
+    with pytest.raises(errors.RunNotFound):
+        await stranger
+
+
+async def test_the_same_version_with_other_content_is_refused_and_the_first_stays(setup, tmp_path):
+    registry = setup.registry()
+    ref = setup.publish(1)
+    sha256 = (await use(registry, ref)).served.sha256
+    other = Volume(tmp_path / "other")
+    manifest = make_version(other, setup.model, RUN, 1, seed=77)
+    with pytest.raises(errors.VersionExists):
+        await registry.install(StagedAdapter(manifest, other.version(RUN, 1), manifest.model.sha256, temporary=True))
+    assert not other.version(RUN, 1).exists()
+    assert registry.find(VersionKey(RUN, 1)).served.sha256 == sha256
+
+
+async def test_what_the_engine_refuses_is_not_loaded_and_leaves_no_files(setup, tmp_path):
+    registry = setup.registry()
+    other = Volume(tmp_path / "other")
+    manifest = make_version(other, setup.model, RUN, 1, rank=16)
+    with pytest.raises(errors.RankTooLarge):
+        await registry.install(StagedAdapter(manifest, other.version(RUN, 1), manifest.model.sha256, temporary=True))
+    assert not len(registry)
+    assert not other.version(RUN, 1).exists()
+
+
+async def test_unloading_waits_for_requests(setup):
+    registry = setup.registry()
+    ref = setup.publish(1)
+    async with registry.lease(ref, TENANT):
+        registry.unload(ref, TENANT)
+        await asyncio.sleep(0)
+        assert loaded(registry) == [1]
+    await until(lambda: not len(registry))
+    with pytest.raises(errors.VersionNotFound):
+        registry.unload(ref, TENANT)
+
+
+async def test_forgetting_a_run_takes_its_versions_and_checkpoints(setup):
+    registry = setup.registry()
+    other = setup.publish(1, new_run_id())
+    path = f"paceline://{RUN}/sampler/best"
+    make_checkpoint(setup.volume, setup.model, path, seed=1)
+    for ref in (setup.publish(1), ModelRef(checkpoint=path), other):
+        await use(registry, ref)
+    registry.forget_run(RUN)
+    await until(lambda: len(registry) == 1)
+    assert [entry.served.run_id for entry in registry] == [other.run_id]
+
+
+async def test_the_newest_version_is_unknown_without_a_trainer(setup):
+    registry = setup.registry()
+    setup.publish(1)
+    with pytest.raises(errors.TrainerUnavailable):
+        await use(registry, ModelRef(run_id=RUN))
+    setup.resolver.announced(RUN, 1)
+    assert (await use(registry, ModelRef(run_id=RUN))).served.version == 1
+
+
+async def test_files_that_belong_there_stay_on_the_volume(setup):
+    registry = setup.registry()
+    ref = setup.publish(1)
+    await use(registry, ref)
+    registry.unload(ref, TENANT)
+    await until(lambda: not len(registry))
+    assert setup.volume.version(RUN, 1).is_dir()
+    shutil.rmtree(setup.volume.version(RUN, 1))
+    with pytest.raises(errors.VersionNotFound):
+        await use(registry, ref)

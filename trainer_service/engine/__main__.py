@@ -1,0 +1,26 @@
+"""The engine's process, `python -m trainer_service.engine --fd N`. `EngineProcess` starts it and has the other end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+from trainer_service.engine.worker import Worker
+
+
+def main() -> NoReturn:
+    """Serve the engine on the inherited socket."""
+    parser = argparse.ArgumentParser(prog="python -m trainer_service.engine")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the service")
+    # Ctrl-C reaches the whole process group; the service drains first and then closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    Worker(socket.socket(fileno=parser.parse_args().fd)).serve()
+
+
+if __name__ == "__main__":
+    main()

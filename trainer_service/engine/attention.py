@@ -1,0 +1,76 @@
+"""Attention for packed sequences: each segment attends to itself alone, with no mask over the pack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from paceline.errors import Unsupported
+
+PACKED_ATTENTION = "paceline_packed"
+"""Name to load a model with (`attn_implementation`). No mask function goes by it, so transformers builds no mask."""
+
+_UNSERVED = ("softcap", "s_aux", "position_bias")
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _attention_mask: Tensor | None,
+    *,
+    segment_lengths: tuple[int, ...],
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    **variant: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each segment of a pack.
+
+    `query` is [1, heads, T, head_dim], `key` and `value` [1, kv_heads, T, head_dim] (GQA), `segment_lengths` sums to T.
+    Returns [1, T, heads, head_dim] in the dtype of `query`. Raises Unsupported for variants of attention that it would
+    otherwise ignore.
+    """
+    for name in _UNSERVED:
+        if variant.get(name) is not None:
+            raise Unsupported(f"{type(module).__name__} uses {name}, which packed attention does not compute.")
+    dtype = query.dtype
+    if query.device.type == "cpu":
+        # On the CPU the bfloat16 kernel takes longer than the float32 one.
+        query, key, value = query.float(), key.float(), value.float()
+    parts = zip(*(torch.split(x, list(segment_lengths), dim=2) for x in (query, key, value)), strict=True)
+    with torch.autocast(query.device.type, enabled=False):
+        outputs = [_segment_attention(q, k, v, sliding_window, scaling, dropout) for q, k, v in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
+
+
+def _segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None, dropout: float
+) -> Tensor:
+    mask = _window_mask(query.shape[2], window, query.device)
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Band of the `window` latest positions, only for segments that are longer."""
+    if window is None or length <= window:
+        return None
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril() & ones.triu(1 - window)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,76 @@
+"""What a trainer engine does. The service knows engines by this protocol alone; nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A run's adapter as the engine made it."""
+
+    trainable_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """What a checkpoint put back."""
+
+    step: int
+    """Optimizer steps taken; 0 when only weights were loaded."""
+
+
+class TrainerEngine(Protocol):
+    """Executes commands of runs, one at a time. Not thread-safe.
+
+    Every call either happens wholly or, when it raises, leaves the run as it was. Inputs have been validated by the caller against `describe()`.
+    Errors are those of `paceline.errors`: OutOfMemory, NoGradient, NonFiniteGradient, CheckpointMismatch, ChecksumMismatch.
+    """
+
+    def describe(self) -> ModelInfo:
+        """Say what base model is loaded."""
+        ...
+
+    def create_run(self, run_id: str, lora: LoraConfig) -> AdapterInfo:
+        """Make an adapter with fresh weights from `lora.seed`; the same seed gives the same weights everywhere."""
+        ...
+
+    def delete_run(self, run_id: str) -> None:
+        """Forget a run and free its memory. Unknown runs are ignored."""
+        ...
+
+    def forward_backward(
+        self,
+        run_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        *,
+        forward_only: bool,
+    ) -> ForwardBackwardOutput:
+        """Compute a loss summed over all tokens of all datums and, unless `forward_only`, add its gradient to the run's."""
+        ...
+
+    def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:
+        """Apply the accumulated gradient with AdamW and clear it."""
+        ...
+
+    def save_state(self, run_id: str, directory: Path) -> None:
+        """Write weights (PEFT layout), optimizer, RNG, step and pending gradient into an existing, empty directory."""
+        ...
+
+    def save_adapter(self, run_id: str, directory: Path) -> None:
+        """Write adapter_model.safetensors and adapter_config.json (PEFT layout) into an existing, empty directory."""
+        ...
+
+    def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
+        """Replace the run's weights by those in `directory`; with_optimizer everything that `save_state` wrote.
+
+        Raises CheckpointMismatch when names or shapes differ from the run's adapter.
+        """
+        ...

@@ -1,0 +1,110 @@
+"""Which losses exist, what each one reads, and its settings. No torch: the service validates requests against these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import NonFinite, OutOfRange, UnknownField, UnknownLoss
+
+MASK = "mask"
+"""Loss input that every loss takes: uint8, shape [N]; 0 leaves the position out of loss, gradient and output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A number that a loss can be configured with."""
+
+    default: float
+    minimum: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """What a loss reads. Every input is of shape [N], one value per position of the datum."""
+
+    name: str
+    required: tuple[str, ...]
+    """Inputs that every datum must have."""
+    required_with: Mapping[str, str]
+    """Input -> the setting that makes it required when above 0; otherwise the input is optional and unused."""
+    settings: Mapping[str, Setting]
+    finite: frozenset[str]
+    """Inputs that must be finite on counted positions."""
+    nonpositive: frozenset[str]
+    """Inputs that are log-probabilities: at most 0 on counted positions."""
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Inputs that a datum may leave out."""
+        return (*self.required_with, MASK)
+
+    def resolve_config(self, config: Mapping[str, float]) -> dict[str, float]:
+        """Fill in defaults. Raises UnknownField, NonFinite or OutOfRange, naming the setting."""
+        for name, value in config.items():
+            _check_setting(self, name, value)
+        resolved = {name: setting.default for name, setting in self.settings.items()} | dict(config)
+        low, high = resolved.get("clip_low_threshold", 0.0), resolved.get("clip_high_threshold", math.inf)
+        if low > high:
+            raise OutOfRange(
+                f"clip_low_threshold {low:g} is above clip_high_threshold {high:g}; swap or change them.",
+                field="loss_fn_config.clip_low_threshold",
+            )
+        return resolved
+
+    def required_inputs(self, config: Mapping[str, float]) -> tuple[str, ...]:
+        """List the inputs that every datum must have under a resolved `config`."""
+        extra = tuple(name for name, setting in self.required_with.items() if config[setting] > 0)
+        return self.required + extra
+
+
+def _check_setting(spec: LossSpec, name: str, value: float) -> None:
+    field = f"loss_fn_config.{name}"
+    if name not in spec.settings:
+        known = ", ".join(spec.settings) or "none"
+        raise UnknownField(f"{spec.name} has no such setting; it takes: {known}.", field=field)
+    if not math.isfinite(value):
+        raise NonFinite("must be a finite number.", field=field)
+    if value < spec.settings[name].minimum:
+        raise OutOfRange(f"must be at least {spec.settings[name].minimum:g}.", field=field)
+
+
+def _policy_loss(
+    name: str, settings: Mapping[str, Setting], required_with: Mapping[str, str] | None = None
+) -> LossSpec:
+    optional = required_with or {}
+    return LossSpec(
+        name=name,
+        required=("target_tokens", "logprobs", "advantages"),
+        required_with=optional,
+        settings=settings,
+        finite=frozenset({"logprobs", "advantages", *optional}),
+        nonpositive=frozenset({"logprobs", *optional}),
+    )
+
+
+def _clip(low: float, high: float) -> dict[str, Setting]:
+    """Thresholds on the probability ratio itself, not distances from 1."""
+    return {"clip_low_threshold": Setting(low), "clip_high_threshold": Setting(high)}
+
+
+LOSS_SPECS: Mapping[str, LossSpec] = {
+    spec.name: spec
+    for spec in (
+        LossSpec("cross_entropy", ("target_tokens", "weights"), {}, {}, frozenset({"weights"}), frozenset()),
+        _policy_loss("importance_sampling", {}),
+        _policy_loss("ppo", _clip(0.8, 1.2)),
+        _policy_loss("cispo", _clip(0.0, 4.0)),
+        _policy_loss("dro", {"beta": Setting(0.05)}),
+        _policy_loss("grpo", {**_clip(0.8, 1.2), "kl_coef": Setting(0.0)}, {"reference_logprobs": "kl_coef"}),
+    )
+}
+"""Every loss that is served, by name."""
+
+
+def loss_spec(name: str) -> LossSpec:
+    """Look a loss up. Raises UnknownLoss."""
+    if name not in LOSS_SPECS:
+        raise UnknownLoss(f"no such loss; choose one of {', '.join(LOSS_SPECS)}.", field="loss_fn")
+    return LOSS_SPECS[name]

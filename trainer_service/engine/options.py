@@ -1,0 +1,30 @@
+"""What an engine is built from. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Settings of a trainer engine; fixed for its lifetime."""
+
+    model_path: str
+    """Directory of a Hugging Face model, or its id."""
+    model_name: str
+    """Name that clients know the base model by."""
+    dtype: Dtype = "float32"
+    """dtype of the base weights and of matrix products. Adapters are trained in float32 always."""
+    device: str = "cpu"
+    """A torch device: cpu, cuda, cuda:1."""
+    pack_tokens: int = 4096
+    """Tokens that one forward pass takes; a longer datum is a pass of its own. Bounds memory, never changes results."""
+    logprob_chunk: int = 512
+    """Positions whose logits exist at one time."""
+    max_lora_rank: int = 64
+    """Largest LoRA rank that is advertised."""
+    adapter_dtype: Dtype | None = None
+    """dtype of published adapters. None means that of the base weights."""

@@ -1,0 +1,210 @@
+"""The engine as the service sees it: a process of its own, so that its death is an error and not the service's end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Self, TypeVar
+
+import msgspec
+
+from paceline.errors import EngineUnavailable
+from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+from trainer_service.engine import wire
+from trainer_service.engine.base import AdapterInfo, LoadedState
+from trainer_service.engine.options import EngineOptions
+
+R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
+
+_STREAM_LIMIT = 16 * 1024 * 1024
+"""Bytes that may wait unread before the pipe is paused."""
+
+
+class EngineProcess:
+    """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
+
+    Commands are executed one at a time in order of their calls; any number may wait. A call whose waiting is cancelled
+    is executed all the same. When the process dies, calls under way and later ones raise EngineUnavailable until
+    `restart`, and the runs in its memory are gone. Until then the errors are the engine's own.
+    """
+
+    def __init__(self, options: EngineOptions, *, on_exit: Callable[[int], None] | None = None) -> None:
+        """Take `on_exit` to be called with the exit status when the process dies by itself (negative: the signal)."""
+        self._options = options
+        self._on_exit = on_exit
+        self._link: _Link | None = None
+        self._info: ModelInfo | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        await self.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine. Raises EngineUnavailable when there is none."""
+        return self._running().process.pid
+
+    async def start(self) -> ModelInfo:
+        """Start the process and load the model. Raises what loading raised, or EngineUnavailable."""
+        link = self._link = await _Link.open(self._on_exit)
+        try:
+            self._info = await link.call(wire.Start(self._options), ModelInfo)
+        except BaseException:
+            await self.close()
+            raise
+        return self._info
+
+    async def restart(self) -> ModelInfo:
+        """End the process, if it still runs, and start a fresh one, which holds no runs."""
+        await self.close()
+        return await self.start()
+
+    async def close(self) -> None:
+        """End the process, at once; waiting calls raise EngineUnavailable."""
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+
+    def describe(self) -> ModelInfo:
+        """Say what base model is loaded."""
+        if self._info is None:
+            raise EngineUnavailable("the engine has not started.")
+        return self._info
+
+    async def create_run(self, run_id: str, lora: LoraConfig) -> AdapterInfo:
+        return await self._call(wire.CreateRun(run_id, lora), AdapterInfo)
+
+    async def delete_run(self, run_id: str) -> None:
+        await self._call(wire.DeleteRun(run_id), NoneType)
+
+    async def forward_backward(
+        self,
+        run_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        *,
+        forward_only: bool,
+    ) -> ForwardBackwardOutput:
+        command = wire.ForwardBackward(run_id, list(data), loss_fn, dict(loss_fn_config), forward_only)
+        return await self._call(command, ForwardBackwardOutput)
+
+    async def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:
+        return await self._call(wire.OptimStep(run_id, params), OptimStepOutput)
+
+    async def save_state(self, run_id: str, directory: Path) -> None:
+        await self._call(wire.SaveState(run_id, str(directory)), NoneType)
+
+    async def save_adapter(self, run_id: str, directory: Path) -> None:
+        await self._call(wire.SaveAdapter(run_id, str(directory)), NoneType)
+
+    async def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
+        return await self._call(wire.LoadState(run_id, str(directory), with_optimizer), LoadedState)
+
+    def _running(self) -> _Link:
+        if self._link is None:
+            raise EngineUnavailable("the engine is not running.")
+        return self._link
+
+    async def _call(self, command: wire.Command, kind: type[R]) -> R:
+        return await self._running().call(command, kind)
+
+
+class _Link:
+    """A running process and the pipe to it."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_exit: Callable[[int], None] | None,
+    ) -> None:
+        self.process = process
+        self._reader, self._writer = reader, writer
+        self._on_exit = on_exit
+        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._ids = itertools.count(1)
+        self._dead = self._closing = False
+        self._receiving = asyncio.create_task(self._receive())
+
+    @classmethod
+    async def open(cls, on_exit: Callable[[int], None] | None) -> _Link:
+        ours, theirs = socket.socketpair()
+        command = (sys.executable, "-m", "trainer_service.engine", "--fd", str(theirs.fileno()))
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                )
+            reader, writer = await asyncio.open_connection(sock=ours, limit=_STREAM_LIMIT)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(process, reader, writer, on_exit)
+
+    async def call(self, command: wire.Start | wire.Command, kind: type[R]) -> R:
+        if self._dead:
+            raise _unavailable()
+        request = wire.Request(next(self._ids), command)
+        self._writer.write(wire.frame(wire.encode(request)))
+        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = answer
+        return wire.decode(await answer, kind)
+
+    async def close(self) -> None:
+        self._closing = True
+        self._writer.close()
+        await self._receiving
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                header = await self._reader.readexactly(wire.LENGTH_BYTES)
+                payload = await self._reader.readexactly(int.from_bytes(header, "little"))
+                self._settle(wire.decode(payload, wire.Reply))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # The pipe is closed, here or by the death of the process.
+        finally:
+            await self._end()
+
+    def _settle(self, reply: wire.Reply) -> None:
+        answer = self._waiting.pop(reply.id)
+        if answer.cancelled():
+            return
+        if reply.failure is None:
+            answer.set_result(reply.result)
+        else:
+            answer.set_exception(reply.failure.error())
+
+    async def _end(self) -> None:
+        self._dead, by_itself = True, not self._closing
+        self._writer.close()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(_unavailable())
+        self._waiting.clear()
+        if self.process.returncode is None:
+            self.process.kill()  # Without its pipe it is of no use; one that is dying keeps its own exit status.
+        status = await self.process.wait()
+        if by_itself:
+            _log.error("the engine process died with status %d", status)
+            if self._on_exit is not None:
+                self._on_exit(status)
+
+
+def _unavailable() -> EngineUnavailable:
+    return EngineUnavailable("the engine process died; its runs come back from their checkpoints.")

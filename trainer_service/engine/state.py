@@ -1,0 +1,186 @@
+"""A run on disk: safetensors and JSON, nothing else.
+
+- adapter_model.safetensors, adapter_config.json: the weights in PEFT's layout.
+- optimizer.safetensors: exp_avg.<name> and exp_avg_sq.<name> of each weight, grad.<name> if one waits, rng_state.
+- trainer_state.json: format version, step, counters, the LoRA config.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.errors import CheckpointMismatch, ChecksumMismatch
+from trainer_service.engine.adapters import adapter_config, scaling_alpha
+from trainer_service.engine.run import EngineRun
+
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+OPTIMIZER, TRAINER_STATE = "optimizer.safetensors", "trainer_state.json"
+FORMAT_VERSION = 1
+
+T = TypeVar("T")
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+    """trainer_state.json."""
+
+    format_version: int
+    step: int
+    pending_tokens: int
+    has_gradient: bool
+    lora: dict[str, Any]
+
+
+class _AdapterConfig(msgspec.Struct, frozen=True):
+    """The fields of adapter_config.json on which the weights' meaning depends."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    use_dora: bool = False
+
+
+def save(run: EngineRun, directory: Path, base_model: str) -> None:
+    """Write everything that a run is into an existing, empty directory."""
+    save_adapter(run, directory, base_model, torch.float32)
+    save_file(_optimizer_tensors(run), directory / OPTIMIZER)
+    state = TrainerState(
+        format_version=FORMAT_VERSION,
+        step=run.step,
+        pending_tokens=run.pending_tokens,
+        has_gradient=run.has_gradient,
+        lora=asdict(run.lora),
+    )
+    _write_json(directory / TRAINER_STATE, msgspec.to_builtins(state))
+
+
+def save_adapter(run: EngineRun, directory: Path, base_model: str, dtype: torch.dtype) -> None:
+    """Write the weights in PEFT's layout. The same weights give the same bytes."""
+    weights = {name: parameter.detach().to("cpu", dtype) for name, parameter in run.parameters.items()}
+    save_file(weights, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    _write_json(directory / ADAPTER_CONFIG, adapter_config(run.lora, run.targets, base_model))
+
+
+def load_adapter(run: EngineRun, directory: Path) -> None:
+    """Replace the run's weights by any floating-point adapter of the same modules, rank and scaling.
+
+    Raises CheckpointMismatch or ChecksumMismatch before anything is changed.
+    """
+    weights = _read_tensors(directory / ADAPTER_WEIGHTS)
+    _check_scaling(run, _read_json(directory / ADAPTER_CONFIG, _AdapterConfig))
+    _check_tensors(weights, _shapes(run), (torch.float32, torch.bfloat16, torch.float16))
+    _copy_weights(run, weights)
+
+
+def load(run: EngineRun, directory: Path) -> None:
+    """Replace all of the run's state by what `save` wrote.
+
+    Raises CheckpointMismatch or ChecksumMismatch before anything is changed.
+    """
+    weights, tensors = _read_tensors(directory / ADAPTER_WEIGHTS), _read_tensors(directory / OPTIMIZER)
+    state = _read_json(directory / TRAINER_STATE, TrainerState)
+    if state.format_version != FORMAT_VERSION:
+        raise CheckpointMismatch(f"trainer_state.json has format {state.format_version}; this is {FORMAT_VERSION}.")
+    _check_scaling(run, _read_json(directory / ADAPTER_CONFIG, _AdapterConfig))
+    _check_tensors(weights, _shapes(run), (torch.float32,))
+    rng_state = tensors.pop("rng_state", torch.empty(0))
+    if rng_state.dtype != torch.uint8 or rng_state.shape != run.rng_state.shape:
+        raise CheckpointMismatch(
+            "the random state is of another kind of device; load the weights alone, without the optimizer."
+        )
+    _check_tensors(tensors, _optimizer_shapes(run, state), (torch.float32,))
+    _copy_weights(run, weights)
+    _restore_optimizer(run, tensors, state)
+    run.rng_state = rng_state
+
+
+def _optimizer_tensors(run: EngineRun) -> dict[str, Tensor]:
+    tensors = {"rng_state": run.rng_state}
+    for name, parameter in run.parameters.items():
+        moments = run.optimizer.state.get(parameter, {})
+        tensors |= {f"{moment}.{name}": moments[moment] for moment in _MOMENTS if moment in moments}
+        if parameter.grad is not None:
+            tensors[f"grad.{name}"] = parameter.grad
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _shapes(run: EngineRun) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in run.parameters.items()}
+
+
+def _optimizer_shapes(run: EngineRun, state: TrainerState) -> dict[str, torch.Size]:
+    kinds = (_MOMENTS if state.step else ()) + (("grad",) if state.has_gradient else ())
+    return {f"{kind}.{name}": shape for name, shape in _shapes(run).items() for kind in kinds}
+
+
+def _restore_optimizer(run: EngineRun, tensors: Mapping[str, Tensor], state: TrainerState) -> None:
+    run.drop_gradient()
+    run.optimizer.state.clear()
+    for name, parameter in run.parameters.items():
+        if state.step:
+            moments = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS}
+            step = torch.tensor(float(state.step), device=parameter.device)
+            run.optimizer.state[parameter] = {"step": step, **moments}
+        if state.has_gradient:
+            parameter.grad = tensors[f"grad.{name}"].to(parameter.device)
+    run.step, run.pending_tokens, run.has_gradient = state.step, state.pending_tokens, state.has_gradient
+
+
+@torch.no_grad()
+def _copy_weights(run: EngineRun, weights: Mapping[str, Tensor]) -> None:
+    for name, parameter in run.parameters.items():
+        parameter.copy_(weights[name])
+
+
+def _check_scaling(run: EngineRun, config: _AdapterConfig) -> None:
+    ours = (run.lora.rank, scaling_alpha(run.lora), run.lora.use_rslora, False)
+    theirs = (config.r, config.lora_alpha, config.use_rslora, config.use_dora)
+    for field, mine, other in zip(_AdapterConfig.__struct_fields__, ours, theirs, strict=True):
+        if mine != other:
+            raise CheckpointMismatch(f"{field} is {other} in the checkpoint and {mine} in the run.")
+
+
+def _check_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if odd := sorted(tensors.keys() ^ shapes.keys()):
+        where = "only in the checkpoint" if odd[0] in tensors else "missing from the checkpoint"
+        raise CheckpointMismatch(f"{len(odd)} tensors do not match; {odd[0]} is {where}.")
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes[name]:
+            raise CheckpointMismatch(f"{name} is {list(tensor.shape)}, and {list(shapes[name])} in the run.")
+        if tensor.dtype not in dtypes:
+            raise CheckpointMismatch(f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}.")
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise CheckpointMismatch(f"the checkpoint has no {path.name}.")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ChecksumMismatch(f"{path.name} is damaged: {error}.") from error
+
+
+def _read_json(path: Path, kind: type[T]) -> T:
+    if not path.is_file():
+        raise CheckpointMismatch(f"the checkpoint has no {path.name}.")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.MsgspecError as error:
+        raise CheckpointMismatch(f"{path.name} cannot be read: {error}.") from error
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,189 @@
+"""What travels between the service and the engine's process: commands, replies and errors as length-prefixed msgpack.
+
+A frame is its length (8 bytes, little-endian) and that many bytes of msgpack. Numpy arrays are an extension type that
+holds dtype, shape and bytes. Replies carry the id of their command.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from paceline.errors import CATALOG, Internal, PacelineError
+from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+from paceline.types.training import Array
+from trainer_service.engine.base import AdapterInfo, LoadedState, TrainerEngine
+from trainer_service.engine.options import EngineOptions
+
+LENGTH_BYTES = 8
+"""Bytes of a frame's length prefix."""
+
+R = TypeVar("R")
+
+_ARRAY_CODE = 1
+
+
+class CreateRun(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.create_run."""
+
+    run_id: str
+    lora: LoraConfig
+
+    def execute(self, engine: TrainerEngine) -> AdapterInfo:
+        """Execute the command."""
+        return engine.create_run(self.run_id, self.lora)
+
+
+class DeleteRun(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.delete_run."""
+
+    run_id: str
+
+    def execute(self, engine: TrainerEngine) -> None:
+        """Execute the command."""
+        engine.delete_run(self.run_id)
+
+
+class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.forward_backward."""
+
+    run_id: str
+    data: list[Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, float]
+    forward_only: bool
+
+    def execute(self, engine: TrainerEngine) -> ForwardBackwardOutput:
+        """Execute the command."""
+        return engine.forward_backward(
+            self.run_id, self.data, self.loss_fn, self.loss_fn_config, forward_only=self.forward_only
+        )
+
+
+class OptimStep(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.optim_step."""
+
+    run_id: str
+    params: AdamParams
+
+    def execute(self, engine: TrainerEngine) -> OptimStepOutput:
+        """Execute the command."""
+        return engine.optim_step(self.run_id, self.params)
+
+
+class SaveState(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.save_state."""
+
+    run_id: str
+    directory: str
+
+    def execute(self, engine: TrainerEngine) -> None:
+        """Execute the command."""
+        engine.save_state(self.run_id, Path(self.directory))
+
+
+class SaveAdapter(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.save_adapter."""
+
+    run_id: str
+    directory: str
+
+    def execute(self, engine: TrainerEngine) -> None:
+        """Execute the command."""
+        engine.save_adapter(self.run_id, Path(self.directory))
+
+
+class LoadState(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.load_state."""
+
+    run_id: str
+    directory: str
+    with_optimizer: bool
+
+    def execute(self, engine: TrainerEngine) -> LoadedState:
+        """Execute the command."""
+        return engine.load_state(self.run_id, Path(self.directory), with_optimizer=self.with_optimizer)
+
+
+Command = CreateRun | DeleteRun | ForwardBackward | OptimStep | SaveState | SaveAdapter | LoadState
+Result = ModelInfo | AdapterInfo | ForwardBackwardOutput | OptimStepOutput | LoadedState | None
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Build the engine; the first request, answered with its ModelInfo."""
+
+    options: EngineOptions
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A command on its way to the engine."""
+
+    id: int
+    command: Start | Command
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A typed error."""
+
+    reason: str
+    message: str
+    field: str
+    metadata: dict[str, str]
+    retry_after: float | None
+
+    @classmethod
+    def of(cls, error: PacelineError) -> Failure:
+        """Describe an error of the catalog."""
+        return cls(error.reason, error.message, error.field, error.metadata, error.retry_after)
+
+    def error(self) -> PacelineError:
+        """Make the error again, of the class that was raised."""
+        return CATALOG.get(self.reason, Internal)(
+            self.message, field=self.field, metadata=self.metadata, retry_after=self.retry_after
+        )
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to a command: a failure, or a result of the kind that the command gives."""
+
+    id: int
+    result: msgspec.Raw
+    failure: Failure | None = None
+
+
+def encode(message: Request | Reply | Result) -> bytes:
+    """Encode a message, without its length."""
+    return msgspec.msgpack.encode(message, enc_hook=_encode_array)
+
+
+def decode(data: bytes | msgspec.Raw, kind: type[R]) -> R:
+    """Decode a message of type `kind`. Raises msgspec.DecodeError. Arrays in it are read-only views of `data`."""
+    return msgspec.msgpack.decode(data, type=kind, ext_hook=_decode_array, dec_hook=_check_array)
+
+
+def frame(payload: bytes) -> bytes:
+    """Put the length before a payload."""
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def _encode_array(value: Any) -> msgspec.msgpack.Ext:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} has no wire form.")
+    content = (value.dtype.str, value.shape, np.ascontiguousarray(value).data)
+    return msgspec.msgpack.Ext(_ARRAY_CODE, msgspec.msgpack.encode(content))
+
+
+def _decode_array(code: int, data: memoryview) -> Array:
+    if code != _ARRAY_CODE:
+        raise ValueError(f"extension {code} is not known.")
+    dtype, shape, content = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], memoryview])
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def _check_array(kind: Any, value: Any) -> Array:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"expected an array for {kind}, got {type(value).__name__}.")
+    return value
