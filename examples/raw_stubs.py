@@ -43,7 +43,9 @@ def main() -> None:
 
     # A run: the adapter that is trained. The request_id makes the call safe to repeat.
     made = training.CreateRun(
-        trainer.CreateRunRequest(request_id=uuid.uuid4().hex, lora=lora_pb2.LoraConfig(rank=8)), metadata=key, timeout=60
+        trainer.CreateRunRequest(request_id=uuid.uuid4().hex, lora=lora_pb2.LoraConfig(rank=8)),
+        metadata=key,
+        timeout=60,
     )
     run_id = made.run.run_id
     print(f"run {run_id}: {made.run.trainable_parameters} parameters on {made.run.base_model}")
@@ -69,7 +71,9 @@ def main() -> None:
 
     # Publishing makes an immutable version and gets it to the samplers.
     published = training.PublishWeights(
-        trainer.PublishWeightsRequest(run_id=run_id, seq_id=3, wait_for=trainer.ACK_POLICY_ANY), metadata=key, timeout=60
+        trainer.PublishWeightsRequest(run_id=run_id, seq_id=3, wait_for=trainer.ACK_POLICY_ANY),
+        metadata=key,
+        timeout=60,
     )
     version = published.model.version
     print(f"version {version} published in {published.total_milliseconds:.0f} ms")

@@ -1,8 +1,8 @@
-"""Reinforcement learning, end to end: sample, score, train, publish, and again under the new weights.
+r"""Reinforcement learning, end to end: sample, score, train, publish, and again under the new weights.
 
     python examples/rl_loop.py [--steps 32] [--seed 0] [--out results]
 
-The model completes fact sheets ("Country: Peru\\nCapital:") and gets 1 for exactly the capital's name, 0 for anything
+The model completes fact sheets ("Country: Peru\nCapital:") and gets 1 for exactly the capital's name, 0 for anything
 else (see tasks.py). Each step samples a group of completions per prompt from the newest version, turns each group's
 rewards into advantages, takes one optimizer step and publishes the next version.
 

@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     up.add_argument("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
     options = parser.parse_args(arguments)
 
-    from paceline.up import UpOptions, up as run_up  # noqa: PLC0415 - needs the server extra, which clients lack
+    # Needs the server extra, which clients lack.
+    from paceline.up import up as run_up  # noqa: PLC0415
+    from paceline.up_plan import UpOptions  # noqa: PLC0415
 
     fields = {name: value for name, value in vars(options).items() if name != "command"}
     return run_up(UpOptions(**fields))

@@ -71,7 +71,7 @@ def check_name(name: str, field: str = "name") -> str:
 
 
 def check_run_id(run_id: str, field: str = "run_id") -> str:
-    """Return `run_id` if it has the form of one, so that no other string reaches a path; raise RunNotFound otherwise."""
+    """Return `run_id` if it has the form of one, so that nothing else reaches a path; raise RunNotFound otherwise."""
     if not run_id:
         raise errors.MissingField("is not set; name the run", field=field)
     if not _RUN_ID.fullmatch(run_id):

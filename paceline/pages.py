@@ -15,9 +15,7 @@ MAX_PAGE_SIZE = 1000
 T = TypeVar("T")
 
 
-def page_of(
-    items: Iterable[T], key: Callable[[T], str], page_size: int, page_token: str
-) -> tuple[list[T], str]:
+def page_of(items: Iterable[T], key: Callable[[T], str], page_size: int, page_token: str) -> tuple[list[T], str]:
     """Return one page of `items` in descending order of `key`, and the token of the next page (empty on the last).
 
     Keys must be distinct; entries made meanwhile do not shift the pages after. Raises InvalidPageToken.

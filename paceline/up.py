@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,9 @@ class _Supervisor:
 
     def __init__(self, options: UpOptions) -> None:
         self._options = options
+        state = Path(options.state).resolve()
+        self._key_file = read_or_make_key(state)
+        self._plans = make_plans(options, state)
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._stopping = asyncio.Event()
         self._processes: dict[str, asyncio.subprocess.Process] = {}
@@ -41,14 +45,11 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stopping.set)
-        state = Path(self._options.state).resolve()
-        key_file = read_or_make_key(state)
-        plans = make_plans(self._options, state)
-        keepers = [asyncio.create_task(self._keep(plan)) for plan in plans]
-        announcing = asyncio.create_task(self._announce(plans, key_file))
+        keepers = [asyncio.create_task(self._keep(plan)) for plan in self._plans]
+        announcing = asyncio.create_task(self._announce())
         await self._stopping.wait()
         announcing.cancel()
-        await self._stop_all([plan.name for plan in reversed(plans)])
+        await self._stop_all([plan.name for plan in reversed(self._plans)])
         await asyncio.gather(*keepers)
         return 0
 
@@ -94,14 +95,15 @@ class _Supervisor:
             except TimeoutError:
                 os.killpg(process.pid, signal.SIGKILL)
 
-    async def _announce(self, plans: Sequence[Plan], key_file: Path) -> None:
+    async def _announce(self) -> None:
         """Say how to connect once all services are ready."""
-        for plan in plans:
-            while await asyncio.to_thread(check_health, plan.health, plan.service, _PROBE_SECONDS) != "SERVING":
-                await asyncio.sleep(_POLL_SECONDS)
+        for plan in self._plans:
+            await asyncio.to_thread(_wait_until_serving, plan, self._stopping)
+        if self._stopping.is_set():
+            return
         self._console.rule("[bold]Paceline is up")
         self._console.print(f"  export PACELINE_ADDRESS={self._options.address}")
-        self._console.print(f"  export PACELINE_API_KEY=$(cat {key_file})")
+        self._console.print(f"  export PACELINE_API_KEY=$(cat {self._key_file})")
         self._console.rule("Ctrl-C stops all three services", style="dim")
 
     def _say(self, name: str, line: str) -> None:
@@ -109,6 +111,12 @@ class _Supervisor:
         self._console.print(f"[{color}]{name:>8}[/{color}] │ {line}")
 
 
+def _wait_until_serving(plan: Plan, stopping: asyncio.Event) -> None:
+    pause = threading.Event()
+    while not stopping.is_set() and check_health(plan.health, plan.service, _PROBE_SECONDS) != "SERVING":
+        pause.wait(_POLL_SECONDS)
+
+
 def _inherited_environment() -> dict[str, str]:
-    """The environment without Paceline's own variables: each service gets the ones that are meant for it."""
+    """Return the environment without Paceline's own variables: each service gets the ones that are meant for it."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}

@@ -103,7 +103,7 @@ def make_plans(options: UpOptions, state: Path) -> list[Plan]:
 
 
 def _share_machine() -> dict[str, _Share]:
-    """Give trainer and sampler a GPU each, or each its own cores: two OpenMP pools on the same cores spin on each other."""
+    """Give trainer and sampler a GPU or cores of their own: two OpenMP pools on the same cores slow each other down."""
     gpus = len(list(_NVIDIA.iterdir())) if _NVIDIA.is_dir() else 0
     if gpus:
         second = {"CUDA_VISIBLE_DEVICES": "1"} if gpus > 1 else _half_gpu()

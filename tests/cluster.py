@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.rpc.health import check_health
@@ -97,8 +97,8 @@ class Cluster:
         for plan in make_plans(options, state):
             prefix = f"PACELINE_{plan.name.upper()}_"
             extra = {name: value for name, value in settings.items() if name.startswith(prefix)}
-            plan = Plan(plan.name, plan.module, {**plan.environment, **extra}, plan.health, plan.service, plan.cores)
-            cluster.services[plan.name] = ServiceProcess(plan, state / f"{plan.name}.log")
+            changed = replace(plan, environment={**plan.environment, **extra})
+            cluster.services[plan.name] = ServiceProcess(changed, state / f"{plan.name}.log")
         return cluster
 
     def start(self) -> None:

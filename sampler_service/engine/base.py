@@ -90,7 +90,8 @@ class SamplerEngine(Protocol):
     async def add_adapter(self, adapter: Adapter) -> None:
         """Load an adapter; when this returns, the next scheduler step can use it. The files have been verified.
 
-        Raises RankTooLarge, or InvalidShape when the adapter matches no module of the base model: it is never silently left out.
+        Raises RankTooLarge, or InvalidShape when the adapter matches no module of the base model: it is never
+        silently left out.
         """
         ...
 
@@ -103,7 +104,10 @@ class SamplerEngine(Protocol):
         ...
 
     async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
-        """Return the log-probability of each token given those before it at temperature 1: float32, shape [N], NaN at 0."""
+        """Return the log-probability of each token given those before it, at temperature 1.
+
+        float32, shape [N], NaN at 0.
+        """
         ...
 
     def num_running(self) -> int:

@@ -1,10 +1,11 @@
-"""The trainer service as a process, called with the generated stubs: bad input, order, crashes, checkpoints, versions."""
+"""The trainer service as a process, called with the generated stubs."""
 
 import asyncio
 import hashlib
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -33,8 +34,14 @@ SFT_DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7])
 def cluster(tmp_path_factory):
     state = tmp_path_factory.mktemp("trainer")
     model = make_tiny_llama(state / "model")
-    cluster = Cluster.make(state, model, PACELINE_TRAINER_KEEP_VERSIONS="2", PACELINE_TRAINER_GAP_WAIT_SECONDS="5",
-                           PACELINE_TRAINER_EXPIRY_CHECK_SECONDS="0.2", PACELINE_TRAINER_STAGING_DIR=str(state / "shm"))
+    cluster = Cluster.make(
+        state,
+        model,
+        PACELINE_TRAINER_KEEP_VERSIONS="2",
+        PACELINE_TRAINER_GAP_WAIT_SECONDS="5",
+        PACELINE_TRAINER_EXPIRY_CHECK_SECONDS="0.2",
+        PACELINE_TRAINER_STAGING_DIR=str(state / "shm"),
+    )
     cluster.trainer.start()
     yield cluster
     cluster.trainer.stop()
@@ -68,9 +75,7 @@ class Caller:
 
     async def forward_backward(self, data=(SFT_DATUM,), loss_fn="cross_entropy", **fields):
         encoded = [codec.datum_to_proto(datum) for datum in data]
-        return await self.command(
-            "ForwardBackward", pb.ForwardBackwardRequest, data=encoded, loss_fn=loss_fn, **fields
-        )
+        return await self.command("ForwardBackward", pb.ForwardBackwardRequest, data=encoded, loss_fn=loss_fn, **fields)
 
     async def optim_step(self, **params):
         adamw = codec.adam_params_to_proto(AdamParams(**{"learning_rate": 1e-2, **params}))
@@ -91,6 +96,9 @@ class Caller:
 
     async def publish(self, **fields):
         return await self.command("PublishWeights", pb.PublishWeightsRequest, **fields)
+
+    async def list_checkpoints(self):
+        return (await self.call("ListCheckpoints", pb.ListCheckpointsRequest(run_id=self.run_id))).checkpoints
 
     async def get_run(self):
         return (await self.call("GetRun", pb.GetRunRequest(run_id=self.run_id))).run
@@ -131,27 +139,77 @@ BAD_BATCHES = {
     "unknown setting": ([DATUM], "ppo", {"epsilon": 0.2}, errors.UnknownField, "loss_fn_config.epsilon"),
     "missing input": ([without_input("advantages")], "ppo", {}, errors.MissingField, "data[0].loss_inputs[advantages]"),
     "unknown input": ([with_input("rewards", ONES)], "ppo", {}, errors.UnknownField, "data[0].loss_inputs[rewards]"),
-    "wrong dtype": ([with_input("advantages", np.ones(6, np.int32))], "ppo", {}, errors.InvalidDtype,
-                    "data[0].loss_inputs[advantages].dtype"),
-    "wrong length": ([with_input("advantages", ONES[:5])], "ppo", {}, errors.InvalidShape,
-                     "data[0].loss_inputs[advantages].shape"),
-    "wrong shape": ([with_input("advantages", np.ones((6, 1), np.float32))], "ppo", {}, errors.InvalidShape,
-                    "data[0].loss_inputs[advantages].shape"),
-    "input token": ([replace(DATUM, model_input=np.array([0, 1, 2, 3, 4, VOCAB_SIZE], np.int32))], "ppo", {},
-                    errors.TokenOutOfRange, "data[0].model_input"),
-    "target token": ([with_input("target_tokens", np.array([0, 1, 2, 3, 4, -1]))], "ppo", {}, errors.TokenOutOfRange,
-                     "data[0].loss_inputs[target_tokens]"),
-    "nan advantage": ([DATUM, with_input("advantages", ONES * np.float32("nan"))], "ppo", {}, errors.NonFinite,
-                      "data[1].loss_inputs[advantages]"),
-    "infinite advantage": ([with_input("advantages", ONES * np.float32("inf"))], "ppo", {}, errors.NonFinite,
-                           "data[0].loss_inputs[advantages]"),
-    "positive logprob": ([with_input("logprobs", ONES)], "ppo", {}, errors.PositiveLogprob,
-                         "data[0].loss_inputs[logprobs]"),
-    "mask of twos": ([with_input("mask", np.full(6, 2, np.uint8))], "ppo", {}, errors.OutOfRange,
-                     "data[0].loss_inputs[mask]"),
+    "wrong dtype": (
+        [with_input("advantages", np.ones(6, np.int32))],
+        "ppo",
+        {},
+        errors.InvalidDtype,
+        "data[0].loss_inputs[advantages].dtype",
+    ),
+    "wrong length": (
+        [with_input("advantages", ONES[:5])],
+        "ppo",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[advantages].shape",
+    ),
+    "wrong shape": (
+        [with_input("advantages", np.ones((6, 1), np.float32))],
+        "ppo",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[advantages].shape",
+    ),
+    "input token": (
+        [replace(DATUM, model_input=np.array([0, 1, 2, 3, 4, VOCAB_SIZE], np.int32))],
+        "ppo",
+        {},
+        errors.TokenOutOfRange,
+        "data[0].model_input",
+    ),
+    "target token": (
+        [with_input("target_tokens", np.array([0, 1, 2, 3, 4, -1]))],
+        "ppo",
+        {},
+        errors.TokenOutOfRange,
+        "data[0].loss_inputs[target_tokens]",
+    ),
+    "nan advantage": (
+        [DATUM, with_input("advantages", ONES * np.float32("nan"))],
+        "ppo",
+        {},
+        errors.NonFinite,
+        "data[1].loss_inputs[advantages]",
+    ),
+    "infinite advantage": (
+        [with_input("advantages", ONES * np.float32("inf"))],
+        "ppo",
+        {},
+        errors.NonFinite,
+        "data[0].loss_inputs[advantages]",
+    ),
+    "positive logprob": (
+        [with_input("logprobs", ONES)],
+        "ppo",
+        {},
+        errors.PositiveLogprob,
+        "data[0].loss_inputs[logprobs]",
+    ),
+    "mask of twos": (
+        [with_input("mask", np.full(6, 2, np.uint8))],
+        "ppo",
+        {},
+        errors.OutOfRange,
+        "data[0].loss_inputs[mask]",
+    ),
     "all masked": ([with_input("mask", np.zeros(6, np.uint8))], "ppo", {}, errors.EmptyBatch, "data"),
-    "too long": ([Datum.from_completion([1] * 600, [2])], "cross_entropy", {}, errors.SequenceTooLong,
-                 "data[0].model_input"),
+    "too long": (
+        [Datum.from_completion([1] * 600, [2])],
+        "cross_entropy",
+        {},
+        errors.SequenceTooLong,
+        "data[0].model_input",
+    ),
 }
 
 
@@ -169,8 +227,14 @@ async def test_a_bad_batch_is_refused_by_name_and_the_run_goes_on_unharmed(calle
 
 @pytest.mark.parametrize(
     ("params", "field"),
-    [({"learning_rate": -1.0}, "learning_rate"), ({"beta1": 1.0}, "beta1"), ({"beta2": float("nan")}, "beta2"),
-     ({"eps": -1e-8}, "eps"), ({"weight_decay": float("inf")}, "weight_decay"), ({"grad_clip_norm": -1.0}, "grad_clip_norm")],
+    [
+        ({"learning_rate": -1.0}, "learning_rate"),
+        ({"beta1": 1.0}, "beta1"),
+        ({"beta2": float("nan")}, "beta2"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": float("inf")}, "weight_decay"),
+        ({"grad_clip_norm": -1.0}, "grad_clip_norm"),
+    ],
 )
 async def test_a_bad_optimizer_setting_is_refused_by_name_and_the_gradient_stays(caller, params, field):
     await caller.forward_backward()
@@ -187,10 +251,14 @@ async def test_a_step_without_a_gradient_is_refused(caller):
 
 @pytest.mark.parametrize(
     ("lora", "error", "field"),
-    [({"rank": 17}, errors.RankTooLarge, "lora.rank"), ({"rank": 0}, errors.OutOfRange, "lora.rank"),
-     ({"alpha": -1.0}, errors.OutOfRange, "lora.alpha"), ({"dropout": 1.0}, errors.OutOfRange, "lora.dropout"),
-     ({"layers": [0, 2]}, errors.OutOfRange, "lora.layers[1]"),
-     ({"train_attn": False, "train_mlp": False}, errors.InvalidArgument, "lora")],
+    [
+        ({"rank": 17}, errors.RankTooLarge, "lora.rank"),
+        ({"rank": 0}, errors.OutOfRange, "lora.rank"),
+        ({"alpha": -1.0}, errors.OutOfRange, "lora.alpha"),
+        ({"dropout": 1.0}, errors.OutOfRange, "lora.dropout"),
+        ({"layers": [0, 2]}, errors.OutOfRange, "lora.layers[1]"),
+        ({"train_attn": False, "train_mlp": False}, errors.InvalidArgument, "lora"),
+    ],
 )
 async def test_a_bad_adapter_is_refused_by_name(caller, lora, error, field):
     with pytest.raises(error) as caught:
@@ -265,8 +333,9 @@ async def test_checkpoints_are_listed_in_pages_and_expire_and_are_not_overwritte
     path = f"paceline://{caller.run_id}/state/b"
     await caller.call("SetCheckpointTtl", pb.SetCheckpointTtlRequest(path=path, ttl_seconds=1))
     async with asyncio.timeout(20):
-        while len((await caller.call("ListCheckpoints", pb.ListCheckpointsRequest(run_id=caller.run_id))).checkpoints) == 3:
-            await asyncio.sleep(0.05)
+        remaining = 3
+        while remaining == 3:
+            remaining = len(await caller.list_checkpoints())
     with pytest.raises(errors.CheckpointNotFound):
         await caller.load(path)
 
@@ -303,7 +372,9 @@ async def test_a_watching_sampler_hears_of_a_version_fetches_it_and_its_acknowle
     while manifest is None or manifest.model.run_id != caller.run_id:
         manifest = (await watch.read()).announcement.manifest
     ref = model_pb2.ModelRef(version=model_pb2.VersionRef(run_id=caller.run_id, version=1))
-    parts = [part async for part in caller.weights.FetchVersion(weights_pb.FetchVersionRequest(model=ref), metadata=metadata)]
+    parts = [
+        part async for part in caller.weights.FetchVersion(weights_pb.FetchVersionRequest(model=ref), metadata=metadata)
+    ]
     received = b"".join(part.chunk.data for part in parts[1:])
     digest = hashlib.sha256(received).hexdigest()
     assert parts[0].manifest.model.sha256 == manifest.model.sha256 == digest
@@ -375,8 +446,7 @@ async def test_a_killed_trainer_loses_no_checkpoint_and_no_version_number_is_use
 
 
 def _children(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def _again(caller):

@@ -28,8 +28,9 @@ class LoadedState:
 class TrainerEngine(Protocol):
     """Executes commands of runs, one at a time. Not thread-safe.
 
-    Every call either happens wholly or, when it raises, leaves the run as it was. Inputs have been validated by the caller against `describe()`.
-    Errors are those of `paceline.errors`: OutOfMemory, NoGradient, NonFiniteGradient, CheckpointMismatch, ChecksumMismatch.
+    Every call either happens wholly or, when it raises, leaves the run as it was. Inputs have been validated by the
+    caller against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient, NonFiniteGradient,
+    CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument, Unsupported.
     """
 
     def describe(self) -> ModelInfo:
@@ -53,7 +54,7 @@ class TrainerEngine(Protocol):
         *,
         forward_only: bool,
     ) -> ForwardBackwardOutput:
-        """Compute a loss summed over all tokens of all datums and, unless `forward_only`, add its gradient to the run's."""
+        """Compute a loss, summed over tokens and datums; unless `forward_only`, add its gradient to the run's."""
         ...
 
     def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:
