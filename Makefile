@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-gpu verify fix images clean
+.PHONY: help proto demo up test test-gpu verify fix bench-parity images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ verify: proto ## Check style, types, layers and contracts
 
 fix: proto ## Repair style where a tool can
 	@$(RUN)/ruff check --fix -q . ; $(RUN)/ruff format -q .
+
+bench-parity: proto ## Compare trainer's and sampler's log-probabilities, beside stock transformers and vLLM
+	@OMP_NUM_THREADS=1 $(RUN)/python bench/logprob_parity.py
 
 images: proto ## Build the three container images for CPU
 	@deploy/build-images.sh cpu

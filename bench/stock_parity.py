@@ -1,0 +1,45 @@
+"""The stock arm of logprob_parity: vLLM samples, transformers scores, both in bfloat16, on the base model.
+
+python bench/stock_parity.py MODEL PROMPT...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ.update(
+    OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1"
+)
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+
+def main(model_path: str, prompts: list[str]) -> None:
+    """Print the mean |difference| as JSON."""
+    import torch  # noqa: PLC0415 - after the environment is set
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from vllm import LLM, SamplingParams  # noqa: PLC0415
+
+    engine = LLM(
+        model_path, dtype="bfloat16", enforce_eager=True, logprobs_mode="processed_logprobs", max_model_len=512
+    )
+    params = SamplingParams(n=4, max_tokens=32, ignore_eos=True, logprobs=0)
+    requests = engine.generate(prompts, params)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    differences = []
+    for request in requests:
+        for completion in request.outputs:
+            tokens = torch.tensor([[*request.prompt_token_ids, *completion.token_ids]])
+            with torch.no_grad():
+                logits = model(tokens).logits[0, len(request.prompt_token_ids) - 1 : -1].float()
+            scored = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
+            sampled = [
+                step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids, strict=True)
+            ]
+            differences.append((scored - torch.tensor(sampled)).abs())
+    print(json.dumps({"difference": torch.cat(differences).mean().item()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
