@@ -12,7 +12,10 @@ help: ## List the targets
 $(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml scripts/install.sh
 	@scripts/install.sh $(PYTHON) $(VENV)
 
-proto: $(VENV)/.installed ## Generate the typed gRPC stubs
+deploy/secrets/keys.json: $(VENV)/.installed
+	@$(RUN)/python scripts/make_secrets.py
+
+proto: $(VENV)/.installed deploy/secrets/keys.json ## Generate the typed gRPC stubs
 	@$(RUN)/python scripts/gen_protos.py
 
 demo: proto ## Train the embedded model by reinforcement learning, end to end
@@ -40,4 +43,4 @@ images: proto ## Build the three container images for CPU
 	@deploy/build-images.sh cpu
 
 clean: ## Remove everything that was made here
-	@rm -rf $(VENV) .paceline dist build .mypy_cache .ruff_cache .pytest_cache paceline/*/v1
+	@rm -rf $(VENV) .paceline dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis paceline/*/v1

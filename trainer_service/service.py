@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -107,8 +107,8 @@ class TrainerService:
                 return
             await asyncio.sleep(_RESTART_SECONDS)
 
-    def _spawn(self, coroutine: asyncio._CoroutineLike[None]) -> None:
-        task = asyncio.ensure_future(coroutine)
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

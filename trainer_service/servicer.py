@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -31,6 +31,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 OPTIMIZERS = ("adamw",)
 _DEFAULT_ACK_SECONDS = 60.0
+
+
+Reply = TypeVar("Reply", bound=Message)
 
 
 class _RunCommand(Protocol):
@@ -157,7 +160,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
         run_id = check_run_id(request.run_id) if request.run_id else ""
         kind = CheckpointKind(request.kind) if request.kind else None
-        found = self._checkpoints.list(current_identity(), run_id, kind)
+        found = self._checkpoints.find_all(current_identity(), run_id, kind)
         page, token = page_of(found, _checkpoint_key, request.page_size, request.page_token)
         return pb.ListCheckpointsResponse(
             checkpoints=[checkpoint_to_proto(checkpoint) for checkpoint in page], next_page_token=token
@@ -200,10 +203,10 @@ class TrainerServicer(TrainerServiceServicer):
     async def _in_order(
         self,
         request: _RunCommand,
-        command: Callable[[RunRecord], Coroutine[Any, Any, Message]],
+        command: Callable[[RunRecord], Coroutine[Any, Any, Reply]],
         *,
         restores: bool = False,
-    ) -> Any:
+    ) -> Reply:
         """Execute a run's command at its turn.
 
         A lost run takes only one that restores it, at any seq_id not yet executed.
@@ -213,7 +216,8 @@ class TrainerServicer(TrainerServiceServicer):
             if not restores:
                 raise lost(run)
             run.sequencer.rebase(request.seq_id)
-        return await run.sequencer.execute(request.seq_id, _digest(request), lambda: command(run))
+        answer = await run.sequencer.execute(request.seq_id, _digest(request), lambda: command(run))
+        return cast("Reply", answer)
 
 
 def _digest(request: Any) -> bytes:

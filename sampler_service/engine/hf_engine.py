@@ -179,7 +179,7 @@ def _score(loaded: _Loaded, tokens: list[int], adapter: Adapter | None, k: int) 
 def _load(options: EngineOptions) -> _Loaded:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(
         options.model_path, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
     )

@@ -239,6 +239,10 @@ def _prepare_environment() -> None:
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") != "0":
         raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION lets anyone who reaches vLLM's sockets run code; unset it")
     os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_WORKER_MULTIPROC_METHOD="spawn")
+    if current_platform.is_cpu():
+        # With adapters vLLM runs eagerly on CPU; the few functions that it compiles all the same need a C++ compiler,
+        # which a machine that only serves does not have.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 
 @contextmanager

@@ -78,6 +78,15 @@ async def test_a_refused_command_counts_as_executed_and_keeps_its_answer(recorde
     assert recorder.executed == [1, 2]
 
 
+async def test_an_unforeseen_failure_is_answered_with_an_id_and_holds_nothing_up(recorder):
+    sequencer = Sequencer(0, 10)
+    with pytest.raises(errors.Internal) as caught:
+        await sequencer.execute(1, b"bad", recorder.command(1, ZeroDivisionError("secret")))
+    assert "secret" not in str(caught.value)
+    assert caught.value.metadata["error_id"] in str(caught.value)
+    await sequencer.execute(2, b"good", recorder.command(2))
+
+
 async def test_an_unavailable_engine_leaves_the_command_to_be_sent_again(recorder):
     sequencer = Sequencer(0, 10)
     with pytest.raises(errors.EngineUnavailable):

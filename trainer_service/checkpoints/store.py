@@ -73,7 +73,7 @@ class CheckpointStore:
             raise errors.CheckpointNotFound("no such checkpoint", field=field)
         return directory
 
-    def list(self, identity: Identity, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
+    def find_all(self, identity: Identity, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
         """Return the caller's checkpoints, in no order."""
         found = []
         for path in self._paths(run_id):

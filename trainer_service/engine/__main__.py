@@ -21,7 +21,7 @@ def main() -> NoReturn:
     # Ctrl-C reaches the whole process group; the service drains first and then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     Worker(socket.socket(fileno=parser.parse_args().fd)).serve()
 
 

@@ -11,10 +11,14 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from uuid import uuid4
 
 from google.protobuf.message import Message
 
 from paceline import errors
+from paceline.log import get_logger
+
+_log = get_logger(__name__)
 
 Command = Callable[[], Awaitable[Message]]
 
@@ -117,10 +121,12 @@ class Sequencer:
             return
         except errors.PacelineError as error:
             answer = error
-        except Exception as error:
-            # The run's state is unknown to nobody but the engine, which leaves it as it was; the seq_id is used up.
-            answer = errors.Internal("the command failed in the engine; the service's log has it")
-            answer.__cause__ = error
+        except Exception:
+            # Whatever it was, its answer is kept like any other, so that the commands after it are not held up.
+            error_id = uuid4().hex
+            _log.exception("command failed", seq_id=seq_id, error_id=error_id)
+            message = f"internal error; the service's log has it under {error_id}"
+            answer = errors.Internal(message, metadata={"error_id": error_id})
         del self._pending[seq_id]
         self._last = max(self._last, seq_id)
         self._keep(seq_id, pending.digest, answer)

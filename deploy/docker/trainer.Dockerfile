@@ -1,0 +1,46 @@
+# The trainer, for GPUs or, with --build-arg VARIANT=cpu, for CPUs. Build from the root of the repository:
+#   docker build --file deploy/docker/trainer.Dockerfile --tag paceline/trainer:gpu .
+# Trainer and sampler have the same layers up to the user; only the end differs.
+FROM python:3.11-slim-bookworm AS wheel
+WORKDIR /src
+COPY . .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:3.11-slim-bookworm
+ARG VARIANT=gpu
+# gpu: Triton compiles its kernels' launchers when they are first used. cpu: vLLM's CPU build links libnuma.
+RUN apt-get update \
+    && if [ "$VARIANT" = cpu ]; then package=libnuma1; else package=g++; fi \
+    && apt-get install --yes --no-install-recommends "$package" \
+    && rm -rf /var/lib/apt/lists/*
+COPY requirements/${VARIANT}.txt /tmp/requirements.txt
+# Name an index of PyTorch's CPU builds to keep CUDA's libraries out of the cpu image.
+ARG PIP_EXTRA_INDEX_URL=
+# cpu.txt is a closed set but for torch, whose own requirements differ by build: it goes first.
+RUN if [ "$VARIANT" = cpu ]; then \
+        pip install --no-cache-dir --constraint /tmp/requirements.txt torch \
+        && pip install --no-cache-dir --no-deps --requirement /tmp/requirements.txt; \
+    else \
+        pip install --no-cache-dir --requirement /tmp/requirements.txt; \
+    fi
+# The cpu image carries the embedded model, so that it works without a model hub.
+COPY scripts/make_model.py /tmp/make_model.py
+RUN if [ "$VARIANT" = cpu ]; then \
+        python /tmp/make_model.py /usr/share/paceline/SmolLM2-135M-Instruct && chmod -R a+rX /usr/share/paceline; \
+    fi
+# Named volumes take over the owner of the folder they are mounted on.
+RUN groupadd --gid 10001 paceline && useradd --uid 10001 --gid paceline --create-home paceline \
+    && install --directory --owner paceline --group paceline \
+        /var/lib/paceline /var/lib/paceline/checkpoints /var/lib/paceline/models
+COPY --from=wheel /wheels /tmp/wheels
+RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl
+ENV PYTHONUNBUFFERED=1 \
+    HF_HOME=/var/lib/paceline/models \
+    PACELINE_TRAINER_CHECKPOINT_DIR=/var/lib/paceline/checkpoints \
+    PACELINE_TRAINER_LISTEN=0.0.0.0:50051 \
+    PACELINE_TRAINER_HEALTH_LISTEN=0.0.0.0:50151 \
+    PACELINE_TRAINER_METRICS_LISTEN=0.0.0.0:9151
+EXPOSE 50051 50151 9151
+USER 10001:10001
+WORKDIR /home/paceline
+ENTRYPOINT ["python", "-m", "trainer_service"]

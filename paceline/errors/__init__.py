@@ -1,0 +1,158 @@
+"""The error catalog: one class per reason, the same on the server that raises it and the client that receives it.
+
+    PacelineError
+    ├── InvalidArgument      the request is wrong; the same call will fail again
+    ├── NotFound             no such object, or another tenant's
+    ├── Conflict             a key or a name is taken
+    ├── FailedPrecondition   the run is not in a state for this
+    ├── Exhausted            a limit was reached; some carry `retry_after`
+    ├── Denied               who called, or what, is not allowed
+    ├── Unavailable          try again; carries `retry_after`
+    ├── DataLoss             bytes differ from their checksum
+    ├── TimedOut, Cancelled, Unsupported
+    └── Internal             anything that nobody foresaw
+
+Every leaf has a `reason`, listed in `paceline.types.v1.ErrorReason` and explained in docs/errors.md. An error may
+carry `field` (the request field at
+fault), `metadata` (facts of the message, for programs) and `retry_after` (seconds).
+"""
+
+from __future__ import annotations
+
+from paceline.errors.base import (
+    Code,
+    Internal,
+    PacelineError,
+)
+from paceline.errors.requests import (
+    EmptyBatch,
+    InvalidArgument,
+    InvalidDtype,
+    InvalidName,
+    InvalidPageToken,
+    InvalidPath,
+    InvalidShape,
+    MissingField,
+    NonFinite,
+    OutOfRange,
+    PositiveLogprob,
+    RankTooLarge,
+    SequenceTooLong,
+    TokenOutOfRange,
+    UnknownField,
+    UnknownLoss,
+)
+from paceline.errors.service import (
+    AckTimeout,
+    Cancelled,
+    ChecksumMismatch,
+    DataLoss,
+    Denied,
+    DiskFull,
+    EngineUnavailable,
+    Exhausted,
+    InvalidApiKey,
+    MessageTooLarge,
+    MethodNotAllowed,
+    MissingCredential,
+    OutOfMemory,
+    Overloaded,
+    ShuttingDown,
+    TimedOut,
+    TooManyRuns,
+    TrainerUnavailable,
+    Unavailable,
+    Unsupported,
+    UpstreamUnavailable,
+)
+from paceline.errors.state import (
+    CheckpointExists,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    Conflict,
+    FailedPrecondition,
+    ModelNotFound,
+    NoGradient,
+    NonFiniteGradient,
+    NotFound,
+    RequestIdReused,
+    RunNotFound,
+    RunStateLost,
+    SeqIdExpired,
+    SeqIdGap,
+    SeqIdReused,
+    VersionExists,
+    VersionNotFound,
+)
+
+__all__ = [
+    "CATALOG",
+    "AckTimeout",
+    "Cancelled",
+    "CheckpointExists",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "ChecksumMismatch",
+    "Code",
+    "Conflict",
+    "DataLoss",
+    "Denied",
+    "DiskFull",
+    "EmptyBatch",
+    "EngineUnavailable",
+    "Exhausted",
+    "FailedPrecondition",
+    "Internal",
+    "InvalidApiKey",
+    "InvalidArgument",
+    "InvalidDtype",
+    "InvalidName",
+    "InvalidPageToken",
+    "InvalidPath",
+    "InvalidShape",
+    "MessageTooLarge",
+    "MethodNotAllowed",
+    "MissingCredential",
+    "MissingField",
+    "ModelNotFound",
+    "NoGradient",
+    "NonFinite",
+    "NonFiniteGradient",
+    "NotFound",
+    "OutOfMemory",
+    "OutOfRange",
+    "Overloaded",
+    "PacelineError",
+    "PositiveLogprob",
+    "RankTooLarge",
+    "RequestIdReused",
+    "RunNotFound",
+    "RunStateLost",
+    "SeqIdExpired",
+    "SeqIdGap",
+    "SeqIdReused",
+    "SequenceTooLong",
+    "ShuttingDown",
+    "TimedOut",
+    "TokenOutOfRange",
+    "TooManyRuns",
+    "TrainerUnavailable",
+    "Unavailable",
+    "UnknownField",
+    "UnknownLoss",
+    "Unsupported",
+    "UpstreamUnavailable",
+    "VersionExists",
+    "VersionNotFound",
+]
+
+
+def _leaves(cls: type[PacelineError]) -> list[type[PacelineError]]:
+    own = [cls] if "reason" in vars(cls) or cls is Internal else []
+    return own + [leaf for sub in cls.__subclasses__() for leaf in _leaves(sub)]
+
+
+CATALOG: dict[str, type[PacelineError]] = {
+    leaf.reason: leaf for leaf in _leaves(PacelineError) if leaf is not PacelineError
+}
+"""Every reason that can be sent, with its class."""

@@ -1,0 +1,111 @@
+"""What the request names is absent, taken, or not in a state for it."""
+
+from __future__ import annotations
+
+from paceline.errors.base import Code, PacelineError
+
+
+class NotFound(PacelineError):
+    """No such object, or another tenant's."""
+
+    code = Code.NOT_FOUND
+
+
+class ModelNotFound(NotFound):
+    """No such base model."""
+
+    reason = "MODEL_NOT_FOUND"
+
+
+class RunNotFound(NotFound):
+    """No such run, or another tenant's."""
+
+    reason = "RUN_NOT_FOUND"
+
+
+class VersionNotFound(NotFound):
+    """No such version, or no longer kept."""
+
+    reason = "VERSION_NOT_FOUND"
+
+
+class CheckpointNotFound(NotFound):
+    """No such checkpoint, or another tenant's."""
+
+    reason = "CHECKPOINT_NOT_FOUND"
+
+
+class Conflict(PacelineError):
+    """A key or a name is taken."""
+
+    code = Code.ALREADY_EXISTS
+
+
+class SeqIdReused(Conflict):
+    """The seq_id was used with another payload."""
+
+    reason = "SEQ_ID_REUSED"
+
+
+class RequestIdReused(Conflict):
+    """The request_id was used with another payload."""
+
+    reason = "REQUEST_ID_REUSED"
+
+
+class CheckpointExists(Conflict):
+    """A checkpoint of this name exists."""
+
+    reason = "CHECKPOINT_EXISTS"
+
+
+class VersionExists(Conflict):
+    """The version exists with other content."""
+
+    reason = "VERSION_EXISTS"
+
+
+class FailedPrecondition(PacelineError):
+    """The run is not in a state for this."""
+
+    code = Code.FAILED_PRECONDITION
+
+
+class SeqIdExpired(FailedPrecondition):
+    """The command was executed, but its answer is no longer kept."""
+
+    reason = "SEQ_ID_EXPIRED"
+
+
+class RunStateLost(FailedPrecondition):
+    """The run's weights in memory were lost.
+
+    `metadata["checkpoint"]` is the path of the newest state checkpoint, empty where there is none.
+    """
+
+    reason = "RUN_STATE_LOST"
+
+
+class NoGradient(FailedPrecondition):
+    """OptimStep without a gradient."""
+
+    reason = "NO_GRADIENT"
+
+
+class NonFiniteGradient(FailedPrecondition):
+    """The gradient holds NaN or infinity; it was dropped and no step was taken."""
+
+    reason = "NON_FINITE_GRADIENT"
+
+
+class CheckpointMismatch(FailedPrecondition):
+    """The checkpoint does not fit the run."""
+
+    reason = "CHECKPOINT_MISMATCH"
+
+
+class SeqIdGap(PacelineError):
+    """Commands before this one did not arrive in time."""
+
+    code = Code.ABORTED
+    reason = "SEQ_ID_GAP"

@@ -1,0 +1,46 @@
+"""Make the secrets of a deployment in `deploy/secrets`, once: what exists is left as it is.
+
+    python scripts/make_secrets.py [DIRECTORY]
+
+credential   shared by the gateway and the services
+keys.json    the gateway's API keys, as hashes
+api_key      the one key that keys.json begins with, for the client
+
+Needs nothing but Python, as `make proto` does not install the gateway. More keys: `python -m gateway.keys add`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import sys
+from pathlib import Path
+
+DIRECTORY = Path(__file__).resolve().parent.parent / "deploy" / "secrets"
+
+
+def make_secrets(directory: Path) -> list[Path]:
+    """Write the files that are missing and return them."""
+    # Containers mount the files and read them as another user. On this machine the folder keeps others out.
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    made = []
+    if not (directory / "credential").exists():
+        made += [_write(directory / "credential", secrets.token_urlsafe(32))]
+    if not (directory / "keys.json").exists():
+        token = f"pl-{secrets.token_urlsafe(32)}"
+        key = {"name": "default", "tenant": "default", "sha256": hashlib.sha256(token.encode()).hexdigest()}
+        made += [_write(directory / "api_key", token), _write(directory / "keys.json", json.dumps([key], indent=2))]
+    return made
+
+
+def _write(path: Path, content: str) -> Path:
+    path.write_text(content + "\n")
+    path.chmod(0o644)
+    return path
+
+
+if __name__ == "__main__":
+    for path in make_secrets(Path(sys.argv[1]) if len(sys.argv) > 1 else DIRECTORY):
+        print(f"made {path}")
