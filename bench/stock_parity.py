@@ -34,10 +34,9 @@ def main(model_path: str, prompts: list[str]) -> None:
             with torch.no_grad():
                 logits = model(tokens).logits[0, len(request.prompt_token_ids) - 1 : -1].float()
             scored = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
-            sampled = [
-                step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids, strict=True)
-            ]
-            differences.append((scored - torch.tensor(sampled)).abs())
+            steps = zip(completion.logprobs, completion.token_ids, strict=True)
+            sampled = torch.tensor([logprobs[token].logprob for logprobs, token in steps])
+            differences.append((scored - sampled).abs())
     print(json.dumps({"difference": torch.cat(differences).mean().item()}))
 
 
