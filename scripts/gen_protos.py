@@ -39,18 +39,14 @@ def _remove_old(root: Path, source: Path, contracts: Sequence[Path]) -> None:
 
 
 def _run_protoc(root: Path, source: Path, contracts: Sequence[Path]) -> None:
-    outputs = ["python", "grpc_python", "mypy", "mypy_grpc"]
     plugins = [f"--plugin={name}={_script(name)}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
-    arguments = [
-        "protoc",
-        f"-I{source}",
-        f"-I{files('grpc_tools').joinpath('_proto')}",
-        *plugins,
-        *(f"--{output}_out={root}" for output in outputs),
-        *(str(contract) for contract in contracts),
-    ]
-    if code := protoc.main(arguments):
-        raise SystemExit(f"protoc failed with exit code {code}")
+    include = ["protoc", f"-I{source}", f"-I{files('grpc_tools').joinpath('_proto')}", *plugins]
+    services = [contract for contract in contracts if contract.stem.endswith("_service")]
+    messages_out = [f"--python_out={root}", f"--mypy_out=quiet:{root}"]
+    services_out = [f"--grpc_python_out={root}", f"--mypy_grpc_out=quiet:{root}"]
+    for outputs, sources in ((messages_out, contracts), (services_out, services)):
+        if code := protoc.main([*include, *outputs, *map(str, sources)]):
+            raise SystemExit(f"protoc failed with exit code {code}")
 
 
 def _script(name: str) -> str:
@@ -62,5 +58,4 @@ def _script(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for contract in generate():
-        print(f"generated stubs of {contract.relative_to(ROOT)}")
+    print(f"generated the stubs of {len(generate())} contracts")

@@ -205,15 +205,25 @@ def test_a_killed_trainer_costs_what_came_after_the_last_checkpoint(cluster, ser
 def test_the_examples_run(cluster, tmp_path, example, arguments, last_line):
     if example == "rl_loop.py":
         arguments = [*arguments, "--out", str(tmp_path)]
-    environment = {**os.environ, "PACELINE_ADDRESS": cluster.address, "PACELINE_API_KEY": cluster.api_key}
+    assert last_line in run_python(cluster, tmp_path, str(ROOT / "examples" / example), *arguments)
+
+
+def test_the_readmes_ten_lines_run_as_printed(cluster, tmp_path):
+    _, _, rest = (ROOT / "README.md").read_text().partition("```python\n")
+    lines, _, _ = rest.partition("```")
+    assert "from version 1" in run_python(cluster, tmp_path, "-c", lines)
+
+
+def run_python(cluster, directory, *arguments):
+    """Run a client program as a user would; return what it prints."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / example), *arguments],
-        env=environment,
-        cwd=tmp_path,
+        [sys.executable, *arguments],
+        env={**os.environ, "PACELINE_ADDRESS": cluster.address, "PACELINE_API_KEY": cluster.api_key},
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert last_line in done.stdout
+    return done.stdout

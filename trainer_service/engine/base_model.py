@@ -21,7 +21,11 @@ def load_base_model(options: EngineOptions) -> PreTrainedModel:
     """
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            options.model_path, dtype=getattr(torch, options.dtype), attn_implementation=PACKED_ATTENTION
+            options.model_path,
+            dtype=getattr(torch, options.dtype),
+            attn_implementation=PACKED_ATTENTION,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     except OSError as error:
         raise ModelNotFound(f"{options.model_name} cannot be loaded; check the model's path or id.") from error
