@@ -24,6 +24,9 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
+_EXIT_SECONDS = 5.0
+"""How long the process may take to end once its pipe is closed."""
+
 _STREAM_LIMIT = 16 * 1024 * 1024
 """Bytes that may wait unread before the pipe is paused."""
 
@@ -197,13 +200,19 @@ class _Link:
             if not answer.done():
                 answer.set_exception(_unavailable())
         self._waiting.clear()
-        if self.process.returncode is None:
-            self.process.kill()  # Without its pipe it is of no use; one that is dying keeps its own exit status.
-        status = await self.process.wait()
+        status = await self._wait_for_exit()
         if by_itself:
             _log.error("the engine process died with status %d", status)
             if self._on_exit is not None:
                 self._on_exit(status)
+
+    async def _wait_for_exit(self) -> int:
+        # The process ends when its pipe closes. Killing it at once would race with its own end for the exit status.
+        try:
+            return await asyncio.wait_for(self.process.wait(), _EXIT_SECONDS)
+        except TimeoutError:
+            self.process.kill()
+            return await self.process.wait()
 
 
 def _unavailable() -> EngineUnavailable:
