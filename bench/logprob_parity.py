@@ -83,7 +83,9 @@ def measure_stock(model: Path) -> float:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
-    return float(json.loads(done.stdout.splitlines()[-1])["difference"])
+    # vLLM prints on standard output too.
+    answer = next(line for line in done.stdout.splitlines() if line.startswith('{"difference"'))
+    return float(json.loads(answer)["difference"])
 
 
 def main() -> None:
