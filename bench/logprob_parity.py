@@ -28,7 +28,7 @@ from make_model import default_directory, make_model
 
 COUNTRIES = ("Peru", "Norway", "Japan", "Kenya", "Portugal", "Chile", "Greece", "Cuba")
 PROMPTS = [f"Country: {country}\nCapital:" for country in COUNTRIES]
-PARAMS = SamplingParams(max_tokens=32, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=32, seed=0, ignore_eos=True)
 NUM_SAMPLES = 4
 FLOAT32_BUDGET = 1e-5
 BFLOAT16_FACTOR = 1.25
