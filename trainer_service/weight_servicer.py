@@ -35,9 +35,7 @@ class WeightServicer(WeightServiceServicer):
     async def WatchVersions(
         self, request_iterator: AsyncIterator[pb.WatchVersionsRequest], context: Context
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
-        if not current_identity().is_peer:
-            raise errors.MissingCredential("versions are announced to samplers alone")
-        watcher = await self._join(request_iterator)
+        watcher = await self._join(request_iterator, current_identity())
         listening = asyncio.create_task(self._listen(watcher, request_iterator))
         try:
             async for response in _outbox(watcher, listening):
@@ -54,8 +52,11 @@ class WeightServicer(WeightServiceServicer):
         for chunk in weights.read_chunks(directory / layout.WEIGHTS_FILE):
             yield pb.FetchVersionResponse(chunk=chunk)
 
-    async def _join(self, requests: AsyncIterator[pb.WatchVersionsRequest]) -> Watcher:
+    async def _join(self, requests: AsyncIterator[pb.WatchVersionsRequest], identity: Identity) -> Watcher:
         async for first in requests:
+            # Refused only now: a call that ends while its first message is on the way loses its status.
+            if not identity.is_peer:
+                raise errors.MissingCredential("versions are announced to samplers alone")
             if first.WhichOneof("message") == "hello" and first.hello.sampler_id:
                 held = [(held.run_id, held.version) for held in first.hello.held]
                 return await self._feed.join(first.hello.sampler_id, held)

@@ -13,6 +13,9 @@ from sampler_service.versions.bridges import ManifestRules, StagedAdapter, check
 from sampler_service.versions.keys import absent, foreign
 from sampler_service.versions.trainer_link import TrainerLink
 
+_POLL_SECONDS = 0.01
+"""Between looks for a version that is being written; the caller bounds the whole wait."""
+
 
 class VolumeBridge:
     """Reads adapters from the checkpoint volume; copies nothing."""
@@ -34,11 +37,22 @@ class VolumeBridge:
         return await asyncio.to_thread(self._manifest, ref, tenant)
 
     async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
+        if ref.run_id and not self.holds(ref):
+            await self._wait_for(ref, tenant)
         return await asyncio.to_thread(self._fetch, ref, tenant)
 
     def holds(self, ref: ModelRef) -> bool:
         """Return whether the adapter is on the volume."""
         return (ref.checkpoint != "" or ref.version is not None) and self._directory(ref).is_dir()
+
+    async def _wait_for(self, ref: ModelRef, tenant: str) -> None:
+        """Wait for a version that the trainer has published and not yet written here.
+
+        Raises what the trainer answers when there is no such version, TrainerUnavailable when it does not answer.
+        """
+        check_is(await self._trainer.describe(ref, tenant), ref, tenant)
+        while not self.holds(ref):  # noqa: ASYNC110 - a volume that hosts share has no events
+            await asyncio.sleep(_POLL_SECONDS)
 
     def _fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
         manifest = self._manifest(ref, tenant)

@@ -22,7 +22,7 @@ from sampler_stack import (
 )
 
 from paceline import errors
-from paceline.layout import WEIGHTS_FILE, new_run_id
+from paceline.layout import WEIGHTS_FILE, Volume, new_directory, new_run_id
 from paceline.rpc.identity import PEER_TENANT
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types.v1 import model_pb2
@@ -164,6 +164,18 @@ async def test_the_volume_bridge_waits_for_the_volume_and_copies_nothing(model, 
             await client.sample(version_ref(RUN, 2))
         with pytest.raises(errors.RunNotFound):
             await client.be("stranger").sample(version_ref(RUN, 1))
+
+
+async def test_a_version_on_its_way_to_the_volume_is_waited_for(model, volume, tmp_path):
+    memory = Volume(tmp_path / "memory")
+    manifest = make_version(memory, model, RUN, 1)
+    async with serving(Trainer(memory)) as port, sampling(model, port, tmp_path, bridge="volume") as client:
+        asked = asyncio.create_task(client.sample(version_ref(RUN, 1)))
+        await asyncio.wait({asked}, timeout=0.2)
+        assert not asked.done()
+        with new_directory(volume.version(RUN, 1)) as staging:
+            shutil.copytree(memory.version(RUN, 1), staging, dirs_exist_ok=True)
+        assert (await asked).model == manifest.model
 
 
 async def test_a_version_that_is_damaged_on_the_volume_is_refused(model, volume, trainer, port, tmp_path):
