@@ -38,6 +38,7 @@ def cluster(tmp_path_factory):
         state,
         model,
         PACELINE_TRAINER_KEEP_VERSIONS="2",
+        PACELINE_TRAINER_MAX_RUNS_PER_TENANT="1000",
         PACELINE_TRAINER_GAP_WAIT_SECONDS="5",
         PACELINE_TRAINER_EXPIRY_CHECK_SECONDS="0.2",
         PACELINE_TRAINER_STAGING_DIR=str(state / "shm"),
@@ -202,6 +203,69 @@ BAD_BATCHES = {
         errors.OutOfRange,
         "data[0].loss_inputs[mask]",
     ),
+    "several targets of a loss that takes one": (
+        [with_input("target_tokens", np.ones((6, 2), np.int64))],
+        "ppo",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[target_tokens].shape",
+    ),
+    "weights of another shape than the targets": (
+        [with_input("target_tokens", np.ones((6, 2), np.int64), SFT_DATUM)],
+        "cross_entropy",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[weights].shape",
+    ),
+    "no target": (
+        [with_input("target_tokens", np.ones((6, 0), np.int64), SFT_DATUM)],
+        "cross_entropy",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[target_tokens].shape",
+    ),
+    "threshold of a loss without": (
+        [with_input("clip_low_threshold", ONES)],
+        "dro",
+        {},
+        errors.UnknownField,
+        "data[0].loss_inputs[clip_low_threshold]",
+    ),
+    "negative threshold": (
+        [with_input("clip_low_threshold", -ONES)],
+        "ppo",
+        {},
+        errors.OutOfRange,
+        "data[0].loss_inputs[clip_low_threshold]",
+    ),
+    "nan threshold": (
+        [with_input("clip_high_threshold", ONES * np.float32("nan"))],
+        "gspo",
+        {},
+        errors.NonFinite,
+        "data[0].loss_inputs[clip_high_threshold]",
+    ),
+    "upper threshold below the lower setting": (
+        [with_input("clip_high_threshold", ONES * np.float32(0.5))],
+        "ppo",
+        {},
+        errors.OutOfRange,
+        "data[0].loss_inputs[clip_high_threshold]",
+    ),
+    "sequence mask of another loss": (
+        [with_input("sequence_ratio_mask", np.ones(6, np.uint8))],
+        "ppo",
+        {},
+        errors.UnknownField,
+        "data[0].loss_inputs[sequence_ratio_mask]",
+    ),
+    "empty sequence mask": (
+        [with_input("sequence_ratio_mask", np.array([1, 1, 1, 0, 0, 0], np.uint8))],
+        "gspo",
+        {},
+        errors.InvalidArgument,
+        "data[0].loss_inputs[sequence_ratio_mask]",
+    ),
     "all masked": ([with_input("mask", np.zeros(6, np.uint8))], "ppo", {}, errors.EmptyBatch, "data"),
     "too long": (
         [Datum.from_completion([1] * 600, [2])],
@@ -223,6 +287,38 @@ async def test_a_bad_batch_is_refused_by_name_and_the_run_goes_on_unharmed(calle
     unharmed = await caller.optim_step()
     reference = await caller.create_run()
     assert unharmed.grad_norm == (await reference.train()).grad_norm
+
+
+BAD_REDUCTIONS = {
+    "unknown": ({"reduction": 9}, errors.InvalidArgument, "reduction"),
+    "count of a sum": ({"reduction_count": 3}, errors.InvalidArgument, "reduction_count"),
+    "too few positions": (
+        {"reduction": pb.REDUCTION_TOKEN_MEAN, "reduction_count": 2},
+        errors.OutOfRange,
+        "reduction_count",
+    ),
+    "no datum": ({"reduction": pb.REDUCTION_SEQUENCE_MEAN, "reduction_count": 0}, errors.OutOfRange, "reduction_count"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REDUCTIONS)
+async def test_a_bad_reduction_is_refused_by_name(caller, case):
+    fields, error, field = BAD_REDUCTIONS[case]
+    with pytest.raises(error) as caught:
+        await caller.forward_backward(**fields)
+    assert (type(caught.value), caught.value.field) == (error, field)
+
+
+async def test_means_are_over_the_request_or_over_the_batch_that_it_is_a_part_of(caller):
+    total = (await caller.forward_backward()).metrics["loss:sum"]
+    for fields, divisor in [
+        ({"reduction": pb.REDUCTION_TOKEN_MEAN}, 3),
+        ({"reduction": pb.REDUCTION_TOKEN_MEAN, "reduction_count": 12}, 12),
+        ({"reduction": pb.REDUCTION_SEQUENCE_MEAN}, 3),
+        ({"reduction": pb.REDUCTION_SEQUENCE_MEAN, "reduction_count": 2}, 6),
+    ]:
+        reduced = (await caller.forward_backward(**fields)).metrics["loss:sum"]
+        assert reduced == pytest.approx(total / divisor, rel=1e-6)
 
 
 @pytest.mark.parametrize(
