@@ -4,14 +4,19 @@ import asyncio
 import hashlib
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from cluster import Cluster
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
 from tiny_models import VOCAB_SIZE, make_tiny_llama
+from transformers import AutoModelForCausalLM
 
 from paceline import codec, errors
 from paceline.rpc.channel import open_channel
@@ -28,6 +33,7 @@ pytestmark = [pytest.mark.services, pytest.mark.xdist_group("trainer_service")]
 
 DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7], logprobs=-1.0, advantages=1.0)
 SFT_DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7])
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @pytest.fixture(scope="module")
@@ -454,6 +460,28 @@ async def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on(caller, clust
     with pytest.raises(errors.ChecksumMismatch):
         await caller.load(checkpoint.path, with_optimizer=True)
     np.testing.assert_array_equal(await caller.logprobs(), before)
+
+
+async def test_an_adapter_made_by_peft_is_imported_and_trained_further(caller, cluster, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(cluster.state / "model", dtype=torch.float32)
+    made = get_peft_model(base, PeftLoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False))
+    made.eval().save_pretrained(tmp_path / "made")
+    await caller.create_run(alpha=6.0)
+    volume = cluster.trainer.plan.environment["PACELINE_TRAINER_CHECKPOINT_DIR"]
+    arguments = ["--checkpoint-dir", volume, "--run", caller.run_id, "--name", "made"]
+    command = [sys.executable, "-m", "trainer_service.import_adapter", str(tmp_path / "made"), *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    path = (await process.communicate())[0].decode().strip()
+    assert path == f"paceline://{caller.run_id}/sampler/made"
+    await caller.load(path)
+    datum = SFT_DATUM
+    logits = made(input_ids=torch.from_numpy(datum.model_input.astype(np.int64))[None]).logits[0].log_softmax(-1)
+    expected = logits.detach().numpy()[np.arange(6), datum.loss_inputs["target_tokens"]]
+    counted = datum.loss_inputs["mask"] == 1
+    np.testing.assert_allclose((await caller.logprobs())[counted], expected[counted], rtol=1e-4, atol=1e-4)
+    before = (await caller.forward_backward()).metrics["loss:sum"]
+    assert (await caller.optim_step()).step == 1
+    assert (await caller.forward_backward(forward_only=True)).metrics["loss:sum"] < before
 
 
 async def test_a_watching_sampler_hears_of_a_version_fetches_it_and_its_acknowledgement_ends_the_publish(
