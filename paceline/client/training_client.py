@@ -89,8 +89,8 @@ class TrainingClient(Connected):
 
         A batch above 1024 datums or 4 MiB is sent in parts and their results are merged; if a part fails, its error is
         raised and the gradient of the others stays in the run. Errors: EmptyBatch, UnknownLoss, UnknownField,
-        MissingField, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob, OutOfRange,
-        SequenceTooLong, OutOfMemory.
+        MissingField, InvalidArgument, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob,
+        OutOfRange, SequenceTooLong, OutOfMemory.
         """
         return self._pass(data, loss_fn, loss_fn_config, reduction, forward_only=False)
 

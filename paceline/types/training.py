@@ -69,8 +69,9 @@ class Datum:
             "mask": np.concatenate([np.zeros(head, np.uint8), np.ones(tail, np.uint8)]),
         }
         for name, value in values.items():
-            row = np.broadcast_to(np.asarray(value, np.float32), (tail,))
-            inputs[name] = np.concatenate([np.zeros(head, np.float32), row])
+            dtype = _default_dtype(name)
+            row = np.broadcast_to(np.asarray(value, dtype), (tail,))
+            inputs[name] = np.concatenate([np.zeros(head, dtype), row])
         return cls(tokens[:-1], inputs)
 
 
