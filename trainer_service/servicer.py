@@ -111,6 +111,8 @@ class TrainerServicer(TrainerServiceServicer):
                 request.loss_fn,
                 request.loss_fn_config,
                 forward_only=request.forward_only,
+                reduction=codec.reduction_from_proto(request.reduction),
+                reduction_count=request.reduction_count if request.HasField("reduction_count") else None,
             )
             outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
             return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)

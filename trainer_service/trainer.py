@@ -19,6 +19,7 @@ from paceline.types import (
     ForwardBackwardOutput,
     LoraConfig,
     OptimStepOutput,
+    Reduction,
     RunState,
 )
 from trainer_service import validation
@@ -118,12 +119,23 @@ class Trainer:
         loss_fn_config: Mapping[str, float],
         *,
         forward_only: bool,
+        reduction: Reduction = Reduction.SUM,
+        reduction_count: int | None = None,
     ) -> ForwardBackwardOutput:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
         self._check_ready(record)
         model = self._engine.describe()
         config = validation.check_batch(data, loss_fn, loss_fn_config, model, self._settings.max_datums)
-        return await self._engine.forward_backward(record.run_id, data, loss_fn, config, forward_only=forward_only)
+        validation.check_reduction(data, reduction, reduction_count)
+        return await self._engine.forward_backward(
+            record.run_id,
+            data,
+            loss_fn,
+            config,
+            forward_only=forward_only,
+            reduction=reduction,
+            reduction_count=reduction_count,
+        )
 
     async def optim_step(self, record: RunRecord, params: AdamParams) -> OptimStepOutput:
         """Apply the accumulated gradient."""

@@ -22,6 +22,7 @@ from paceline.types import (
     ForwardBackwardOutput,
     ModelRef,
     OptimStepOutput,
+    Reduction,
     Run,
 )
 
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
     from paceline.client.custom_loss import LossFn
 
 WaitFor = Literal["all", "any", "none"]
+ReductionName = Literal["sum", "token_mean", "sequence_mean"]
 
 _ACK_POLICIES: dict[str, pb.AckPolicy.ValueType] = {
     "all": pb.ACK_POLICY_ALL,
     "any": pb.ACK_POLICY_ANY,
     "none": pb.ACK_POLICY_NONE,
 }
+_REDUCTIONS: dict[str, Reduction] = {reduction.name.lower(): reduction for reduction in Reduction}
 
 
 class TrainingClient(Connected):
@@ -60,24 +63,36 @@ class TrainingClient(Connected):
         self._queue = CommandQueue(transport, run.last_seq_id)
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float] | None = None,
+        reduction: ReductionName = "sum",
     ) -> PacelineFuture[ForwardBackwardOutput]:
-        """Compute a loss and log-probabilities without a gradient. Errors as `forward_backward`."""
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+        """Compute a loss and log-probabilities without a gradient. Arguments and errors as `forward_backward`."""
+        return self._pass(data, loss_fn, loss_fn_config, reduction, forward_only=True)
 
     forward_async = awaitable(forward)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float] | None = None,
+        reduction: ReductionName = "sum",
     ) -> PacelineFuture[ForwardBackwardOutput]:
-        """Compute a loss, summed over tokens and datums, and add its gradient to the run's.
+        """Compute a loss and add its gradient to the run's.
+
+        The loss is the sum over tokens and datums; with `reduction` "token_mean" it is divided by the counted positions
+        of `data`, with "sequence_mean" it is the mean over datums of the mean over each one's counted positions. Either
+        is the mean over this call alone: gradients of several calls add up.
 
         A batch above 1024 datums or 4 MiB is sent in parts and their results are merged; if a part fails, its error is
         raised and the gradient of the others stays in the run. Errors: EmptyBatch, UnknownLoss, UnknownField,
-        MissingField, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob, OutOfRange,
-        SequenceTooLong, OutOfMemory.
+        MissingField, InvalidArgument, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob,
+        OutOfRange, SequenceTooLong, OutOfMemory.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._pass(data, loss_fn, loss_fn_config, reduction, forward_only=False)
 
     forward_backward_async = awaitable(forward_backward)
 
@@ -196,9 +211,19 @@ class TrainingClient(Connected):
     get_tokenizer = blocking(get_tokenizer_async)
 
     def _pass(
-        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None, *, forward_only: bool
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float] | None,
+        reduction: ReductionName,
+        *,
+        forward_only: bool,
     ) -> PacelineFuture[ForwardBackwardOutput]:
-        batch = make_batch(self.run_id, data, loss_fn, config or {}, forward_only=forward_only)
+        if reduction not in _REDUCTIONS:
+            raise errors.InvalidArgument(f"is {reduction!r}; use {', '.join(_REDUCTIONS)}", field="reduction")
+        batch = make_batch(
+            self.run_id, data, loss_fn, config or {}, forward_only=forward_only, reduction=_REDUCTIONS[reduction]
+        )
         return self._queue.put(self.transport.trainer.ForwardBackward, batch.requests, batch.merge)
 
     def _save(

@@ -26,6 +26,8 @@ from paceline.codec.training import (
     lora_config_to_proto,
     output_from_proto,
     output_to_proto,
+    reduction_from_proto,
+    reduction_to_proto,
 )
 
 __all__ = [
@@ -44,6 +46,8 @@ __all__ = [
     "model_ref_to_proto",
     "output_from_proto",
     "output_to_proto",
+    "reduction_from_proto",
+    "reduction_to_proto",
     "run_from_proto",
     "run_to_proto",
     "sample_result_from_proto",

@@ -13,7 +13,7 @@ from paceline.types.sampling import (
     StreamedTokens,
     TopkLogprobs,
 )
-from paceline.types.training import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, OptimStepOutput
+from paceline.types.training import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, OptimStepOutput, Reduction
 
 __all__ = [
     "AdamParams",
@@ -25,6 +25,7 @@ __all__ = [
     "ModelInfo",
     "ModelRef",
     "OptimStepOutput",
+    "Reduction",
     "Run",
     "RunState",
     "SampleResult",

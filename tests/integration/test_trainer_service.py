@@ -4,14 +4,19 @@ import asyncio
 import hashlib
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from cluster import Cluster
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
 from tiny_models import VOCAB_SIZE, make_tiny_llama
+from transformers import AutoModelForCausalLM
 
 from paceline import codec, errors
 from paceline.rpc.channel import open_channel
@@ -28,6 +33,7 @@ pytestmark = [pytest.mark.services, pytest.mark.xdist_group("trainer_service")]
 
 DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7], logprobs=-1.0, advantages=1.0)
 SFT_DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7])
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +44,7 @@ def cluster(tmp_path_factory):
         state,
         model,
         PACELINE_TRAINER_KEEP_VERSIONS="2",
+        PACELINE_TRAINER_MAX_RUNS_PER_TENANT="1000",
         PACELINE_TRAINER_GAP_WAIT_SECONDS="5",
         PACELINE_TRAINER_EXPIRY_CHECK_SECONDS="0.2",
         PACELINE_TRAINER_STAGING_DIR=str(state / "shm"),
@@ -202,6 +209,69 @@ BAD_BATCHES = {
         errors.OutOfRange,
         "data[0].loss_inputs[mask]",
     ),
+    "several targets of a loss that takes one": (
+        [with_input("target_tokens", np.ones((6, 2), np.int64))],
+        "ppo",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[target_tokens].shape",
+    ),
+    "weights of another shape than the targets": (
+        [with_input("target_tokens", np.ones((6, 2), np.int64), SFT_DATUM)],
+        "cross_entropy",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[weights].shape",
+    ),
+    "no target": (
+        [with_input("target_tokens", np.ones((6, 0), np.int64), SFT_DATUM)],
+        "cross_entropy",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[target_tokens].shape",
+    ),
+    "threshold of a loss without": (
+        [with_input("clip_low_threshold", ONES)],
+        "dro",
+        {},
+        errors.UnknownField,
+        "data[0].loss_inputs[clip_low_threshold]",
+    ),
+    "negative threshold": (
+        [with_input("clip_low_threshold", -ONES)],
+        "ppo",
+        {},
+        errors.OutOfRange,
+        "data[0].loss_inputs[clip_low_threshold]",
+    ),
+    "nan threshold": (
+        [with_input("clip_high_threshold", ONES * np.float32("nan"))],
+        "gspo",
+        {},
+        errors.NonFinite,
+        "data[0].loss_inputs[clip_high_threshold]",
+    ),
+    "upper threshold below the lower setting": (
+        [with_input("clip_high_threshold", ONES * np.float32(0.5))],
+        "ppo",
+        {},
+        errors.OutOfRange,
+        "data[0].loss_inputs[clip_high_threshold]",
+    ),
+    "sequence mask of another loss": (
+        [with_input("sequence_ratio_mask", np.ones(6, np.uint8))],
+        "ppo",
+        {},
+        errors.UnknownField,
+        "data[0].loss_inputs[sequence_ratio_mask]",
+    ),
+    "empty sequence mask": (
+        [with_input("sequence_ratio_mask", np.array([1, 1, 1, 0, 0, 0], np.uint8))],
+        "gspo",
+        {},
+        errors.InvalidArgument,
+        "data[0].loss_inputs[sequence_ratio_mask]",
+    ),
     "all masked": ([with_input("mask", np.zeros(6, np.uint8))], "ppo", {}, errors.EmptyBatch, "data"),
     "too long": (
         [Datum.from_completion([1] * 600, [2])],
@@ -223,6 +293,38 @@ async def test_a_bad_batch_is_refused_by_name_and_the_run_goes_on_unharmed(calle
     unharmed = await caller.optim_step()
     reference = await caller.create_run()
     assert unharmed.grad_norm == (await reference.train()).grad_norm
+
+
+BAD_REDUCTIONS = {
+    "unknown": ({"reduction": 9}, errors.InvalidArgument, "reduction"),
+    "count of a sum": ({"reduction_count": 3}, errors.InvalidArgument, "reduction_count"),
+    "too few positions": (
+        {"reduction": pb.REDUCTION_TOKEN_MEAN, "reduction_count": 2},
+        errors.OutOfRange,
+        "reduction_count",
+    ),
+    "no datum": ({"reduction": pb.REDUCTION_SEQUENCE_MEAN, "reduction_count": 0}, errors.OutOfRange, "reduction_count"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REDUCTIONS)
+async def test_a_bad_reduction_is_refused_by_name(caller, case):
+    fields, error, field = BAD_REDUCTIONS[case]
+    with pytest.raises(error) as caught:
+        await caller.forward_backward(**fields)
+    assert (type(caught.value), caught.value.field) == (error, field)
+
+
+async def test_means_are_over_the_request_or_over_the_batch_that_it_is_a_part_of(caller):
+    total = (await caller.forward_backward()).metrics["loss:sum"]
+    for fields, divisor in [
+        ({"reduction": pb.REDUCTION_TOKEN_MEAN}, 3),
+        ({"reduction": pb.REDUCTION_TOKEN_MEAN, "reduction_count": 12}, 12),
+        ({"reduction": pb.REDUCTION_SEQUENCE_MEAN}, 3),
+        ({"reduction": pb.REDUCTION_SEQUENCE_MEAN, "reduction_count": 2}, 6),
+    ]:
+        reduced = (await caller.forward_backward(**fields)).metrics["loss:sum"]
+        assert reduced == pytest.approx(total / divisor, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +460,28 @@ async def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on(caller, clust
     with pytest.raises(errors.ChecksumMismatch):
         await caller.load(checkpoint.path, with_optimizer=True)
     np.testing.assert_array_equal(await caller.logprobs(), before)
+
+
+async def test_an_adapter_made_by_peft_is_imported_and_trained_further(caller, cluster, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(cluster.state / "model", dtype=torch.float32)
+    made = get_peft_model(base, PeftLoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False))
+    made.eval().save_pretrained(tmp_path / "made")
+    await caller.create_run(alpha=6.0)
+    volume = cluster.trainer.plan.environment["PACELINE_TRAINER_CHECKPOINT_DIR"]
+    arguments = ["--checkpoint-dir", volume, "--run", caller.run_id, "--name", "made"]
+    command = [sys.executable, "-m", "trainer_service.import_adapter", str(tmp_path / "made"), *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    path = (await process.communicate())[0].decode().strip()
+    assert path == f"paceline://{caller.run_id}/sampler/made"
+    await caller.load(path)
+    datum = SFT_DATUM
+    logits = made(input_ids=torch.from_numpy(datum.model_input.astype(np.int64))[None]).logits[0].log_softmax(-1)
+    expected = logits.detach().numpy()[np.arange(6), datum.loss_inputs["target_tokens"]]
+    counted = datum.loss_inputs["mask"] == 1
+    np.testing.assert_allclose((await caller.logprobs())[counted], expected[counted], rtol=1e-4, atol=1e-4)
+    before = (await caller.forward_backward()).metrics["loss:sum"]
+    assert (await caller.optim_step()).step == 1
+    assert (await caller.forward_backward(forward_only=True)).metrics["loss:sum"] < before
 
 
 async def test_a_watching_sampler_hears_of_a_version_fetches_it_and_its_acknowledgement_ends_the_publish(

@@ -20,6 +20,7 @@ from paceline.types import (
     LoraConfig,
     ModelInfo,
     ModelRef,
+    Reduction,
     Run,
     RunState,
     SampledSequence,
@@ -224,7 +225,10 @@ def test_a_dtype_that_the_wire_lacks_is_refused_by_the_name_of_its_field(name):
         ({"target_tokens": np.zeros(2, np.float32)}, "data[4].loss_inputs[target_tokens].dtype"),
         ({"mask": np.zeros(2, np.float32)}, "data[4].loss_inputs[mask].dtype"),
         ({"advantages": np.zeros(2, np.int64)}, "data[4].loss_inputs[advantages].dtype"),
-        ({"weights": np.zeros((2, 2), np.float32)}, "data[4].loss_inputs[weights].shape"),
+        ({"advantages": np.zeros((2, 2), np.float32)}, "data[4].loss_inputs[advantages].shape"),
+        ({"weights": np.zeros((2, 2, 2), np.float32)}, "data[4].loss_inputs[weights].shape"),
+        ({"sequence_ratio_mask": np.zeros(2, np.float32)}, "data[4].loss_inputs[sequence_ratio_mask].dtype"),
+        ({"clip_low_threshold": np.zeros(2, np.uint8)}, "data[4].loss_inputs[clip_low_threshold].dtype"),
     ],
 )
 def test_a_loss_input_of_the_wrong_form_is_refused_by_its_name(inputs, field):
@@ -232,6 +236,27 @@ def test_a_loss_input_of_the_wrong_form_is_refused_by_its_name(inputs, field):
     with pytest.raises(errors.InvalidArgument) as caught:
         codec.datum_from_proto(message, "data[4]")
     assert caught.value.field == field
+
+
+def test_several_targets_per_position_keep_their_shape():
+    inputs = {"target_tokens": np.arange(6).reshape(3, 2), "weights": np.ones((3, 2), np.float32)}
+    decoded = codec.datum_from_proto(codec.datum_to_proto(Datum(np.arange(3, dtype=np.int32), inputs)), "data[0]")
+    output = codec.output_from_proto(codec.output_to_proto({"logprobs": inputs["weights"]}), "outputs[0]")
+    for name, values in inputs.items():
+        np.testing.assert_array_equal(decoded.loss_inputs[name], values)
+    np.testing.assert_array_equal(output["logprobs"], inputs["weights"])
+
+
+@given(st.sampled_from(Reduction))
+def test_reductions(reduction):
+    assert codec.reduction_from_proto(codec.reduction_to_proto(reduction)) is reduction
+
+
+def test_an_unset_reduction_is_the_sum_and_an_unknown_one_is_refused():
+    assert codec.reduction_from_proto(0) is Reduction.SUM
+    with pytest.raises(errors.InvalidArgument) as caught:
+        codec.reduction_from_proto(9)
+    assert caught.value.field == "reduction"
 
 
 def test_a_datum_without_tokens_is_refused():

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, OutOfRange
 from paceline.types import LoraConfig
+from trainer_service.engine.peft_format import scaling_alpha
 
 _GROUPS = {
     "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -22,11 +23,6 @@ _GROUPS = {
     "train_unembed": ("lm_head",),
 }
 """Flag of LoraConfig -> last names of the modules that it stands for in Llama and Qwen models."""
-
-
-def scaling_alpha(lora: LoraConfig) -> float:
-    """LoRA's alpha: 2 r unless set."""
-    return 2.0 * lora.rank if lora.alpha is None else lora.alpha
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput, Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,13 @@ class TrainerEngine(Protocol):
         loss_fn_config: Mapping[str, float],
         *,
         forward_only: bool,
+        reduction: Reduction = Reduction.SUM,
+        reduction_count: int | None = None,
     ) -> ForwardBackwardOutput:
-        """Compute a loss, summed over tokens and datums; unless `forward_only`, add its gradient to the run's."""
+        """Compute a loss, reduced over tokens and datums; unless `forward_only`, add its gradient to the run's.
+
+        `reduction_count` is what a mean divides by where `data` is a part of a batch; None means that it is the whole.
+        """
         ...
 
     def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:

@@ -13,16 +13,16 @@ from peft.functional import set_adapter
 from torch import Tensor
 
 from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, RunNotFound
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput, Reduction
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.base_model import backbone, load_base_model, output_head
 from trainer_service.engine.logprobs import target_logprobs
-from trainer_service.engine.loss_specs import loss_spec
+from trainer_service.engine.loss_specs import LossSpec, loss_spec
 from trainer_service.engine.losses import LOSSES, TokenLoss
 from trainer_service.engine.optimizer import apply_step, gradient_norm, make_optimizer
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.packing import Pack, make_packs, scatter_logprobs
+from trainer_service.engine.packing import Pack, datum_weights, make_packs, scatter_logprobs
 from trainer_service.engine.run import EngineRun, seeded_rng_state
 
 
@@ -76,14 +76,17 @@ class PeftEngine:
         loss_fn_config: Mapping[str, float],
         *,
         forward_only: bool,
+        reduction: Reduction = Reduction.SUM,
+        reduction_count: int | None = None,
     ) -> ForwardBackwardOutput:
         run, spec = self._run(run_id), loss_spec(loss_fn)
         config = spec.resolve_config(loss_fn_config)
         set_adapter(self._model, run_id)
-        outputs = [np.full(len(datum.model_input), np.nan, np.float32) for datum in data]
+        outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
         totals = _Totals()
+        weights = datum_weights(data, reduction, reduction_count)
         with _out_of_memory_named(), nullcontext() if forward_only else self._gradient(run):
-            for pack in make_packs(data, spec.required_inputs(config), self._options.pack_tokens, self._device):
+            for pack in self._packs(data, weights, spec, config):
                 logprobs, token_loss = self._pack_loss(pack, loss_fn, config, forward_only=forward_only)
                 scatter_logprobs(outputs, pack, logprobs.cpu().numpy())
                 totals.add(token_loss)
@@ -135,16 +138,23 @@ class PeftEngine:
         with run.accumulate(), run.dropout(self._device):
             yield
 
+    def _packs(
+        self, data: Sequence[Datum], weights: Sequence[float], spec: LossSpec, config: Mapping[str, float]
+    ) -> list[Pack]:
+        names, fills = spec.required_inputs(config), spec.fills(config)
+        return make_packs(data, names, self._options.pack_tokens, self._device, fills=fills, weights=weights)
+
     def _pack_loss(
         self, pack: Pack, loss_fn: str, config: Mapping[str, float], *, forward_only: bool
     ) -> tuple[Tensor, TokenLoss]:
-        """Return logprobs and loss at the counted positions, detached; add to the gradient unless `forward_only`."""
+        """Return logprobs and weighted loss at the counted positions, detached; add to the gradient if there is one."""
         with torch.set_grad_enabled(not forward_only):
             logprobs = self._logprobs(pack)
             result = LOSSES[loss_fn](logprobs, pack.loss_inputs, config)
+            loss = result.loss * pack.weights
         if not forward_only:
-            torch.autograd.backward(result.loss.sum())
-        return logprobs.detach(), TokenLoss(result.loss.detach(), result.means)
+            torch.autograd.backward(loss.sum())
+        return logprobs.detach(), TokenLoss(loss.detach(), result.means)
 
     def _logprobs(self, pack: Pack) -> Tensor:
         autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=self._options.dtype == "bfloat16")

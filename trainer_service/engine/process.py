@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from paceline.errors import EngineUnavailable
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput, Reduction
 from trainer_service.engine import wire
 from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.options import EngineOptions
@@ -99,8 +99,12 @@ class EngineProcess:
         loss_fn_config: Mapping[str, float],
         *,
         forward_only: bool,
+        reduction: Reduction = Reduction.SUM,
+        reduction_count: int | None = None,
     ) -> ForwardBackwardOutput:
-        command = wire.ForwardBackward(run_id, list(data), loss_fn, dict(loss_fn_config), forward_only)
+        command = wire.ForwardBackward(
+            run_id, list(data), loss_fn, dict(loss_fn_config), forward_only, reduction, reduction_count
+        )
         return await self._call(command, ForwardBackwardOutput)
 
     async def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:

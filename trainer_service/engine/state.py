@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.errors import CheckpointMismatch, ChecksumMismatch
-from trainer_service.engine.adapters import adapter_config, scaling_alpha
+from trainer_service.engine.adapters import adapter_config
+from trainer_service.engine.peft_format import check_adapter_config
 from trainer_service.engine.run import EngineRun
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -40,15 +41,6 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     pending_tokens: int
     has_gradient: bool
     lora: dict[str, Any]
-
-
-class _AdapterConfig(msgspec.Struct, frozen=True):
-    """The fields of adapter_config.json on which the weights' meaning depends."""
-
-    r: int
-    lora_alpha: float
-    use_rslora: bool = False
-    use_dora: bool = False
 
 
 def save(run: EngineRun, directory: Path, base_model: str) -> None:
@@ -73,12 +65,12 @@ def save_adapter(run: EngineRun, directory: Path, base_model: str, dtype: torch.
 
 
 def load_adapter(run: EngineRun, directory: Path) -> None:
-    """Replace the run's weights by any floating-point adapter of the same modules, rank and scaling.
+    """Replace the run's weights by any floating-point adapter, PEFT's too, of the same modules, rank and scaling.
 
     Raises CheckpointMismatch or ChecksumMismatch before anything is changed.
     """
     weights = _read_tensors(directory / ADAPTER_WEIGHTS)
-    _check_scaling(run, _read_json(directory / ADAPTER_CONFIG, _AdapterConfig))
+    check_adapter_config(run.lora, _read_json(directory / ADAPTER_CONFIG, dict[str, Any]))
     _check_tensors(weights, _shapes(run), (torch.float32, torch.bfloat16, torch.float16))
     _copy_weights(run, weights)
 
@@ -92,7 +84,7 @@ def load(run: EngineRun, directory: Path) -> None:
     state = _read_json(directory / TRAINER_STATE, TrainerState)
     if state.format_version != FORMAT_VERSION:
         raise CheckpointMismatch(f"trainer_state.json has format {state.format_version}; this is {FORMAT_VERSION}.")
-    _check_scaling(run, _read_json(directory / ADAPTER_CONFIG, _AdapterConfig))
+    check_adapter_config(run.lora, _read_json(directory / ADAPTER_CONFIG, dict[str, Any]))
     _check_tensors(weights, _shapes(run), (torch.float32,))
     rng_state = tensors.pop("rng_state", torch.empty(0))
     if rng_state.dtype != torch.uint8 or rng_state.shape != run.rng_state.shape:
@@ -141,14 +133,6 @@ def _restore_optimizer(run: EngineRun, tensors: Mapping[str, Tensor], state: Tra
 def _copy_weights(run: EngineRun, weights: Mapping[str, Tensor]) -> None:
     for name, parameter in run.parameters.items():
         parameter.copy_(weights[name])
-
-
-def _check_scaling(run: EngineRun, config: _AdapterConfig) -> None:
-    ours = (run.lora.rank, scaling_alpha(run.lora), run.lora.use_rslora, False)
-    theirs = (config.r, config.lora_alpha, config.use_rslora, config.use_dora)
-    for field, mine, other in zip(_AdapterConfig.__struct_fields__, ours, theirs, strict=True):
-        if mine != other:
-            raise CheckpointMismatch(f"{field} is {other} in the checkpoint and {mine} in the run.")
 
 
 def _check_tensors(

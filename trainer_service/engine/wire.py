@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from paceline.errors import CATALOG, Internal, PacelineError
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput, Reduction
 from paceline.types.training import Array
 from trainer_service.engine.base import AdapterInfo, LoadedState, TrainerEngine
 from trainer_service.engine.options import EngineOptions
@@ -55,11 +55,19 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
     loss_fn: str
     loss_fn_config: dict[str, float]
     forward_only: bool
+    reduction: Reduction
+    reduction_count: int | None
 
     def execute(self, engine: TrainerEngine) -> ForwardBackwardOutput:
         """Execute the command."""
         return engine.forward_backward(
-            self.run_id, self.data, self.loss_fn, self.loss_fn_config, forward_only=self.forward_only
+            self.run_id,
+            self.data,
+            self.loss_fn,
+            self.loss_fn_config,
+            forward_only=self.forward_only,
+            reduction=self.reduction,
+            reduction_count=self.reduction_count,
         )
 
 
