@@ -78,8 +78,13 @@ class Caller:
         return await self.command("ForwardBackward", pb.ForwardBackwardRequest, data=encoded, loss_fn=loss_fn, **fields)
 
     async def optim_step(self, **params):
-        adamw = codec.adam_params_to_proto(AdamParams(**{"learning_rate": 1e-2, **params}))
-        return await self.command("OptimStep", pb.OptimStepRequest, adamw=adamw)
+        return await self.optimize(AdamParams(**{"learning_rate": 1e-2, **params}))
+
+    async def optimize(self, params):
+        self.seq_id += 1
+        request = codec.optimizer_to_proto(params)
+        request.run_id, request.seq_id = self.run_id, self.seq_id
+        return await self.call("OptimStep", request)
 
     async def train(self, steps=1):
         for _ in range(steps):
