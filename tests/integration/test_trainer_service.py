@@ -19,7 +19,8 @@ from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
-from paceline.types import AdamParams, Datum
+from paceline.types import AdamParams, ApolloParams, Datum
+from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1 import lora_pb2, model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
@@ -247,6 +248,38 @@ async def test_a_bad_optimizer_setting_is_refused_by_name_and_the_gradient_stays
         await caller.optim_step(**params)
     assert caught.value.field == f"adamw.{field}"
     assert (await caller.optim_step()).step == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+async def test_every_optimizer_trains_over_rpc_and_resumes_exactly(caller, name):
+    params = OPTIMIZERS[name](learning_rate=1e-2)
+    await caller.forward_backward()
+    assert (await caller.optimize(params)).step == 1
+    path = (await caller.save(f"after-{name.replace('_', '-')}")).path
+    await caller.forward_backward()
+    expected = (await caller.optimize(params)).grad_norm, await caller.logprobs()
+    await caller.load(path, with_optimizer=True)
+    await caller.forward_backward()
+    assert (await caller.optimize(params)).grad_norm == expected[0]
+    np.testing.assert_array_equal(await caller.logprobs(), expected[1])
+
+
+async def test_a_change_of_optimizer_is_refused_by_name_and_the_gradient_stays(caller):
+    await caller.forward_backward()
+    await caller.optimize(ApolloParams())
+    await caller.forward_backward()
+    with pytest.raises(errors.OptimizerChanged) as caught:
+        await caller.optimize(AdamParams())
+    assert (caught.value.field, caught.value.metadata["optimizer"]) == ("adamw", "apollo")
+    with pytest.raises(errors.OutOfRange) as caught:
+        await caller.optimize(ApolloParams(rank=0))
+    assert caught.value.field == "apollo.rank"
+    assert (await caller.optimize(ApolloParams(learning_rate=0.5))).step == 2
+
+
+async def test_the_server_lists_its_optimizers(caller):
+    info = await caller.call("GetServerInfo", pb.GetServerInfoRequest())
+    assert list(info.optimizers) == list(OPTIMIZERS)
 
 
 async def test_a_step_without_a_gradient_is_refused(caller):

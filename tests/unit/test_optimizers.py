@@ -278,6 +278,18 @@ def test_8_bits_round_to_the_nearest_value_of_the_papers_map(signed):
     torch.testing.assert_close(errors, nearest.amin(1), rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_8_bits_tell_neighbours_apart_at_every_middle_between_two_values(signed):
+    kept = BlockMap(torch.device("cpu"), signed=signed)
+    middles = ((kept.values[1:] + kept.values[:-1]) / 2)[0 if signed else 1 :]
+    below, above = (torch.nextafter(middles, torch.full_like(middles, end)) for end in (-2.0, 2.0))
+    for tensor, code in ((below, 0), (above, 1)):
+        codes, scales = torch.zeros(256, dtype=torch.uint8), torch.zeros(1)
+        kept.pack(torch.cat([tensor, torch.ones(256 - len(tensor))]), codes, scales)
+        expected = torch.arange(len(middles)) + code + (0 if signed else 1)
+        assert torch.equal(codes[: len(middles)].long(), expected)
+
+
 def test_8_bits_keep_zeros_and_empty_blocks():
     kept = BlockMap(torch.device("cpu"), signed=True)
     tensor = torch.zeros(512)

@@ -1,12 +1,9 @@
-"""AdamW (arXiv 1711.05101) in torch's fused kernels."""
+"""AdamW (arXiv 1711.05101) in torch's fused kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from paceline.types import AdamParams
 from trainer_service.engine.optimizers.base import Optimizer, Parameters, gradient_of
@@ -19,33 +16,33 @@ class AdamW(Optimizer[AdamParams]):
         super().__init__(parameters, params)
         self._add_state("exp_avg", parameters)
         self._add_state("exp_avg_sq", parameters)
+        self._weights: list[Tensor] = list(parameters.values())
+        self._first = [self._tensors[f"exp_avg.{name}"] for name in parameters]
+        self._second = [self._tensors[f"exp_avg_sq.{name}"] for name in parameters]
 
     def _update(self, params: AdamParams, step: int) -> None:
-        weights = list(self._parameters.values())
-        first = [self._tensors[f"exp_avg.{name}"] for name in self._parameters]
-        second = [self._tensors[f"exp_avg_sq.{name}"] for name in self._parameters]
-        fused_adamw(weights, [gradient_of(weight) for weight in weights], first, second, params, step)
+        gradients = [gradient_of(weight) for weight in self._parameters.values()]
+        fused_adamw(self._weights, gradients, self._first, self._second, params, step)
 
 
 def fused_adamw(
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    first: Sequence[Tensor],
-    second: Sequence[Tensor],
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
     params: AdamParams,
     step: int,
 ) -> None:
     """Take step number `step` on weights and their moments, all of them on one device and changed in place."""
-    # The kernel counts the steps up by itself, in a tensor for each weight.
-    counts = torch.full((len(weights),), float(step - 1), device=weights[0].device).unbind()
-    adamw(
-        list(weights),
-        list(gradients),
-        list(first),
-        list(second),
+    count = torch.full((), float(step), device=weights[0].device)
+    # The kernel itself: torch.optim sorts the weights and counts each one's steps first, as if they could differ.
+    torch._fused_adamw_(
+        weights,
+        gradients,
+        first,
+        second,
         [],
-        list(counts),
-        fused=True,
+        [count] * len(weights),
         amsgrad=False,
         maximize=False,
         lr=params.learning_rate,

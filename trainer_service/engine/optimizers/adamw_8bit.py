@@ -21,7 +21,7 @@ class AdamW8bit(Optimizer[AdamParams]):
 
     def __init__(self, parameters: Parameters, params: AdamParams) -> None:
         super().__init__(parameters, params)
-        device = next(iter(parameters.values())).device
+        device = self._largest.device
         self._maps = {kind: BlockMap(device, signed=kind == "exp_avg") for kind in ("exp_avg", "exp_avg_sq")}
         for kind in self._maps:
             for name, weight in parameters.items():

@@ -14,11 +14,13 @@ from trainer_service.engine.optimizers.base import Optimizer, Parameters, gradie
 
 _BATCH_ELEMENTS = 1 << 24
 """Elements whose moments visit the device together, 128 MiB; a larger weight is a batch of its own."""
+_BATCHES_AT_A_TIME = 3
+"""One that comes, one that is updated, one that goes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """Moments of some weights on the device."""
+    """Moments of some weights, where the weights are."""
 
     names: list[str]
     first: list[Tensor]
@@ -28,62 +30,66 @@ class _Visit:
 class AdamWCpu(Optimizer[AdamParams]):
     """The steps of `AdamW`, to the bit, with float32 moments in pinned host memory.
 
-    On CUDA a second stream brings the moments of the next batch while those of this one are updated, and a third takes
-    them back; `step` returns before the last two are back. Three batches are on the device at most. On a CPU it is
-    `AdamW`.
+    On CUDA one stream brings the moments of the next batch while those of this one are updated, and another takes them
+    back; `step` returns before the last two are back. On a CPU it is `AdamW`.
     """
 
     def __init__(self, parameters: Parameters, params: AdamParams) -> None:
         super().__init__(parameters, params)
-        self._device = next(iter(parameters.values())).device
-        pinned = self._device.type == "cuda"
+        self._device = self._largest.device
+        self._on_cuda = self._device.type == "cuda"
         for kind in ("exp_avg", "exp_avg_sq"):
             for name, parameter in parameters.items():
-                self._tensors[f"{kind}.{name}"] = torch.zeros(parameter.shape, pin_memory=pinned)
+                self._tensors[f"{kind}.{name}"] = torch.zeros(parameter.shape, pin_memory=self._on_cuda)
+        if self._on_cuda:
+            # Kept, since the allocator has a pool of memory for each stream.
+            self._bringing, self._returning = (
+                torch.cuda.Stream(self._device)
+                for _ in range(2)  # type: ignore[no-untyped-call]
+            )
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        if self._device.type == "cuda":
+        if self._on_cuda:
             torch.cuda.synchronize(self._device)
         return self._tensors
 
-    def _workspace_elements(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        largest = max(sum(self._parameters[name].numel() for name in names) for names in self._batches())
-        return 2 * 3 * largest
+    def _reserve(self) -> None:
+        if self._on_cuda:
+            batch = max(sum(self._parameters[name].numel() for name in names) for names in self._batches())
+            with torch.cuda.stream(self._bringing):
+                torch.empty(_BATCHES_AT_A_TIME, 2, batch, device=self._device)
 
     def _update(self, params: AdamParams, step: int) -> None:
-        if self._device.type == "cuda":
+        if self._on_cuda:
             self._update_in_turns(params, step)
-            return
-        for names in self._batches():
+        else:
+            names = list(self._parameters)
             self._apply(
                 _Visit(names, self._moments("exp_avg", names), self._moments("exp_avg_sq", names)), params, step
             )
 
     def _update_in_turns(self, params: AdamParams, step: int) -> None:
-        computing = torch.cuda.current_stream(self._device)
-        bringing, returning = (torch.cuda.Stream(self._device) for _ in range(2))  # type: ignore[no-untyped-call]
-        bringing.wait_stream(computing)
-        returned: list[torch.cuda.Event] = []
+        computing, returned = torch.cuda.current_stream(self._device), list[torch.cuda.Event]()
+        self._bringing.wait_stream(computing)
         for names in self._batches():
             if len(returned) > 1:
                 returned[-2].synchronize()
-            with torch.cuda.stream(bringing):
+            with torch.cuda.stream(self._bringing):
                 visit = _Visit(names, self._bring("exp_avg", names), self._bring("exp_avg_sq", names))
-            computing.wait_stream(bringing)
+            computing.wait_stream(self._bringing)
             self._apply(visit, params, step)
-            returning.wait_stream(computing)
-            with torch.cuda.stream(returning):
-                self._take_back(visit, (computing, returning))
-                returned.append(returning.record_event())
+            self._returning.wait_stream(computing)
+            with torch.cuda.stream(self._returning):
+                self._take_back(visit, (computing, self._returning))
+                returned.append(self._returning.record_event())
         # The next step finds the moments in the host's memory.
-        computing.wait_stream(returning)
+        computing.wait_stream(self._returning)
 
     def _apply(self, visit: _Visit, params: AdamParams, step: int) -> None:
         weights = [self._parameters[name] for name in visit.names]
-        fused_adamw(weights, [gradient_of(weight) for weight in weights], visit.first, visit.second, params, step)
+        gradients = [gradient_of(weight) for weight in weights]
+        fused_adamw([*weights], gradients, visit.first, visit.second, params, step)
 
     def _moments(self, kind: str, names: list[str]) -> list[Tensor]:
         return [self._tensors[f"{kind}.{name}"] for name in names]

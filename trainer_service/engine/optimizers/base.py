@@ -29,6 +29,7 @@ class Optimizer(ABC, Generic[P]):
         self.params = params
         """Settings of the last step."""
         self._parameters = parameters
+        self._largest = max(parameters.values(), key=lambda parameter: parameter.numel())
         self._tensors: dict[str, Tensor] = {}
 
     @property
@@ -64,13 +65,9 @@ class Optimizer(ABC, Generic[P]):
     def _update(self, params: P, step: int) -> None:
         """Change weights and state by the gradient, which is clipped already."""
 
-    def _workspace_elements(self) -> int:
-        """Count the float32 elements that a step makes on the way, at one time."""
-        return self.workspace * max(parameter.numel() for parameter in self._parameters.values())
-
     def _reserve(self) -> None:
         # The allocator keeps what is freed here, so that a step which can begin can end.
-        torch.empty(self._workspace_elements(), device=next(iter(self._parameters.values())).device)
+        torch.empty(self.workspace * self._largest.numel(), device=self._largest.device)
 
     def _add_state(self, kind: str, like: Mapping[str, Tensor]) -> None:
         self._tensors |= {f"{kind}.{name}": torch.zeros_like(tensor.detach()) for name, tensor in like.items()}

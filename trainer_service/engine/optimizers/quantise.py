@@ -23,22 +23,25 @@ class BlockMap:
     """
 
     def __init__(self, device: torch.device, *, signed: bool) -> None:
-        self.values = dynamic_map(signed=signed).to(device)
-        self._middles = (self.values[1:] + self.values[:-1]) / 2
+        values = dynamic_map(signed=signed)
+        middles = (values[1:] + values[:-1]) / 2
         if not signed:
-            self._middles[0] = 0.0
+            middles[0] = 0.0
+        self.values = values.to(device)
+        self._first_codes = _first_codes(middles).to(device)
+        self._middles = torch.cat([middles, torch.tensor([torch.inf])]).to(device)
 
     def pack(self, tensor: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Round a float32 tensor into `codes`, uint8 of its shape, and `scales`, float32, one for each block."""
         blocks = _blocks(tensor)
         scales.copy_(blocks.abs().amax(1))
-        shares = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
-        indices = torch.bucketize(shares, self._middles, out_int32=True)
-        codes.copy_(indices.flatten()[: tensor.numel()].view_as(codes))
+        shares = (blocks / torch.where(scales > 0, scales, 1.0)[:, None]).flatten()[: tensor.numel()]
+        first = self._first_codes.index_select(0, (shares.view(torch.int32) >> 16) & 0xFFFF)
+        codes.copy_((first + (shares > self._middles.index_select(0, first))).view_as(codes))
 
     def unpack(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return what `pack` kept, float32."""
-        values = _blocks(self.values[codes.int()]) * scales[:, None]
+        values = _blocks(self.values.index_select(0, codes.flatten().int())) * scales[:, None]
         return values.flatten()[: codes.numel()].view(codes.shape)
 
 
@@ -50,6 +53,17 @@ def dynamic_map(*, signed: bool) -> Tensor:
         means = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (power + 1 - _EXPONENTS)
         values += [means, -means] if signed else [means]
     return torch.cat(values).sort().values.float()
+
+
+def _first_codes(middles: Tensor) -> Tensor:
+    """Return the code of the lowest float32 that begins with each of the 65,536 pairs of bytes, int32.
+
+    Numbers with the same first two bytes differ by less than a 128th, less than neighbouring values of the map do, so
+    that each has this code or the next. It takes one comparison in place of a search.
+    """
+    bits = torch.arange(1 << 16) << 16
+    bits = torch.where(bits >= 1 << 31, (bits | 0xFFFF) - (1 << 32), bits)
+    return torch.bucketize(bits.to(torch.int32).view(torch.float32).nan_to_num(), middles, out_int32=True)
 
 
 def count_blocks(tensor: Tensor) -> int:
