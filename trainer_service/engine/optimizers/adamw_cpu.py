@@ -43,10 +43,8 @@ class AdamWCpu(Optimizer[AdamParams]):
                 self._tensors[f"{kind}.{name}"] = torch.zeros(parameter.shape, pin_memory=self._on_cuda)
         if self._on_cuda:
             # Kept, since the allocator has a pool of memory for each stream.
-            self._bringing, self._returning = (
-                torch.cuda.Stream(self._device)
-                for _ in range(2)  # type: ignore[no-untyped-call]
-            )
+            self._bringing: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._returning: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

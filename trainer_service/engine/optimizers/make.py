@@ -38,5 +38,6 @@ def check_same(optimizer: AnyOptimizer, params: OptimizerParams) -> None:
         message = f"the run has state of {before.name}; go on with it, or load weights alone to begin anew."
         raise OptimizerChanged(message, field=after.name, metadata=metadata)
     if setting := before.changed(optimizer.params, params):
-        message = f"is {getattr(params, setting)}, but the run's state is of {getattr(optimizer.params, setting)}."
+        kept = getattr(optimizer.params, setting)
+        message = f"is not the {kept} of the run's state; send that, or load weights alone to begin anew."
         raise OptimizerChanged(message, field=f"{after.name}.{setting}", metadata=metadata)
