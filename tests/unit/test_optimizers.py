@@ -68,9 +68,9 @@ def test_adamw_cpu_is_adamw_to_the_last_bit():
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("scale_parameter", [False, True])
-def test_adafactor_is_that_of_transformers(scale_parameter):
-    params = replace(PARAMS["adafactor"], scale_parameter=scale_parameter)
+@pytest.mark.parametrize(("scale_parameter", "eps2"), [(False, 1e-2), (True, 1e-2), (True, 3.0)])
+def test_adafactor_is_that_of_transformers(scale_parameter, eps2):
+    params = replace(PARAMS["adafactor"], scale_parameter=scale_parameter, eps2=eps2)
     expected = reference_weights(
         lambda weights: TransformersAdafactor(
             weights,
