@@ -251,7 +251,8 @@ async def test_a_bad_optimizer_setting_is_refused_by_name_and_the_gradient_stays
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-async def test_every_optimizer_trains_over_rpc_and_resumes_exactly(caller, name):
+async def test_every_optimizer_trains_over_rpc_and_resumes_exactly(channel, credential, name):
+    caller = await Caller(channel, credential, "optimizers").create_run()
     params = OPTIMIZERS[name](learning_rate=1e-2)
     await caller.forward_backward()
     assert (await caller.optimize(params)).step == 1
@@ -264,7 +265,8 @@ async def test_every_optimizer_trains_over_rpc_and_resumes_exactly(caller, name)
     np.testing.assert_array_equal(await caller.logprobs(), expected[1])
 
 
-async def test_a_change_of_optimizer_is_refused_by_name_and_the_gradient_stays(caller):
+async def test_a_change_of_optimizer_is_refused_by_name_and_the_gradient_stays(channel, credential):
+    caller = await Caller(channel, credential, "optimizers").create_run()
     await caller.forward_backward()
     await caller.optimize(ApolloParams())
     await caller.forward_backward()
@@ -277,7 +279,8 @@ async def test_a_change_of_optimizer_is_refused_by_name_and_the_gradient_stays(c
     assert (await caller.optimize(ApolloParams(learning_rate=0.5))).step == 2
 
 
-async def test_the_server_lists_its_optimizers(caller):
+async def test_the_server_lists_its_optimizers(channel, credential):
+    caller = Caller(channel, credential, "optimizers")
     info = await caller.call("GetServerInfo", pb.GetServerInfoRequest())
     assert list(info.optimizers) == list(OPTIMIZERS)
 
