@@ -196,7 +196,7 @@ def dequantised(optimizer, kind, name, codes):
 
 
 def test_adamw_8bit_steps_as_adamw_and_rounds_each_moment_to_the_nearest_value_of_its_map():
-    """AdamW's equations in float64 between one rounding and the next (arXiv 2110.02861, sections 1.2 and 1.3)."""
+    """AdamW's equations in float64 between one rounding and the next (arXiv 2110.02861)."""
     params, weights = PARAMS["adamw_8bit"], make_weights()
     optimizer = make_optimizer(weights, params)
     maps = {kind: kept.values for kind, kept in optimizer._maps.items()}

@@ -22,7 +22,7 @@ class Apollo(Optimizer[Params]):
 
     R = G P with P of N(0, 1/r), shape [S, r]; M and V are Adam's moments of R, and R' = M / (sqrt(V) + eps). G is
     multiplied by |R'| / |R|, of each row (APOLLO) or of the whole (APOLLO-Mini), then the growth of its norm is limited
-    (section 4.3 of the paper). P is drawn anew from seed, name of the weight and number of the draw wherever it is
+    as the paper does. P is drawn anew from seed, name of the weight and number of the draw wherever it is
     needed, so none is kept. Weights that are no matrices are stepped by Adam.
     """
 

@@ -1,4 +1,4 @@
-"""Tensors in 8 bits: a scale for each block, and the dynamic map of arXiv 2110.02861 (sections 1.2 and 1.3)."""
+"""Tensors in 8 bits: a scale for each block, and the dynamic map of arXiv 2110.02861."""
 
 from __future__ import annotations
 
