@@ -19,6 +19,7 @@ from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from paceline.types import Checkpoint, CheckpointKind, RunState
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.loss_specs import LOSS_SPECS
+from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.engine.process import EngineProcess
 from trainer_service.publish.feed import AckPolicy
 from trainer_service.runs.record import RunRecord
@@ -29,7 +30,6 @@ from trainer_service.trainer import Trainer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-OPTIMIZERS = ("adamw",)
 _DEFAULT_ACK_SECONDS = 60.0
 
 
@@ -67,7 +67,7 @@ class TrainerServicer(TrainerServiceServicer):
             service_version=__version__,
             models=[codec.model_info_to_proto(self._engine.describe())],
             loss_fns=LOSS_SPECS,
-            optimizers=OPTIMIZERS,
+            optimizers=OPTIMIZER_SPECS,
             max_message_bytes=self._settings.max_message_bytes,
             max_datums=self._settings.max_datums,
         )
@@ -121,9 +121,7 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
         async def command(run: RunRecord) -> pb.OptimStepResponse:
-            if request.WhichOneof("optimizer") is None:
-                raise errors.MissingField("is not set; name the optimizer", field="adamw")
-            output = await self._trainer.optim_step(run, codec.adam_params_from_proto(request.adamw))
+            output = await self._trainer.optim_step(run, codec.optimizer_from_proto(request))
             return pb.OptimStepResponse(
                 step=output.step,
                 grad_norm=output.grad_norm,

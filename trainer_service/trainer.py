@@ -12,18 +12,19 @@ from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import (
-    AdamParams,
     Checkpoint,
     CheckpointKind,
     Datum,
     ForwardBackwardOutput,
     LoraConfig,
+    OptimizerParams,
     OptimStepOutput,
     Reduction,
     RunState,
 )
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.engine.optimizers.specs import spec_of
 from trainer_service.engine.process import EngineProcess
 from trainer_service.publish.feed import AckPolicy
 from trainer_service.publish.publisher import Publication, Publisher
@@ -137,10 +138,10 @@ class Trainer:
             reduction_count=reduction_count,
         )
 
-    async def optim_step(self, record: RunRecord, params: AdamParams) -> OptimStepOutput:
+    async def optim_step(self, record: RunRecord, params: OptimizerParams) -> OptimStepOutput:
         """Apply the accumulated gradient."""
         self._check_ready(record)
-        validation.check_adam(params)
+        spec_of(params).check(params)
         output = await self._engine.optim_step(record.run_id, params)
         record.step = output.step
         return output

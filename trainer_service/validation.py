@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paceline import errors
-from paceline.types import AdamParams, Datum, LoraConfig, ModelInfo, Reduction
+from paceline.types import Datum, LoraConfig, ModelInfo, Reduction
 from paceline.types.training import MASK_INPUTS, Array
 from trainer_service.engine.loss_specs import CLIP_HIGH, CLIP_LOW, MASK, SEQUENCE_RATIO_MASK, LossSpec, loss_spec
 
@@ -52,14 +52,6 @@ def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
             raise errors.OutOfRange(
                 f"is {layer}; the model has {model.num_layers} layers", field=f"lora.layers[{index}]"
             )
-
-
-def check_adam(params: AdamParams) -> None:
-    """Check an optimizer's settings."""
-    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-        _check_range(getattr(params, name), f"adamw.{name}", 0.0, math.inf, high_open=True)
-    for name in ("beta1", "beta2"):
-        _check_range(getattr(params, name), f"adamw.{name}", 0.0, 1.0, high_open=True)
 
 
 def check_batch(

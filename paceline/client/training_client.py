@@ -21,6 +21,7 @@ from paceline.types import (
     Datum,
     ForwardBackwardOutput,
     ModelRef,
+    OptimizerParams,
     OptimStepOutput,
     Reduction,
     Run,
@@ -110,11 +111,15 @@ class TrainingClient(Connected):
 
     forward_backward_custom_async = awaitable(forward_backward_custom)
 
-    def optim_step(self, params: AdamParams | None = None) -> PacelineFuture[OptimStepOutput]:
-        """Apply the accumulated gradient with AdamW and clear it. Errors: OutOfRange, NoGradient, NonFiniteGradient."""
+    def optim_step(self, params: OptimizerParams | None = None) -> PacelineFuture[OptimStepOutput]:
+        """Apply the accumulated gradient with the optimizer that `params` belong to, AdamW by default, and clear it.
+
+        A run keeps to the optimizer of its first step. Errors: OutOfRange, NoGradient, NonFiniteGradient,
+        OptimizerChanged, OutOfMemory.
+        """
         with sendable("params"):
-            adamw = codec.adam_params_to_proto(params or AdamParams())
-        request = pb.OptimStepRequest(run_id=self.run_id, adamw=adamw)
+            request = codec.optimizer_to_proto(params or AdamParams())
+        request.run_id = self.run_id
         return self._queue.put(
             self.transport.trainer.OptimStep, [request], lambda replies: _optim_step_from_proto(only(replies))
         )

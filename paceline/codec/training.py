@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from paceline import errors
 from paceline.codec.tensors import FLOATS, INTEGERS, MASKS, tensor_from_proto, tensor_to_proto, token_ids_from_proto
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
-from paceline.types import AdamParams, Datum, LoraConfig, Reduction
+from paceline.types import Datum, LoraConfig, Reduction
 from paceline.types.training import MASK_INPUTS, MULTI_TARGET_INPUTS, TOKEN_INPUTS, Array
 from paceline.types.v1 import datum_pb2, lora_pb2
 
@@ -97,13 +95,3 @@ def lora_config_from_proto(message: lora_pb2.LoraConfig) -> LoraConfig:
         layers=tuple(message.layers),
         use_rslora=message.use_rslora,
     )
-
-
-def adam_params_to_proto(params: AdamParams) -> trainer_pb.AdamwParams:
-    """Encode an optimizer's settings."""
-    return trainer_pb.AdamwParams(**{setting.name: getattr(params, setting.name) for setting in fields(AdamParams)})
-
-
-def adam_params_from_proto(message: trainer_pb.AdamwParams) -> AdamParams:
-    """Decode an optimizer's settings; what is not set keeps its default."""
-    return AdamParams(**{set_field.name: value for set_field, value in message.ListFields()})

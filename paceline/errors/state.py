@@ -98,6 +98,15 @@ class NonFiniteGradient(FailedPrecondition):
     reason = "NON_FINITE_GRADIENT"
 
 
+class OptimizerChanged(FailedPrecondition):
+    """The run has the state of another optimizer, or of this one with another rank or seed.
+
+    `metadata["optimizer"]` is the name of the run's optimizer.
+    """
+
+    reason = "OPTIMIZER_CHANGED"
+
+
 class CheckpointMismatch(FailedPrecondition):
     """The checkpoint does not fit the run."""
 

@@ -131,19 +131,6 @@ class LoraConfig:
     """Scale by alpha / sqrt(r) instead (rsLoRA, arXiv 2312.03732)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdamParams:
-    """Settings of AdamW for one step (arXiv 1711.05101). The defaults are those of Tinker's API."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """Scale the gradient down to this norm; 0 is off."""
-
-
 @dataclass(slots=True)
 class ForwardBackwardOutput:
     """What a forward (and backward) pass gave back."""
@@ -163,6 +150,7 @@ class OptimStepOutput:
     grad_norm: float
     """Euclidean norm of the gradient before clipping."""
     learning_rate: float
+    """The rate that was used, before any scaling of single weights."""
     tokens: int
     """Tokens whose loss went into the gradient."""
     milliseconds: float

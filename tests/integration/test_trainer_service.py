@@ -24,7 +24,8 @@ from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
-from paceline.types import AdamParams, Datum
+from paceline.types import AdamParams, ApolloParams, Datum
+from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1 import lora_pb2, model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
@@ -85,8 +86,13 @@ class Caller:
         return await self.command("ForwardBackward", pb.ForwardBackwardRequest, data=encoded, loss_fn=loss_fn, **fields)
 
     async def optim_step(self, **params):
-        adamw = codec.adam_params_to_proto(AdamParams(**{"learning_rate": 1e-2, **params}))
-        return await self.command("OptimStep", pb.OptimStepRequest, adamw=adamw)
+        return await self.optimize(AdamParams(**{"learning_rate": 1e-2, **params}))
+
+    async def optimize(self, params):
+        self.seq_id += 1
+        request = codec.optimizer_to_proto(params)
+        request.run_id, request.seq_id = self.run_id, self.seq_id
+        return await self.call("OptimStep", request)
 
     async def train(self, steps=1):
         for _ in range(steps):
@@ -344,6 +350,41 @@ async def test_a_bad_optimizer_setting_is_refused_by_name_and_the_gradient_stays
         await caller.optim_step(**params)
     assert caught.value.field == f"adamw.{field}"
     assert (await caller.optim_step()).step == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+async def test_every_optimizer_trains_over_rpc_and_resumes_exactly(channel, credential, name):
+    caller = await Caller(channel, credential, "optimizers").create_run()
+    params = OPTIMIZERS[name](learning_rate=1e-2)
+    await caller.forward_backward()
+    assert (await caller.optimize(params)).step == 1
+    path = (await caller.save(f"after-{name.replace('_', '-')}")).path
+    await caller.forward_backward()
+    expected = (await caller.optimize(params)).grad_norm, await caller.logprobs()
+    await caller.load(path, with_optimizer=True)
+    await caller.forward_backward()
+    assert (await caller.optimize(params)).grad_norm == expected[0]
+    np.testing.assert_array_equal(await caller.logprobs(), expected[1])
+
+
+async def test_a_change_of_optimizer_is_refused_by_name_and_the_gradient_stays(channel, credential):
+    caller = await Caller(channel, credential, "optimizers").create_run()
+    await caller.forward_backward()
+    await caller.optimize(ApolloParams())
+    await caller.forward_backward()
+    with pytest.raises(errors.OptimizerChanged) as caught:
+        await caller.optimize(AdamParams())
+    assert (caught.value.field, caught.value.metadata["optimizer"]) == ("adamw", "apollo")
+    with pytest.raises(errors.OutOfRange) as caught:
+        await caller.optimize(ApolloParams(rank=0))
+    assert caught.value.field == "apollo.rank"
+    assert (await caller.optimize(ApolloParams(learning_rate=0.5))).step == 2
+
+
+async def test_the_server_lists_its_optimizers(channel, credential):
+    caller = Caller(channel, credential, "optimizers")
+    info = await caller.call("GetServerInfo", pb.GetServerInfoRequest())
+    assert list(info.optimizers) == list(OPTIMIZERS)
 
 
 async def test_a_step_without_a_gradient_is_refused(caller):

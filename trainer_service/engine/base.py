@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput, Reduction
+from paceline.types import (
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInfo,
+    OptimizerParams,
+    OptimStepOutput,
+    Reduction,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class TrainerEngine(Protocol):
 
     Every call either happens wholly or, when it raises, leaves the run as it was. Inputs have been validated by the
     caller against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient, NonFiniteGradient,
-    CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument, Unsupported.
+    OptimizerChanged, CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument, Unsupported.
     """
 
     def describe(self) -> ModelInfo:
@@ -62,8 +70,11 @@ class TrainerEngine(Protocol):
         """
         ...
 
-    def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:
-        """Apply the accumulated gradient with AdamW and clear it."""
+    def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
+        """Apply the accumulated gradient with the optimizer of `params` and clear it.
+
+        Raises OptimizerChanged when the run has state of another one.
+        """
         ...
 
     def save_state(self, run_id: str, directory: Path) -> None:

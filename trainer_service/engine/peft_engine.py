@@ -13,14 +13,23 @@ from peft.functional import set_adapter
 from torch import Tensor
 
 from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, RunNotFound
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput, Reduction
+from paceline.types import (
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInfo,
+    OptimizerParams,
+    OptimStepOutput,
+    Reduction,
+)
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.base_model import backbone, load_base_model, output_head
 from trainer_service.engine.logprobs import target_logprobs
 from trainer_service.engine.loss_specs import LossSpec, loss_spec
 from trainer_service.engine.losses import LOSSES, TokenLoss
-from trainer_service.engine.optimizer import apply_step, gradient_norm, make_optimizer
+from trainer_service.engine.optimizers.gradients import gradient_norm
+from trainer_service.engine.optimizers.make import check_same, make_optimizer
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.packing import Pack, datum_weights, make_packs, scatter_logprobs
 from trainer_service.engine.run import EngineRun, seeded_rng_state
@@ -59,7 +68,6 @@ class PeftEngine:
             targets=targets,
             parameters=parameters,
             dropouts=[layer.lora_dropout[run_id] for _, layer in adapters.layers_of(self._model, run_id)],
-            optimizer=make_optimizer(parameters.values()),
             rng_state=seeded_rng_state(lora.seed, self._device),
         )
         return AdapterInfo(sum(parameter.numel() for parameter in parameters.values()))
@@ -95,10 +103,12 @@ class PeftEngine:
             run.pending_tokens += totals.tokens
         return ForwardBackwardOutput([{"logprobs": values} for values in outputs], totals.metrics())
 
-    def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:
+    def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         run, start = self._run(run_id), time.perf_counter()
         if not run.has_gradient:
             raise NoGradient("there is no gradient; call forward_backward before optim_step.")
+        if run.optimizer is not None:
+            check_same(run.optimizer, params)
         tokens = run.pending_tokens
         try:
             norm = gradient_norm(run.parameters.values())
@@ -106,11 +116,13 @@ class PeftEngine:
             run.drop_gradient()
             raise
         with _out_of_memory_named():
-            apply_step(run.optimizer, params, norm)
+            optimizer = run.optimizer or make_optimizer(run.parameters, params)
+            learning_rate = optimizer.step(params, run.step + 1, norm)
+        run.optimizer = optimizer
         run.drop_gradient()
         run.step += 1
         milliseconds = (time.perf_counter() - start) * 1e3
-        return OptimStepOutput(run.step, norm, params.learning_rate, tokens, milliseconds)
+        return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
 
     def save_state(self, run_id: str, directory: Path) -> None:
         state.save(self._run(run_id), directory, self._options.model_name)

@@ -15,7 +15,15 @@ from typing import Self, TypeVar
 import msgspec
 
 from paceline.errors import EngineUnavailable
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput, Reduction
+from paceline.types import (
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInfo,
+    OptimizerParams,
+    OptimStepOutput,
+    Reduction,
+)
 from trainer_service.engine import wire
 from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.options import EngineOptions
@@ -107,8 +115,8 @@ class EngineProcess:
         )
         return await self._call(command, ForwardBackwardOutput)
 
-    async def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:
-        return await self._call(wire.OptimStep(run_id, params), OptimStepOutput)
+    async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
+        return await self._call(wire.OptimStep.of(run_id, params), OptimStepOutput)
 
     async def save_state(self, run_id: str, directory: Path) -> None:
         await self._call(wire.SaveState(run_id, str(directory)), NoneType)
