@@ -5,4 +5,5 @@ bin=$1
 # One thread per process: two OpenMP pools on the same cores spin on each other and run ten times slower.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 "$bin/python" scripts/make_model.py >/dev/null
-"$bin/python" -m pytest -m "not gpu" -n "$(nproc)" --dist loadgroup tests
+# nproc counts OpenMP's threads, not cores, where it is told of them.
+"$bin/python" -m pytest -m "not gpu" -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadgroup tests
