@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -11,12 +10,11 @@ _KEEP_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """Reuse large freed blocks instead of returning them, and ask for huge pages; call it before torch allocates.
+    """Reuse large freed blocks instead of returning them to the system.
 
     By default every large tensor is mapped anew and its pages are faulted in one by one, which takes longer than the
     arithmetic on them. Does nothing where the C library is not glibc.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
