@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, autograd, nn
 
 from trainer_service.engine.attention import packed_attention
+from trainer_service.engine.fused.blocks import row_blocks
+from trainer_service.engine.fused.lora_linear import shared_input
 
 
 class FusedAttention(nn.Module):
@@ -35,10 +37,8 @@ class FusedAttention(nn.Module):
         `position_embeddings` are the cosines and sines, [1, T, head_dim], both halves of the last dimension alike.
         """
         shape = (hidden_states.shape[1], -1, self.head_dim)
-        query, key, value = (
-            project(hidden_states).view(shape)  # type: ignore[operator]
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        rows = hidden_states.reshape(shape[0], -1)
+        query, key, value = (x.view(shape) for x in shared_input(rows, self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
@@ -80,7 +80,8 @@ class _Rotate(autograd.Function):
 
 
 def _rotated(x: Tensor, cosines: Tensor, sines: Tensor, out: Tensor) -> Tensor:
-    (first, second), (low, high) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(first, cosines, out=low).addcmul_(second, sines, value=-1)
-    torch.mul(second, cosines, out=high).addcmul_(first, sines)
+    halves = (*x.chunk(2, dim=-1), *out.chunk(2, dim=-1))
+    for first, second, low, high, cos, sin in row_blocks(*halves, cosines[None], sines[None], dim=1):
+        torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=high).addcmul_(first, sin)
     return out

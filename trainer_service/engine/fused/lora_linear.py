@@ -1,9 +1,11 @@
-"""A frozen linear layer and its low-rank update as one operation."""
+"""Frozen linear layers and their low-rank updates as one operation, for layers that read the same input."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, autograd, nn
 from torch.nn import functional
@@ -29,39 +31,65 @@ class FusedLoraLinear(PeftLinear):
         name = self.active_part
         if name is None:
             return self.base_layer(x)  # type: ignore[no-any-return]
-        base, dropout = self.base_layer, self.lora_dropout[name]
+        if not self.drops:
+            (out,) = shared_input(x.reshape(-1, x.shape[-1]), self)
+            return out.view(*x.shape[:-1], -1)
         a, b, scaling = self.lora_A[name].weight, self.lora_B[name].weight, float(self.scaling[name])
-        if isinstance(dropout, nn.Identity) or not dropout.training:
-            return _LoraLinear.apply(x, base.weight, base.bias, a, b, scaling)  # type: ignore[no-any-return, no-untyped-call]
-        low = functional.linear(dropout(x), a.to(x.dtype))
-        return base(x) + functional.linear(low, (b * scaling).to(x.dtype))  # type: ignore[no-any-return]
+        low = functional.linear(self.lora_dropout[name](x), a.to(x.dtype))
+        return self.base_layer(x) + functional.linear(low, (b * scaling).to(x.dtype))  # type: ignore[no-any-return]
+
+    @property
+    def drops(self) -> bool:
+        """Whether the active adapter's dropout acts now."""
+        dropout = self.lora_dropout[self.active_part] if self.active_part is not None else nn.Identity()
+        return dropout.training and not isinstance(dropout, nn.Identity)
 
 
-class _LoraLinear(autograd.Function):
-    """Gradients for x, A and B; W and the bias are frozen."""
+def shared_input(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """Apply layers to the same `x`, [rows, in]; returns one [rows, out] each.
+
+    Their low-rank parts are one product, and their gradients for `x` are summed in the products themselves.
+    """
+    fused = [layer for layer in layers if isinstance(layer, FusedLoraLinear) and layer.active_part is not None]
+    if len(fused) < len(layers) or any(layer.drops for layer in fused):
+        return [layer(x) for layer in layers]
+    weights: list[Any] = []
+    for layer in fused:
+        name, base = layer.active_part, layer.base_layer
+        weights += [base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]]
+    return _LoraLinears.apply(x, *weights)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _LoraLinears(autograd.Function):
+    """Gradients for x, and for each layer's A and B; W and the bias are frozen. Layers come as (W, bias, A, B, s)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
-    ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        down, up = a.to(x.dtype), (b * scaling).to(x.dtype)
-        low = rows @ down.t()
-        out = functional.linear(rows, weight, bias).addmm_(low, up.t())
-        ctx.save_for_backward(rows, weight, low, down, up)
-        ctx.scaling, ctx.shape = scaling, x.shape
-        return out.view(*x.shape[:-1], -1)
+    def forward(ctx: Any, x: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+        layers = [flat[i : i + 5] for i in range(0, len(flat), 5)]
+        down = torch.cat([a for _, _, a, _, _ in layers]).to(x.dtype)
+        ups = [(b * scaling).to(x.dtype) for _, _, _, b, scaling in layers]
+        ctx.ranks, ctx.scalings = [up.shape[1] for up in ups], [layer[4] for layer in layers]
+        lows = [low.contiguous() for low in (x @ down.t()).split(ctx.ranks, dim=1)]
+        ctx.save_for_backward(x, down, *(layer[0] for layer in layers), *ups, *lows)
+        return tuple(
+            functional.linear(x, weight, bias).addmm_(low, up.t())
+            for (weight, bias, *_), low, up in zip(layers, lows, ups, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, low, down, up = ctx.saved_tensors
-        out = gradients[0].reshape(rows.shape[0], -1)
-        through = out @ up
-        x = a = b = None
+        x, down, *rest = ctx.saved_tensors
+        count = len(gradients)
+        weights, ups, lows = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        through = torch.cat([out @ up for out, up in zip(gradients, ups, strict=True)], dim=1)
+        dx = None
         if ctx.needs_input_grad[0]:
-            x = (out @ weight).addmm_(through, down).view(ctx.shape)
-        if ctx.needs_input_grad[3]:
-            a = (through.t() @ rows).float()
-        if ctx.needs_input_grad[4]:
-            b = (low.t() @ out).t().float().mul(ctx.scaling).contiguous()
-        return x, None, None, a, b, None
+            dx = through @ down
+            for out, weight in zip(gradients, weights, strict=True):
+                dx.addmm_(out, weight)
+        das = (through.t() @ x).float().split(ctx.ranks)
+        dbs = [
+            (low.t() @ out).t().float().mul(scaling).contiguous()
+            for low, out, scaling in zip(lows, gradients, ctx.scalings, strict=True)
+        ]
+        return dx, *(g for da, db in zip(das, dbs, strict=True) for g in (None, None, da, db, None))

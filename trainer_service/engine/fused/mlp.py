@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, autograd, nn
-from torch.nn import functional
+
+from trainer_service.engine.fused.blocks import row_blocks
+from trainer_service.engine.fused.lora_linear import shared_input
 
 
 class FusedSwiglu(nn.Module):
@@ -18,19 +20,25 @@ class FusedSwiglu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`, [..., hidden], to the same shape."""
-        inner = _Swiglu.apply(self.gate_proj(x), self.up_proj(x))  # type: ignore[no-untyped-call]
-        return self.down_proj(inner)  # type: ignore[no-any-return, operator]
+        gate, up = shared_input(x.reshape(-1, x.shape[-1]), self.gate_proj, self.up_proj)
+        inner = _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call]
+        return self.down_proj(inner).view(x.shape)  # type: ignore[no-any-return, operator]
 
 
 class _Swiglu(autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return functional.silu(gate).mul_(up)
+        out = torch.empty_like(gate)
+        for g, u, target in row_blocks(gate, up, out):
+            torch.ops.aten.silu.out(g, out=target).mul_(u)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        dup = functional.silu(gate).mul_(gradients[0])
-        dgate = torch.ops.aten.silu_backward(gradients[0] * up, gate)
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        for g, u, dout, dg, du in row_blocks(gate, up, gradients[0], dgate, dup):
+            torch.ops.aten.silu_backward.grad_input(dout * u, g, grad_input=dg)
+            torch.ops.aten.silu.out(g, out=du).mul_(dout)
         return dgate, dup
