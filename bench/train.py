@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from make_model import default_directory, make_model
 from train_batches import Model, draw_batch, load_model, make_random_model, save_batch
 from train_ours import Trainer, start_trainer
@@ -57,11 +58,13 @@ class Figures:
 
 
 @contextmanager
-def start_arm(arm: str, model: Model, adapter: Path, core: int) -> Iterator[subprocess.Popen[str]]:
+def start_arm(arm: str, model: Model, adapter: Path, core: int, clock: str = "wall") -> Iterator[subprocess.Popen[str]]:
     """Run one of the other arms."""
-    command = [sys.executable, str(Path(__file__).with_name("train_arm.py")), arm, model.path, str(adapter)]
-    pin = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "preexec_fn": lambda: os.sched_setaffinity(0, {core})}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **pin) as process:
+    command = [sys.executable, str(Path(__file__).with_name("train_arm.py")), arm, model.path, str(adapter), clock]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        os.sched_setaffinity(process.pid, {core})
         try:
             yield process
         finally:
@@ -106,7 +109,7 @@ def prepare(trainer: Trainer, data: list[Datum]) -> Path:
 def check_numbers(model: Model, size: int, scratch: Path, core: int) -> None:
     """Compare loss and gradient in both dtypes with the padded float32 arm, on the same weights."""
     for dtype in ("float32", "bfloat16"):
-        with start_trainer(model.path, dtype, scratch / f"check-{dtype}", core, rank=16) as trainer:
+        with start_trainer(model.path, dtype, scratch / f"check-{dtype}", core, "wall") as trainer:
             data = sampled(trainer, draw_batch(min(size, 3), model.vocab_size, seed=99))
             directory = prepare(trainer, data)
             _, (loss, _) = trainer.forward_backward(data, forward_only=True)
@@ -124,9 +127,14 @@ def measure(model: Model, options: argparse.Namespace, scratch: Path) -> Figures
     """Run all arms, a round at a time."""
     figures = Figures()
     with ExitStack() as stack:
-        trainer = stack.enter_context(start_trainer(model.path, "bfloat16", scratch / "timed", options.core, rank=16))
+        trainer = stack.enter_context(
+            start_trainer(model.path, "bfloat16", scratch / "timed", options.core, options.clock)
+        )
         adapter = prepare(trainer, draw_batch(2, model.vocab_size, seed=0))
-        arms = {arm: stack.enter_context(start_arm(arm, model, adapter, options.core)) for arm in options.arms}
+        arms = {
+            arm: stack.enter_context(start_arm(arm, model, adapter, options.core, options.clock))
+            for arm in options.arms
+        }
         for seed in range(options.rounds + 1):
             data = sampled(trainer, draw_batch(options.datums, model.vocab_size, seed))
             path = save_batch(data, scratch / f"{seed}.npz")
@@ -152,12 +160,13 @@ def one_round(
 def loss_memory(model: Model, scratch: Path, core: int) -> float:
     """Growth of the peak from one chunk of labelled positions to eight, over the size of the logits not held."""
     peaks = []
-    with start_trainer(model.path, "bfloat16", scratch / "memory", core, rank=16) as trainer:
+    with start_trainer(model.path, "bfloat16", scratch / "memory", core, "wall") as trainer:
+        tokens = np.random.default_rng(0).integers(0, model.vocab_size, 2049).tolist()
         for labelled in (256, 2048):
-            datum = draw_batch(1, model.vocab_size, seed=0)[0]
-            tokens = np.resize(datum.model_input, 2049).tolist()
             prompt, completion = tokens[:-labelled], tokens[-labelled:]
-            trainer.forward_backward([Datum.from_completion(prompt, completion, logprobs=-1.0, advantages=1.0)])
+            datum = Datum.from_completion(prompt, completion, logprobs=-1.0, advantages=1.0)
+            for _ in range(2):  # The second finds the memory that the first left.
+                trainer.forward_backward([datum])
             peaks.append(trainer.peak())
     return (peaks[1] - peaks[0]) / ((2048 - 256) * model.vocab_size * 2)
 
@@ -166,8 +175,8 @@ def report(model: Model, figures: Figures) -> None:
     """Print the table and the budgets of one model."""
     rate = float(np.median(figures.product_rates))
     ours = figures.speed(OURS)
-    print(f"\n{model.name}: {model.parameters / 1e6:.0f} M parameters, {len(figures.tokens)} rounds of "
-          f"{min(figures.tokens)} to {max(figures.tokens)} tokens, bfloat16 products {rate / 1e9:.0f} GFLOP/s")  # fmt: skip
+    print(f"\n{model.name}: {model.parameters / 1e6:.0f} M parameters, bfloat16 products {rate / 1e9:.0f} GFLOP/s")
+    print(f"{len(figures.tokens)} rounds of {min(figures.tokens)} to {max(figures.tokens)} tokens")
     print(f"{'arm':30}{'tokens/s':>9}{'s median':>10}{'s p99':>8}{'peak MiB':>10}{'of GEMM':>9}{'ours':>7}")
     for arm, seconds in figures.seconds.items():
         speed = figures.speed(arm)
@@ -178,7 +187,8 @@ def report(model: Model, figures: Figures) -> None:
         if arm in figures.seconds:
             budget(f"{model.name} against {arm}", float(np.median(ours / figures.speed(arm))), times)
     if model.parameters > 3e8:
-        budget(f"{model.name} share of the bfloat16 GEMM rate", FLOP_PER_WEIGHT * model.parameters * np.median(ours) / rate, 0.4)  # fmt: skip
+        share = FLOP_PER_WEIGHT * model.parameters * float(np.median(ours)) / rate
+        budget(f"{model.name} share of the bfloat16 GEMM rate", share, 0.4)
     way = np.asarray(figures.way_seconds) / np.asarray(figures.seconds[OURS])
     budget(f"{model.name} share of RPC and serialisation", float(np.median(way)), 0.02, at_most=True)
 
@@ -186,7 +196,9 @@ def report(model: Model, figures: Figures) -> None:
 def budget(name: str, figure: float, limit: float, *, at_most: bool = False) -> None:
     """Print one budget's line."""
     met = figure <= limit if at_most else figure >= limit
-    print(f"budget {name}: {figure:.4g} ({'<=' if at_most else '>='} {limit:g}) {'met' if met else 'missed'}", flush=True)
+    print(
+        f"budget {name}: {figure:.4g} ({'<=' if at_most else '>='} {limit:g}) {'met' if met else 'missed'}", flush=True
+    )
 
 
 def main() -> None:
@@ -197,6 +209,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["smollm2", "qwen2.5-0.5b"], help="which of the two")
     parser.add_argument("--arms", nargs="*", default=OTHERS, choices=OTHERS, help="beside ours")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="where every arm works")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu where others use the machine too")
     parser.add_argument("--skip-checks", action="store_true", help="measure times alone")
     options = parser.parse_args()
     for name in options.models:

@@ -1,6 +1,6 @@
 """The arms that `bench/train.py` compares with: what a first trainer on transformers and PEFT does.
 
-    python bench/train_arm.py ARM MODEL ADAPTER
+    python bench/train_arm.py ARM MODEL ADAPTER wall|cpu
 
 Reads one JSON object a line: {"batch": path} to time a pass, with "compare": true to compare its gradient with
 the one that waits in ADAPTER, a state checkpoint. Answers with one line each.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -73,14 +74,17 @@ def load(path: str, adapter: str, dtype: torch.dtype, *, checkpointing: bool) ->
     return model
 
 
-def step(model: nn.Module, losses: Losses, batch: Batch) -> tuple[float, float]:
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def step(model: nn.Module, losses: Losses, batch: Batch, now: Callable[[], float]) -> tuple[float, float]:
     """Forward and backward; returns seconds and the loss."""
     model.zero_grad(set_to_none=True)
-    start, total = time.perf_counter(), 0.0
+    start, total = now(), 0.0
     for loss in losses(model, batch):
         torch.autograd.backward(loss)
         total += loss.item()
-    return time.perf_counter() - start, total
+    return now() - start, total
 
 
 def gradient_cosine(model: nn.Module, adapter: str) -> float:
@@ -93,36 +97,43 @@ def gradient_cosine(model: nn.Module, adapter: str) -> float:
     return dot / (ours * theirs) ** 0.5
 
 
-def product_rate() -> float:
+def product_rate(now: Callable[[], float]) -> float:
     """FLOP/s of a square matrix product in bfloat16."""
     a, b = (torch.randn(PRODUCT, PRODUCT).bfloat16() for _ in range(2))
     torch.mm(a, b)
-    start = time.perf_counter()
+    start = now()
     for _ in range(PRODUCTS):
         torch.mm(a, b)
-    return PRODUCTS * 2 * PRODUCT**3 / (time.perf_counter() - start)
+    return PRODUCTS * 2 * PRODUCT**3 / (now() - start)
 
 
-def answer(model: nn.Module, losses: Losses, adapter: str, request: dict[str, Any]) -> dict[str, float]:
+def as_tensor(array: NDArray[Any]) -> Tensor:
+    """Token ids and masks become int64."""
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.is_floating_point() else tensor.long()
+
+
+def answer(
+    model: nn.Module, losses: Losses, adapter: str, now: Callable[[], float], request: dict[str, Any]
+) -> dict[str, float]:
     """Do what a line asks for."""
-    batch = [{name: torch.from_numpy(a).long() if a.dtype.kind in "iu" else torch.from_numpy(a) for name, a in d.items()}
-             for d in load_batch(Path(request["batch"]))]  # fmt: skip
-    rate = product_rate()
-    seconds, loss = step(model, losses, batch)
+    batch = [{name: as_tensor(a) for name, a in datum.items()} for datum in load_batch(Path(request["batch"]))]
+    rate = product_rate(now)
+    seconds, loss = step(model, losses, batch, now)
     reply = {"seconds": seconds, "loss": loss, "product_rate": rate}
     if request.get("compare"):
         reply["cosine"] = gradient_cosine(model, adapter)
     return reply | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-def main(arm: str, path: str, adapter: str) -> None:
+def main(arm: str, path: str, adapter: str, clock: str) -> None:
     """Answer requests until the input ends."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     dtype, losses, checkpointing = ARMS[arm]
     model = load(path, adapter, dtype, checkpointing=checkpointing)
     for line in sys.stdin:
-        print(json.dumps(answer(model, losses, adapter, json.loads(line))), flush=True)
+        print(json.dumps(answer(model, losses, adapter, CLOCKS[clock], json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import AdamParams, Datum, LoraConfig
 
+RANK = 16
 LOSS = "importance_sampling"
 _LIMITS = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
 
@@ -32,19 +33,20 @@ _LIMITS = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("se
 class Trainer:
     """One run on a trainer service."""
 
-    def __init__(self, stub: TrainerServiceStub, pid: int, volume: Path, rank: int) -> None:
-        self._stub, self._pid, self._volume, self._seq_id = stub, pid, volume, 0
+    def __init__(self, stub: TrainerServiceStub, pid: int, volume: Path, rank: int, clock: str) -> None:
+        self._stub, self._pid, self._volume, self._seq_id, self._clock = stub, pid, volume, 0, clock
+        (self._engine,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         request = pb.CreateRunRequest(request_id=os.urandom(8).hex(), lora=codec.lora_config_to_proto(LoraConfig(rank)))
         self._run_id = stub.CreateRun(request).run.run_id
 
     def forward_backward(self, data: list[Datum], *, forward_only: bool = False) -> tuple[float, Any]:
         """Encode, call, decode; returns seconds and (loss, log-probabilities of each datum)."""
-        start = time.perf_counter()
+        start = self.now()
         encoded = [codec.datum_to_proto(datum) for datum in data]
         reply = self._call("ForwardBackward", pb.ForwardBackwardRequest, data=encoded, loss_fn=LOSS,
                            forward_only=forward_only)  # fmt: skip
         logprobs = [codec.output_from_proto(output, "outputs")["logprobs"] for output in reply.outputs]
-        return time.perf_counter() - start, (reply.metrics["loss:sum"], logprobs)
+        return self.now() - start, (reply.metrics["loss:sum"], logprobs)
 
     def optim_step(self, learning_rate: float) -> None:
         params = codec.adam_params_to_proto(AdamParams(learning_rate=learning_rate))
@@ -57,10 +59,19 @@ class Trainer:
         path = CheckpointPath.parse(reply.checkpoint.path)
         return self._volume / "runs" / path.run_id / path.kind.folder / path.name
 
+    def now(self) -> float:
+        """Seconds on the clock: of the wall, or of the processor, spent here, in the service and in its engine."""
+        if self._clock == "wall":
+            return time.perf_counter()
+        ticks = 0
+        for pid in (str(self._pid), self._engine):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
     def peak(self) -> int:
         """Highest resident memory of the engine's process, in bytes."""
-        (engine,) = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{engine}/status").read_text().splitlines())
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{self._engine}/status").read_text().splitlines())
         return int(fields["VmHWM"].split()[0]) * 1024
 
     def way(self, data: list[Datum]) -> float:
@@ -92,7 +103,7 @@ def first_token(data: list[Datum]) -> list[Datum]:
 
 
 @contextmanager
-def start_trainer(model: str, dtype: str, state: Path, core: int, rank: int) -> Iterator[Trainer]:
+def start_trainer(model: str, dtype: str, state: Path, core: int, clock: str) -> Iterator[Trainer]:
     """Run a trainer service on one core until the block ends."""
     state.mkdir()
     ports = [_free_port(), _free_port()]
@@ -110,15 +121,15 @@ def start_trainer(model: str, dtype: str, state: Path, core: int, rank: int) -> 
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer_service"],
         env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
     )
+    os.sched_setaffinity(process.pid, {core})
     try:
         while check_health(settings["health_listen"], "paceline.trainer.v1.TrainerService", 1.0) != "SERVING":
             if process.poll() is not None:
                 raise SystemExit("the trainer did not start")
             Event().wait(0.2)
         with grpc.insecure_channel(settings["listen"], options=_LIMITS) as channel:
-            yield Trainer(TrainerServiceStub(channel), process.pid, state / "volume", rank)
+            yield Trainer(TrainerServiceStub(channel), process.pid, state / "volume", RANK, clock)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, autograd
 from torch.nn import functional
 
-_BLOCK = 256
+_BLOCK = 128
 """Queries whose scores exist at one time in the backward pass."""
 
 
@@ -45,29 +45,26 @@ class _CausalAttention(autograd.Function):
         dquery, dkey, dvalue = (torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value))
         tensors = (query, key, value, gradients[0].transpose(0, 1), dquery, dkey, dvalue)
         for parts in zip(*(torch.split(x, list(ctx.lengths), dim=1) for x in tensors), strict=True):
-            _segment_backward(*parts, ctx.scaling)
+            _segment_backward(parts, ctx.scaling)
         return dquery, dkey, dvalue, None, None
 
 
-def _segment_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gradient: Tensor,
-    dquery: Tensor,
-    dkey: Tensor,
-    dvalue: Tensor,
-    scaling: float,
-) -> None:
-    """Write one segment's gradients. With P = softmax(s Q K^T): dV = P^T dO, dS = P (dO V^T - sum(dO V^T P))."""
+def _segment_backward(parts: tuple[Tensor, ...], scaling: float) -> None:
+    """Write one segment's gradients. With P = softmax(s Q K^T): dV = P^T dO, dS = P (dO V^T - sum(dO V^T P)).
+
+    `parts` are Q, K, V, dO, and dQ, dK, dV to write to.
+    """
+    query, key, value, gradient, dquery, dkey, dvalue = parts
     kv_heads, length, width = key.shape
     key, value = key.contiguous(), value.contiguous()
-    dkey.zero_(), dvalue.zero_()
+    hiding = _hiding(min(length, _BLOCK), query.dtype)
+    dkey.zero_()
+    dvalue.zero_()
     for start, end in _blocks(length):
         # Queries that share a key are rows of one product.
         q, g = (x[:, start:end].reshape(kv_heads, -1, width) for x in (query, gradient))
         scores = torch.bmm(q * scaling, key[:, :end].mT)
-        _hide_later(scores.view(-1, end - start, end), start)
+        scores.view(-1, end - start, end)[..., start:] += hiding[: end - start, : end - start]
         weights = torch.softmax(scores, dim=-1)
         dvalue[:, :end] += torch.bmm(weights.mT, g)
         dscores = torch._softmax_backward_data(torch.bmm(g, value[:, :end].mT), weights, -1, weights.dtype)  # noqa: SLF001
@@ -80,8 +77,6 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + _BLOCK, length)
 
 
-def _hide_later(scores: Tensor, start: int) -> None:
-    """Fill scores [rows, queries, keys] of keys after the query; the first query is at position `start`."""
-    queries = scores.shape[1]
-    later = torch.ones(queries, queries, dtype=torch.bool).triu(1)
-    scores[..., start:].masked_fill_(later, -torch.inf)
+def _hiding(queries: int, dtype: torch.dtype) -> Tensor:
+    """Make [queries, queries] that hides from a query the keys after it when it is added to scores."""
+    return torch.full((queries, queries), -torch.inf, dtype=dtype).triu_(1)

@@ -18,7 +18,7 @@ class FusedAttention(nn.Module):
     `window` is the sliding window, in positions, of layers that have one.
     """
 
-    def __init__(self, layer: nn.Module, window: int | None) -> None:
+    def __init__(self, layer: Any, window: int | None) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
         self.q_norm, self.k_norm = getattr(layer, "q_norm", None), getattr(layer, "k_norm", None)
@@ -52,7 +52,7 @@ class FusedAttention(nn.Module):
             scaling=self.scaling,
             sliding_window=self.window,
         )
-        return self.o_proj(attended.reshape(*hidden_states.shape[:2], -1)), None  # type: ignore[operator]
+        return self.o_proj(attended.reshape(*hidden_states.shape[:2], -1)), None
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class _Rotate(autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """The inverse rotation, laid out as the projection's output, [T, heads, head_dim]."""
+        """Rotate back, laid out as the projection's output, [T, heads, head_dim]."""
         cosines, sines = ctx.saved_tensors
         heads, length, width = gradients[0].shape
         out = torch.empty(length, heads, width, dtype=gradients[0].dtype, device=gradients[0].device)

@@ -23,7 +23,7 @@ class FusedLoraLinear(PeftLinear):
         """Name of the active adapter, if it has a part in this layer."""
         return next((name for name in self.active_adapters if name in self.lora_A), None)
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         """Compute x W^T + bias + s (dropout(x) A^T) B^T with the active adapter, if it has a part here.
 
         `x` is [..., in]; returns [..., out] in the dtype of `x`.
@@ -34,14 +34,21 @@ class FusedLoraLinear(PeftLinear):
         if not self.drops:
             (out,) = shared_input(x.reshape(-1, x.shape[-1]), self)
             return out.view(*x.shape[:-1], -1)
-        a, b, scaling = self.lora_A[name].weight, self.lora_B[name].weight, float(self.scaling[name])
+        _, _, a, b, scaling = self.weights
         low = functional.linear(self.lora_dropout[name](x), a.to(x.dtype))
         return self.base_layer(x) + functional.linear(low, (b * scaling).to(x.dtype))  # type: ignore[no-any-return]
 
     @property
+    def weights(self) -> tuple[Any, ...]:
+        """W, bias or None, A, B and scaling of the active adapter, which must have a part here."""
+        name, base = self.active_part, self.base_layer
+        return base.weight, base.bias, self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]  # type: ignore[index]
+
+    @property
     def drops(self) -> bool:
         """Whether the active adapter's dropout acts now."""
-        dropout = self.lora_dropout[self.active_part] if self.active_part is not None else nn.Identity()
+        name = self.active_part
+        dropout = nn.Identity() if name is None else self.lora_dropout[name]
         return dropout.training and not isinstance(dropout, nn.Identity)
 
 
@@ -53,11 +60,7 @@ def shared_input(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
     fused = [layer for layer in layers if isinstance(layer, FusedLoraLinear) and layer.active_part is not None]
     if len(fused) < len(layers) or any(layer.drops for layer in fused):
         return [layer(x) for layer in layers]
-    weights: list[Any] = []
-    for layer in fused:
-        name, base = layer.active_part, layer.base_layer
-        weights += [base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]]
-    return _LoraLinears.apply(x, *weights)  # type: ignore[no-any-return, no-untyped-call]
+    return _LoraLinears.apply(x, *(weight for layer in fused for weight in layer.weights))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _LoraLinears(autograd.Function):
@@ -69,7 +72,7 @@ class _LoraLinears(autograd.Function):
         down = torch.cat([a for _, _, a, _, _ in layers]).to(x.dtype)
         ups = [(b * scaling).to(x.dtype) for _, _, _, b, scaling in layers]
         ctx.ranks, ctx.scalings = [up.shape[1] for up in ups], [layer[4] for layer in layers]
-        lows = [low.contiguous() for low in (x @ down.t()).split(ctx.ranks, dim=1)]
+        lows = [low.contiguous() for low in torch.split(x @ down.t(), ctx.ranks, dim=1)]
         ctx.save_for_backward(x, down, *(layer[0] for layer in layers), *ups, *lows)
         return tuple(
             functional.linear(x, weight, bias).addmm_(low, up.t())
@@ -87,7 +90,7 @@ class _LoraLinears(autograd.Function):
             dx = through @ down
             for out, weight in zip(gradients, weights, strict=True):
                 dx.addmm_(out, weight)
-        das = (through.t() @ x).float().split(ctx.ranks)
+        das = torch.split((through.t() @ x).float(), ctx.ranks)
         dbs = [
             (low.t() @ out).t().float().mul(scaling).contiguous()
             for low, out, scaling in zip(lows, gradients, ctx.scalings, strict=True)

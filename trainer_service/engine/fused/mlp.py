@@ -14,7 +14,7 @@ from trainer_service.engine.fused.lora_linear import shared_input
 class FusedSwiglu(nn.Module):
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6), with the modules of the layer that it replaces."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: Any) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
@@ -22,7 +22,7 @@ class FusedSwiglu(nn.Module):
         """Map `x`, [..., hidden], to the same shape."""
         gate, up = shared_input(x.reshape(-1, x.shape[-1]), self.gate_proj, self.up_proj)
         inner = _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call]
-        return self.down_proj(inner).view(x.shape)  # type: ignore[no-any-return, operator]
+        return self.down_proj(inner).view(x.shape)  # type: ignore[no-any-return]
 
 
 class _Swiglu(autograd.Function):
