@@ -169,17 +169,15 @@ class PeftEngine:
         return logprobs.detach(), TokenLoss(loss.detach(), result.means)
 
     def _logprobs(self, pack: Pack) -> Tensor:
-        autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=self._options.dtype == "bfloat16")
-        with autocast:
-            hidden = backbone(self._model)(
-                input_ids=pack.input_ids,
-                position_ids=pack.position_ids,
-                use_cache=False,
-                segment_lengths=pack.segment_lengths,
-            ).last_hidden_state[0]
-            targets = pack.loss_inputs["target_tokens"]
-            counted = hidden.index_select(0, pack.counted)
-            return target_logprobs(output_head(self._model), counted, targets, self._options.logprob_chunk)
+        hidden = backbone(self._model)(
+            input_ids=pack.input_ids,
+            position_ids=pack.position_ids,
+            use_cache=False,
+            segment_lengths=pack.segment_lengths,
+        ).last_hidden_state[0]
+        targets = pack.loss_inputs["target_tokens"]
+        counted = hidden.index_select(0, pack.counted)
+        return target_logprobs(output_head(self._model), counted, targets, self._options.logprob_chunk)
 
 
 class _Totals:
