@@ -195,7 +195,7 @@ def _sync_files(directory: Path) -> None:
 
 
 def translate(error: OSError) -> Exception:
-    """Return DiskFull for a full volume, any other error as it is."""
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    """Return DiskFull for a full volume, quota or file size limit, any other error as it is."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return errors.DiskFull("the checkpoint volume is full; delete checkpoints or grow it")
     return error

@@ -102,7 +102,7 @@ class RunJournal:
                 self._refuse(batch, error)
                 return
             for entry in batch:
-                if not entry.written.cancelled():
+                if not entry.written.done():
                     entry.written.set_result(None)
 
     def _write(self, batch: list[_Entry]) -> None:
