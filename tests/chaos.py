@@ -69,6 +69,14 @@ class Client:
         reply = await self._until_answered("CreateRun", pb.CreateRunRequest(request_id=f"r{id(self)}", lora=lora))
         self.run_id = reply.run.run_id
 
+    async def forward_backward(self):
+        datum = codec.datum_to_proto(Datum.from_completion([1, 2, 3], [4, 5, 6, 7, 8, 9]))
+        return await self._next("ForwardBackward", pb.ForwardBackwardRequest, data=[datum], loss_fn="cross_entropy")
+
+    async def optim_step(self):
+        adamw = codec.adam_params_to_proto(AdamParams(learning_rate=1e-3))
+        return await self._next("OptimStep", pb.OptimStepRequest, adamw=adamw)
+
     async def train(self, is_over) -> None:
         """Issue commands, several at a time, until `is_over` says so."""
         under_way = set()
@@ -82,16 +90,16 @@ class Client:
 
     async def finish(self, volume: Path) -> dict[str, str]:
         """Save the run's state; return the SHA-256 of what makes it up, and of each version."""
-        self.seq_id += 1
-        request = pb.SaveCheckpointRequest(
-            run_id=self.run_id, seq_id=self.seq_id, name="final", kind=pb.CHECKPOINT_KIND_STATE
-        )
-        await self._until_answered("SaveCheckpoint", request)
+        await self._next("SaveCheckpoint", pb.SaveCheckpointRequest, name="final", kind=pb.CHECKPOINT_KIND_STATE)
         folder = volume / "runs" / self.run_id
         names = ("adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json")
         files = [folder / "state" / "final" / name for name in names]
         files += sorted((folder / "versions").glob("[0-9]*/adapter_model.safetensors"))
         return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    async def _next(self, method, message, **fields):
+        self.seq_id += 1
+        return await self._until_answered(method, message(run_id=self.run_id, seq_id=self.seq_id, **fields))
 
     async def _command(self, seq_id) -> None:
         method, request = command(self.seed, self.run_id, seq_id)
@@ -200,9 +208,10 @@ class Chaos:
     def _kill_until(self, kills: int):
         while self.kills.total() < kills:
             self._live_once()
-        return self._start("")
+        return self.start("")
 
-    def _start(self, failpoints: str):
+    def start(self, failpoints: str):
+        """Start the service with points at which it or its engine dies."""
         environment = {**self.environment, "PACELINE_TRAINER_FAILPOINTS": failpoints}
         return self.warm.start(environment, self.directory / "trainer.log")
 
@@ -210,7 +219,7 @@ class Chaos:
         """Start the service, let it come to a point at which it or its engine dies, and count."""
         engine = self.random.random() < 0.25
         name = f"engine_{self.random.choice(ENGINE_POINTS)}" if engine else self.random.choice(SERVICE_POINTS)
-        service = self._start(f"{name}:{self.random.randint(1, 8)}")
+        service = self.start(f"{name}:{self.random.randint(1, 8)}")
         deadline = time.monotonic() + self.random.uniform(1.0, 4.0)
         first: list[int] = []
         while not service.wait(0.02):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from contextlib import suppress
 from pathlib import Path
 
 _VARIABLE = "WARM_PROCESSES_SOCKET"
@@ -121,24 +122,18 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
 
 def _report(connection: socket.socket, pid: int) -> None:
     _, status = os.waitpid(pid, 0)
-    try:
+    with suppress(OSError):  # whoever asked is gone
         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
-    except OSError:
-        pass  # whoever asked is gone
     connection.shutdown(socket.SHUT_RDWR)
 
 
 def _end_with(connection: socket.socket, pid: int) -> None:
     """End the fork when whoever asked for it ends."""
-    try:
+    with suppress(OSError):
         while connection.recv(64):
             pass
-    except OSError:
-        pass
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _run(message: dict, files: list[int]) -> None:

@@ -68,9 +68,9 @@ async def test_after_a_restart_answers_are_given_again_and_commands_without_one_
         await before.send(2)
     release = asyncio.Event()
     before.executor.act[3] = blocked(release)
-    before.send(3), before.send(4)
-    while len(before.history().commands) < 4:
-        await asyncio.sleep(0)
+    waiting = [before.send(3), before.send(4)]
+    await asyncio.wait(waiting, timeout=0.5)
+    assert list(before.history().commands) == [1, 2, 3, 4]
     after = JournaledRun(directory)
     assert await after.send(1) == first
     with pytest.raises(errors.NoGradient, match="there is no gradient"):
@@ -153,6 +153,7 @@ async def test_a_full_disk_refuses_the_command_executes_nothing_and_leaves_its_s
     with no_room(directory, more=100):
         refused = await asyncio.gather(run.send(2), run.send(3), return_exceptions=True)
     assert [type(error) for error in refused] == [errors.DiskFull] * 2
+    assert refused[0].retry_after, "the client sends it again"
     assert (run.executor.ran, run.sequencer.last_seq_id) == ([1], 1)
     await run.send(2)
     await run.send(3)

@@ -22,6 +22,8 @@ from trainer_service.journal.records import CommandRecord, Record, encode
 
 _log = get_logger(__name__)
 
+_FULL_RETRY_SECONDS = 5.0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
@@ -125,9 +127,10 @@ class RunJournal:
         self.appended_bytes += len(data)
 
     def _refuse(self, batch: list[_Entry], error: OSError) -> None:
-        reason = layout.translate(error)
-        if not isinstance(reason, errors.PacelineError):
-            reason = errors.Internal(f"the journal cannot be written: {error.strerror}")
+        reason: errors.PacelineError = errors.Internal(f"the journal cannot be written: {error.strerror}")
+        if isinstance(layout.translate(error), errors.DiskFull):
+            message = "the checkpoint volume is full; nothing was executed: make room and send the command again"
+            reason = errors.DiskFull(message, retry_after=_FULL_RETRY_SECONDS)
         _log.error("journal not written", directory=str(self._directory), error=str(error))
         waiting = [*batch, *self._queue]
         self._queue = [entry for entry in waiting if not entry.may_fail]
