@@ -47,7 +47,7 @@ async def main() -> None:
     data = make_data(options.datums)
     with TemporaryDirectory(dir=options.directory) as directory:
         RunJournal.make(Path(directory) / "journal", 1)
-        journal = RunJournal(Path(directory) / "journal", ThreadPoolExecutor(1), Failpoints(""))
+        journal = RunJournal(Path(directory) / "journal", 0, ThreadPoolExecutor(1), Failpoints(""))
         async with EngineProcess(EngineOptions(str(make_model(default_directory())), "bench")) as engine:
             await engine.create_run("run", LoraConfig(rank=16))
             parts = [await step(engine, journal, data, number) for number in range(options.steps + 1)][1:]

@@ -46,8 +46,8 @@ class JournaledRun:
         if not directory.exists():
             RunJournal.make(directory, 1)
         self.executor = Executor()
-        self.journal = RunJournal(directory, ThreadPoolExecutor(2), NO_FAILPOINTS)
         history = read_history(directory)
+        self.journal = RunJournal(directory, history.last_seq_id, ThreadPoolExecutor(2), NO_FAILPOINTS)
         answers = Answers()
         for record in history.answers.values():
             answers.keep(record)

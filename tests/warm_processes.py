@@ -33,10 +33,13 @@ class WarmProcesses:
         )
         stand_in.chmod(0o755)
         ready_read, ready_write = os.pipe()
+        alive_read, self._alive = os.pipe()  # closed when this process ends, whatever ends it
         self._server = subprocess.Popen(
-            [sys.executable, __file__, "serve", self.path, str(ready_write)], pass_fds=[ready_write]
+            [sys.executable, __file__, "serve", self.path, str(ready_write), str(alive_read)],
+            pass_fds=[ready_write, alive_read],
         )
         os.close(ready_write)
+        os.close(alive_read)
         assert os.read(ready_read, 1) == b"1"
 
     def start(self, environment: dict[str, str], log: Path) -> "WarmProcess":
@@ -45,7 +48,7 @@ class WarmProcesses:
             return WarmProcess(_ask(self.path, "service", {**environment, _VARIABLE: self.path}, [file.fileno()]))
 
     def close(self) -> None:
-        self._server.kill()
+        os.close(self._alive)
         self._server.wait()
 
 
@@ -83,7 +86,15 @@ def _ask(path: str, kind: str, environment: dict[str, str], files: list[int]) ->
     return connection
 
 
-def _serve(path: str, ready: int) -> None:
+def _end_with_parent(alive: int, forks: set[int]) -> None:
+    os.read(alive, 1)
+    for pid in list(forks):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _serve(path: str, ready: int, alive: int) -> None:
     import grpc  # noqa: F401
     import peft  # noqa: F401
     import torch
@@ -97,6 +108,8 @@ def _serve(path: str, ready: int) -> None:
     listener.bind(path)
     listener.listen(64)
     os.write(ready, b"1")
+    forks: set[int] = set()
+    threading.Thread(target=_end_with_parent, args=(alive, forks), daemon=True).start()
     while True:
         connection, _ = listener.accept()
         message, files = _receive(connection)
@@ -104,11 +117,13 @@ def _serve(path: str, ready: int) -> None:
         if pid == 0:
             listener.close()
             connection.close()
+            os.close(alive)
             _run(message, files)
+        forks.add(pid)
         for file in files:
             os.close(file)
         connection.send(str(pid).encode())
-        threading.Thread(target=_report, args=(connection, pid), daemon=True).start()
+        threading.Thread(target=_report, args=(connection, pid, forks), daemon=True).start()
         threading.Thread(target=_end_with, args=(connection, pid), daemon=True).start()
 
 
@@ -120,8 +135,9 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
     return json.loads(data), list(files)
 
 
-def _report(connection: socket.socket, pid: int) -> None:
+def _report(connection: socket.socket, pid: int, forks: set[int]) -> None:
     _, status = os.waitpid(pid, 0)
+    forks.discard(pid)
     with suppress(OSError):  # whoever asked is gone
         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
     connection.shutdown(socket.SHUT_RDWR)
@@ -174,4 +190,4 @@ def stand_in(descriptor: int) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path.cwd()))
-    _serve(sys.argv[2], int(sys.argv[3]))
+    _serve(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -93,7 +93,7 @@ class TrainerService:
     async def start(self, readiness: Readiness) -> None:
         self._readiness = readiness
         self._lock = _lock_volume(self._volume.root)
-        self._registry.restore()
+        await self._registry.restore()
         self._publisher.start()
         model = await self._engine.start()
         _log.info("engine ready", model=model.name, dtype=model.dtype, pid=self._engine.pid)

@@ -39,7 +39,7 @@ def command(seq_id):
 
 async def written(directory, *records):
     RunJournal.make(directory, 1)
-    journal = RunJournal(directory, ThreadPoolExecutor(1), NO_FAILPOINTS)
+    journal = RunJournal(directory, 0, ThreadPoolExecutor(1), NO_FAILPOINTS)
     for record in records:
         await journal.append(record, sync=True)
     await journal.close()
@@ -179,9 +179,10 @@ async def test_segments_before_a_snapshot_are_removed_and_none_after_it(director
     run = JournaledRun(directory)
     for seq_id in (1, 2):
         await run.send(seq_id)
-    await run.journal.rotate(3)
+    await run.journal.rotate()
     await run.send(3)
-    await run.journal.rotate(4)
+    await run.journal.rotate()
+    await run.journal.rotate()
     await run.send(4)
     await run.journal.drop(2)
     assert list(run.history().commands) == [3, 4]
@@ -189,6 +190,18 @@ async def test_segments_before_a_snapshot_are_removed_and_none_after_it(director
     await run.journal.drop(3)
     assert list(run.history().commands) == [4]
     assert JournaledRun(directory).sequencer.last_seq_id == 4
+
+
+async def test_a_segment_begins_with_what_the_one_before_does_not_hold_however_commands_come(directory):
+    run = JournaledRun(directory)
+    await run.send(1)
+    second = run.send(2)
+    rotating = asyncio.ensure_future(run.journal.rotate())
+    third = run.send(3)
+    await asyncio.gather(second, rotating, third)
+    await run.journal.drop(1)
+    assert set(run.history().commands) >= {2, 3}
+    assert JournaledRun(directory).sequencer.last_seq_id == 3
 
 
 async def test_a_snapshot_comes_back_whole_or_not_at_all(tmp_path):

@@ -37,7 +37,7 @@ class History:
     @property
     def last_seq_id(self) -> int:
         """Highest seq_id that was accepted."""
-        return max([*self.commands, *self.answers, self.base - 1])
+        return next(reversed(self.commands), self.base - 1)
 
     def add(self, segment: Segment) -> None:
         """Take in a segment's records. Raises JournalDamagedError when one is missing."""

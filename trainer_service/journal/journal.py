@@ -29,17 +29,18 @@ _FULL_RETRY_SECONDS = 5.0
 class _Entry:
     data: bytes
     sync: bool
-    may_fail: bool
-    """Whether the command is refused when it cannot be written. What was already done is kept and written later."""
+    command: int
+    """seq_id of a command, which is refused when it cannot be written; 0 for what is kept and written later."""
     written: asyncio.Future[None]
 
 
 class RunJournal:
     """One run's journal, open for appending. Belongs to one event loop."""
 
-    def __init__(self, directory: Path, threads: ThreadPoolExecutor, failpoints: Failpoints) -> None:
-        """Open the newest segment of an existing journal, without its torn end."""
+    def __init__(self, directory: Path, last_seq_id: int, threads: ThreadPoolExecutor, failpoints: Failpoints) -> None:
+        """Open the newest segment of an existing journal, without its torn end; its last command is `last_seq_id`."""
         self._directory = directory
+        self._last_written = last_seq_id
         self._threads = threads
         self._failpoints = failpoints
         self._base = max(history.segments(directory))
@@ -66,17 +67,18 @@ class RunJournal:
         """
         written = asyncio.get_running_loop().create_future()
         written.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._queue.append(_Entry(encode(record), sync, isinstance(record, CommandRecord), written))
+        command = record.seq_id if isinstance(record, CommandRecord) else 0
+        self._queue.append(_Entry(encode(record), sync, command, written))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_queue())
         return written
 
-    async def rotate(self, base: int) -> None:
-        """Go on in a new segment, whose first command will be `base`."""
+    async def rotate(self) -> None:
+        """Go on in a new segment, which begins with the first command that is not in the old one."""
         await self._settled()
-        if base == self._base:
+        if self._last_written + 1 == self._base:
             return
-        self._writing = asyncio.create_task(self._rotate(base))
+        self._writing = asyncio.create_task(self._rotate(self._last_written + 1))
         await self._writing
         if self._queue:
             self._writing = asyncio.create_task(self._write_queue())
@@ -124,6 +126,7 @@ class RunJournal:
             os.ftruncate(self._file, self._length)
             raise
         self._length += len(data)
+        self._last_written = max([self._last_written, *(entry.command for entry in batch)])
         self.appended_bytes += len(data)
 
     def _refuse(self, batch: list[_Entry], error: OSError) -> None:
@@ -133,12 +136,12 @@ class RunJournal:
             reason = errors.DiskFull(message, retry_after=_FULL_RETRY_SECONDS)
         _log.error("journal not written", directory=str(self._directory), error=str(error))
         waiting = [*batch, *self._queue]
-        self._queue = [entry for entry in waiting if not entry.may_fail]
+        self._queue = [entry for entry in waiting if not entry.command]
         self.on_refused(reason)
         for entry in waiting:
             if entry.written.done():
                 continue
-            if entry.may_fail:
+            if entry.command:
                 entry.written.set_exception(reason)
             else:
                 entry.written.set_result(None)

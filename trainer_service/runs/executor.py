@@ -100,7 +100,7 @@ class RunExecutor:
         self._commands, self._seconds, self._bytes = 0, 0.0, sequencer.journal.appended_bytes
         facts, answers = self._run.facts(), list(sequencer.answers)
         try:
-            await sequencer.journal.rotate(sequencer.last_seq_id + 1)
+            await sequencer.journal.rotate()
             await snapshots.save(seq_id, self._write, facts, answers, written)
             await self._settled(self._run.run_id)
             await asyncio.to_thread(snapshots.drop_before, seq_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
@@ -96,14 +95,20 @@ class RunRecord:
         }
         return json.dumps(facts, indent=2).encode()
 
+    @staticmethod
+    def peek(text: bytes) -> tuple[str, int]:
+        """Return the run_id, and the highest seq_id that run.json knows of."""
+        facts = json.loads(text)
+        return facts["run_id"], facts["last_seq_id"]
+
     @classmethod
-    def from_json(cls, text: bytes, open_run: Callable[[str, int], tuple[Sequencer, SnapshotStore]]) -> RunRecord:
-        """Restore a run; `open_run` opens the journal of a run_id of which at least a seq_id is known."""
+    def from_json(cls, text: bytes, sequencer: Sequencer, snapshots: SnapshotStore) -> RunRecord:
+        """Restore a run, whose state is not in the engine."""
         facts = json.loads(text)
         if facts.pop("format") != _FORMAT:
             raise ValueError("run.json was written by another version of this service")
         lora = facts.pop("lora")
-        sequencer, snapshots = open_run(facts["run_id"], facts.pop("last_seq_id"))
+        del facts["last_seq_id"]  # the journal knows better
         return cls(
             sequencer=sequencer,
             snapshots=snapshots,

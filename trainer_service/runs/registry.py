@@ -20,6 +20,7 @@ from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.storage import Past, RunStorage
 
 RUN_FILE = "run.json"
+_CLOSE_SECONDS = 5.0
 
 _log = get_logger(__name__)
 
@@ -36,7 +37,7 @@ class RunRegistry:
     def __iter__(self) -> Iterator[RunRecord]:
         return iter(list(self._runs.values()))
 
-    def restore(self) -> None:
+    async def restore(self) -> None:
         """Read every run from the volume, with its commands and answers; its state is not in the engine."""
         self._volume.runs.mkdir(parents=True, exist_ok=True)
         layout.sweep(self._volume.root)
@@ -44,22 +45,17 @@ class RunRegistry:
         for file in sorted(self._volume.runs.glob(f"*/{RUN_FILE}")):
             for folder in (file.parent, *_kind_folders(file.parent)):
                 layout.sweep(folder)
-            record = self._restore(file)
+            record = await self._restore(file.read_bytes())
             self._runs[record.run_id] = record
         _log.info("runs restored", runs=len(self._runs))
 
-    def _restore(self, file: Path) -> RunRecord:
-        facts: Facts | None = None
-
-        def open_run(run_id: str, last_seq_id: int) -> tuple[Sequencer, SnapshotStore]:
-            nonlocal facts
-            past = self._storage.read_or_restart(run_id, last_seq_id)
-            facts = past.facts or (Facts() if past.has_state else None)
-            return self._storage.open(run_id, past), self._storage.snapshots(run_id)
-
-        record = RunRecord.from_json(file.read_bytes(), open_run)
-        if facts is not None:
-            record.apply(facts)
+    async def _restore(self, text: bytes) -> RunRecord:
+        record_id, last_seq_id = RunRecord.peek(text)
+        past = await asyncio.to_thread(self._storage.read_or_restart, record_id, last_seq_id)
+        sequencer = self._storage.open(record_id, past)
+        record = RunRecord.from_json(text, sequencer, self._storage.snapshots(record_id))
+        if past.has_state:
+            record.apply(past.facts or Facts())
         else:
             record.state = RunState.LOST
         return record
@@ -121,7 +117,9 @@ class RunRegistry:
     async def close(self) -> None:
         """Close every run's journal."""
         stopping = errors.ShuttingDown("the service is stopping")
-        await asyncio.gather(*(record.sequencer.close(stopping) for record in self._runs.values()))
+        closing = [asyncio.create_task(record.sequencer.close(stopping)) for record in self._runs.values()]
+        if closing:  # one that still waits for acknowledgements is in the journal, and goes on after the next start
+            await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
         self._storage.close()
 
 

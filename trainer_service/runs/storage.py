@@ -103,7 +103,7 @@ class RunStorage:
     def open(self, run_id: str, past: Past) -> Sequencer:
         """Make a run's sequencer, with the answers that it gave and the commands that it has still to execute."""
         sequencer = Sequencer(
-            RunJournal(self._volume.run(run_id) / _JOURNAL, self._threads, self._failpoints),
+            RunJournal(self._volume.run(run_id) / _JOURNAL, past.history.last_seq_id, self._threads, self._failpoints),
             _answers(past),
             past.executed,
             gap_wait_seconds=self._settings.gap_wait_seconds,
