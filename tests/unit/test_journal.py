@@ -199,8 +199,8 @@ async def test_a_segment_begins_with_what_the_one_before_does_not_hold_however_c
     rotating = asyncio.ensure_future(run.journal.rotate())
     third = run.send(3)
     await asyncio.gather(second, rotating, third)
-    await run.journal.drop(1)
-    assert set(run.history().commands) >= {2, 3}
+    await run.journal.drop(2)
+    assert 3 in run.history().commands
     assert JournaledRun(directory).sequencer.last_seq_id == 3
 
 
