@@ -17,7 +17,7 @@ from paceline import errors, layout, weights
 from paceline.types import Checkpoint, CheckpointKind
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.peft_format import check_adapter_config
-from trainer_service.runs.record import RunRecord
+from trainer_service.runs.record import RunOrigin
 from trainer_service.runs.registry import RUN_FILE
 
 _FILES = (layout.WEIGHTS_FILE, layout.CONFIG_FILE)
@@ -51,14 +51,14 @@ async def import_adapter(
     )
 
 
-def _read_run(volume: layout.Volume, run_id: str) -> RunRecord:
+def _read_run(volume: layout.Volume, run_id: str) -> RunOrigin:
     try:
-        return RunRecord.from_json((volume.run(run_id) / RUN_FILE).read_bytes(), gap_wait_seconds=0.0)
+        return RunOrigin.from_json((volume.run(run_id) / RUN_FILE).read_bytes())
     except FileNotFoundError:
         raise errors.RunNotFound("no such run on this volume; make one with the adapter's configuration") from None
 
 
-def _check_files(source: Path, run: RunRecord) -> None:
+def _check_files(source: Path, run: RunOrigin) -> None:
     for file in _FILES:
         if not (source / file).is_file():
             raise errors.CheckpointMismatch(f"{source} has no {file}; save the adapter with PEFT as safetensors")

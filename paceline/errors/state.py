@@ -78,12 +78,18 @@ class SeqIdExpired(FailedPrecondition):
 
 
 class RunStateLost(FailedPrecondition):
-    """The run's weights in memory were lost.
+    """The run's state was lost with the engine and its journal cannot be replayed.
 
     `metadata["checkpoint"]` is the path of the newest state checkpoint, empty where there is none.
     """
 
     reason = "RUN_STATE_LOST"
+
+
+class PoisonedCommand(FailedPrecondition):
+    """The engine died each time that it executed the command; `metadata["attempts"]` says how often."""
+
+    reason = "POISONED_COMMAND"
 
 
 class NoGradient(FailedPrecondition):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from paceline.errors import EngineUnavailable
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
@@ -31,6 +32,10 @@ class LoadedState:
 
     step: int
     """Optimizer steps taken; 0 when only weights were loaded."""
+
+
+class EngineDiedError(EngineUnavailable):
+    """The engine's process died while it executed this very command."""
 
 
 class TrainerEngine(Protocol):
