@@ -10,7 +10,7 @@ from paceline import errors, layout
 from paceline.layout import CheckpointPath, Volume
 from paceline.types import CheckpointKind
 
-RUN = layout.new_run_id()
+RUN = f"run-{0:032x}"
 
 
 @pytest.mark.parametrize("name", ["a", "step-10", "v1.2_final", "A" * 128])
