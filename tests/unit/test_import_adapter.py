@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -15,9 +15,7 @@ from paceline.rpc.identity import Identity
 from paceline.types import CheckpointKind, LoraConfig
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.import_adapter import import_adapter, main
-from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RUN_FILE
-from trainer_service.runs.sequencer import Sequencer
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
 FILES = {"adapter_model.safetensors", "adapter_config.json", "manifest.json"}
@@ -30,12 +28,11 @@ def volume(tmp_path):
 
 @pytest.fixture
 def run_id(volume):
-    record = RunRecord(
-        new_run_id(), "team", "tiny", LoraConfig(rank=4), datetime.now(UTC), 8, "request", "", Sequencer(0, 1.0)
-    )
-    volume.run(record.run_id).mkdir(parents=True)
-    (volume.run(record.run_id) / RUN_FILE).write_bytes(record.to_json())
-    return record.run_id
+    run_id = new_run_id()
+    volume.run(run_id).mkdir(parents=True)
+    facts = {"run_id": run_id, "tenant": "team", "base_model": "tiny", "lora": asdict(LoraConfig(rank=4, alpha=8))}
+    (volume.run(run_id) / RUN_FILE).write_text(json.dumps(facts))
+    return run_id
 
 
 @pytest.fixture
