@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-gpu verify fix bench-parity images clean
+.PHONY: help proto demo up test test-gpu verify fix bench-parity bench-optimizers bench-train bench-journal chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,18 @@ fix: proto ## Repair style where a tool can
 
 bench-parity: proto ## Compare trainer's and sampler's log-probabilities, beside stock transformers and vLLM
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/logprob_parity.py
+
+bench-optimizers: proto ## Measure each optimizer's state and step
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/optimizer_memory.py
+
+bench-train: proto ## Time the trainer beside padded and one-at-a-time transformers and PEFT
+	@$(RUN)/python bench/train.py
+
+bench-journal: proto ## Measure what the journal costs a training step
+	@OMP_NUM_THREADS=1 $(RUN)/python bench/journal_cost.py
+
+chaos: proto ## Kill the trainer 1,000 times while it trains, and check that nothing is lost
+	@OMP_NUM_THREADS=1 $(RUN)/python bench/chaos.py $(KILLS)
 
 images: proto ## Build the three container images for CPU
 	@deploy/build-images.sh cpu

@@ -28,7 +28,12 @@ from paceline.client import (
     TrainingClient,
 )
 from paceline.types import (
+    AdafactorParams,
+    Adam8bitParams,
+    AdamCpuParams,
     AdamParams,
+    ApolloMiniParams,
+    ApolloParams,
     Checkpoint,
     CheckpointKind,
     Datum,
@@ -52,7 +57,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Acknowledgement",
+    "AdafactorParams",
+    "Adam8bitParams",
+    "AdamCpuParams",
     "AdamParams",
+    "ApolloMiniParams",
+    "ApolloParams",
     "Checkpoint",
     "CheckpointKind",
     "Datum",

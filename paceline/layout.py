@@ -128,7 +128,7 @@ def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True)
         if durable:
             sync_directory(final.parent)
     except OSError as error:
-        raise _translate(error) from error
+        raise translate(error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -144,7 +144,7 @@ def write_file(final: Path, data: bytes) -> None:
         staging.replace(final)
         sync_directory(final.parent)
     except OSError as error:
-        raise _translate(error) from error
+        raise translate(error) from error
     finally:
         staging.unlink(missing_ok=True)
 
@@ -194,7 +194,8 @@ def _sync_files(directory: Path) -> None:
     sync_directory(directory)
 
 
-def _translate(error: OSError) -> Exception:
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+def translate(error: OSError) -> Exception:
+    """Return DiskFull for a full volume, quota or file size limit, any other error as it is."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return errors.DiskFull("the checkpoint volume is full; delete checkpoints or grow it")
     return error

@@ -148,14 +148,16 @@ class ToyTrainer(TrainerServiceServicer):
             if inputs.max() >= VOCABULARY:
                 raise errors.TokenOutOfRange("is not in the vocabulary", field=f"data[{index}].model_input")
             mask = datum.loss_inputs.get("mask", np.ones(len(inputs), np.uint8)) != 0
-            weights = np.where(mask, datum.loss_inputs["weights"], 0.0)
+            columns = targets.reshape(len(inputs), -1)
+            weights = np.where(mask[:, None], datum.loss_inputs["weights"].reshape(columns.shape), 0.0)
             table = log_softmax(self.theta)[inputs]
-            logprobs = table[np.arange(len(inputs)), targets]
-            onehot = np.eye(VOCABULARY)[targets]
-            np.add.at(gradient, inputs, -weights[:, None] * (onehot - np.exp(table)))
+            logprobs = np.take_along_axis(table, columns, 1)
+            onehot = np.eye(VOCABULARY)[columns]
+            np.add.at(gradient, inputs, -(weights[..., None] * (onehot - np.exp(table)[:, None])).sum(1))
             loss -= float((weights * logprobs).sum())
             tokens += int(mask.sum())
-            outputs.append({"logprobs": np.where(mask, logprobs, np.nan).astype(np.float32)})
+            logprobs = np.where(mask[:, None], logprobs, np.nan).reshape(targets.shape)
+            outputs.append({"logprobs": logprobs.astype(np.float32)})
         if not request.forward_only:
             self.gradient += gradient
             self.has_gradient = True

@@ -22,6 +22,7 @@ def choose_options(settings: TrainerSettings) -> EngineOptions:
         pack_tokens=settings.pack_tokens,
         logprob_chunk=settings.logprob_chunk,
         max_lora_rank=settings.max_lora_rank,
+        failpoints=settings.failpoints,
     )
 
 

@@ -19,11 +19,17 @@ from paceline.rpc.server import Readiness
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from paceline.weights.v1.weight_service_pb2_grpc import add_WeightServiceServicer_to_server
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.commands import Commands
 from trainer_service.engine.process import EngineProcess
+from trainer_service.failpoints import Failpoints
 from trainer_service.hardware import choose_options
 from trainer_service.publish.feed import Feed
 from trainer_service.publish.publisher import Publisher
+from trainer_service.runs.executor import SnapshotPolicy
+from trainer_service.runs.record import RunRecord
+from trainer_service.runs.recovery import Recovery
 from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.storage import RunStorage
 from trainer_service.servicer import TrainerServicer
 from trainer_service.settings import TrainerSettings
 from trainer_service.trainer import Trainer
@@ -44,7 +50,9 @@ class TrainerService:
     def __init__(self, settings: TrainerSettings, metrics: CollectorRegistry) -> None:
         self._settings = settings
         self._volume = layout.Volume(settings.checkpoint_dir)
-        self._registry = RunRegistry(self._volume, settings.gap_wait_seconds)
+        failpoints = Failpoints(settings.failpoints)
+        storage = RunStorage(self._volume, settings, failpoints)
+        self._registry = RunRegistry(self._volume, storage)
         self._checkpoints = CheckpointStore(self._volume)
         self._feed = Feed()
         self._engine = EngineProcess(choose_options(settings), on_exit=self._engine_exited)
@@ -56,10 +64,26 @@ class TrainerService:
             settings.staging_dir,
             settings.keep_versions,
         )
-        self._trainer = Trainer(settings, self._engine, self._registry, self._checkpoints, self._publisher)
+        self._trainer = Trainer(
+            settings,
+            self._engine,
+            self._registry,
+            self._checkpoints,
+            self._publisher,
+            self._start_run,
+        )
+        self._recovery = Recovery(
+            self._engine,
+            storage,
+            self._publisher,
+            Commands(self._trainer),
+            SnapshotPolicy(settings.snapshot_commands, settings.snapshot_bytes, settings.snapshot_seconds),
+            failpoints,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._readiness: Readiness | None = None
         self._lock: int | None = None
+        self._restarting = False
         Gauge("paceline_trainer_runs", "Runs", registry=metrics).set_function(lambda: len(list(self._registry)))
         Gauge("paceline_trainer_watchers", "Samplers that watch", registry=metrics).set_function(self._feed.count)
 
@@ -69,10 +93,11 @@ class TrainerService:
     async def start(self, readiness: Readiness) -> None:
         self._readiness = readiness
         self._lock = _lock_volume(self._volume.root)
-        self._registry.restore()
+        await self._registry.restore()
         self._publisher.start()
         model = await self._engine.start()
         _log.info("engine ready", model=model.name, dtype=model.dtype, pid=self._engine.pid)
+        self._spawn(self._recovery.recover_all(self._registry))
         self._spawn(self._trainer.expire_checkpoints())
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -87,25 +112,33 @@ class TrainerService:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._publisher.stop()
         await self._engine.close()
+        await self._registry.close()
         if self._lock is not None:
             os.close(self._lock)
 
+    def _start_run(self, run: RunRecord) -> None:
+        self._recovery.start(run)
+
     def _engine_exited(self, status: int) -> None:
         _log.error("engine died", status=status)
-        self._registry.lose_all()
-        self._spawn(self._restart_engine())
+        self._registry.hold_all(errors.EngineUnavailable("the engine died; it starts again, and the run comes back"))
+        if not self._restarting:
+            self._spawn(self._restart_engine())
 
     async def _restart_engine(self) -> None:
         if self._readiness is None:
             return
+        self._restarting = True
         await self._readiness.set(False)
         while True:
             with suppress(errors.PacelineError):
                 model = await self._engine.restart()
-                _log.info("engine ready", model=model.name, dtype=model.dtype, pid=self._engine.pid)
-                await self._readiness.set(True)
-                return
+                break
             await asyncio.sleep(_RESTART_SECONDS)
+        self._restarting = False
+        _log.info("engine ready", model=model.name, dtype=model.dtype)
+        await self._readiness.set(True)
+        await self._recovery.recover_all(self._registry)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)

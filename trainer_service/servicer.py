@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from hashlib import sha256
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -19,8 +18,9 @@ from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from paceline.types import Checkpoint, CheckpointKind, RunState
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.loss_specs import LOSS_SPECS
+from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.engine.process import EngineProcess
-from trainer_service.publish.feed import AckPolicy
+from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
 from trainer_service.settings import TrainerSettings
@@ -28,12 +28,6 @@ from trainer_service.tokenizer import read_tokenizer_files
 from trainer_service.trainer import Trainer
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-OPTIMIZERS = ("adamw",)
-_DEFAULT_ACK_SECONDS = 60.0
-
-
-Reply = TypeVar("Reply", bound=Message)
 
 
 class _RunCommand(Protocol):
@@ -67,7 +61,7 @@ class TrainerServicer(TrainerServiceServicer):
             service_version=__version__,
             models=[codec.model_info_to_proto(self._engine.describe())],
             loss_fns=LOSS_SPECS,
-            optimizers=OPTIMIZERS,
+            optimizers=OPTIMIZER_SPECS,
             max_message_bytes=self._settings.max_message_bytes,
             max_datums=self._settings.max_datums,
         )
@@ -104,58 +98,16 @@ class TrainerServicer(TrainerServiceServicer):
         return pb.DeleteRunResponse()
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
-        async def command(run: RunRecord) -> pb.ForwardBackwardResponse:
-            output = await self._trainer.forward_backward(
-                run,
-                [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)],
-                request.loss_fn,
-                request.loss_fn_config,
-                forward_only=request.forward_only,
-            )
-            outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
-            return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)
-
-        return await self._in_order(request, command)
+        return cast("pb.ForwardBackwardResponse", await self._in_order(request))
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
-        async def command(run: RunRecord) -> pb.OptimStepResponse:
-            if request.WhichOneof("optimizer") is None:
-                raise errors.MissingField("is not set; name the optimizer", field="adamw")
-            output = await self._trainer.optim_step(run, codec.adam_params_from_proto(request.adamw))
-            return pb.OptimStepResponse(
-                step=output.step,
-                grad_norm=output.grad_norm,
-                learning_rate=output.learning_rate,
-                tokens=output.tokens,
-                milliseconds=output.milliseconds,
-            )
-
-        return await self._in_order(request, command)
+        return cast("pb.OptimStepResponse", await self._in_order(request))
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
-        async def command(run: RunRecord) -> pb.SaveCheckpointResponse:
-            if request.kind not in {kind.value for kind in CheckpointKind}:
-                raise errors.MissingField("is not set; say STATE or SAMPLER", field="kind")
-            checkpoint = await self._trainer.save_checkpoint(
-                run,
-                request.name,
-                CheckpointKind(request.kind),
-                ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
-                overwrite=request.overwrite,
-            )
-            return pb.SaveCheckpointResponse(checkpoint=checkpoint_to_proto(checkpoint))
-
-        return await self._in_order(request, command)
+        return cast("pb.SaveCheckpointResponse", await self._in_order(request))
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
-        identity = current_identity()
-
-        async def command(run: RunRecord) -> pb.LoadCheckpointResponse:
-            path = CheckpointPath.parse(request.path)
-            await self._trainer.load_checkpoint(run, identity, path, with_optimizer=request.with_optimizer)
-            return pb.LoadCheckpointResponse(run=run_to_proto(run.public()))
-
-        return await self._in_order(request, command, restores=True)
+        return cast("pb.LoadCheckpointResponse", await self._in_order(request, restores=True))
 
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
         run_id = check_run_id(request.run_id) if request.run_id else ""
@@ -181,43 +133,23 @@ class TrainerServicer(TrainerServiceServicer):
         return pb.SetCheckpointTtlResponse(checkpoint=checkpoint_to_proto(checkpoint))
 
     async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Context) -> pb.PublishWeightsResponse:
-        async def command(run: RunRecord) -> pb.PublishWeightsResponse:
-            done = await self._trainer.publish(
-                run,
-                durable=request.durable,
-                policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
-                ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
-            )
-            return pb.PublishWeightsResponse(
-                model=codec.served_model_to_proto(done.model),
-                acknowledgements=done.acknowledgements,
-                stage_milliseconds=done.stage_milliseconds,
-                total_milliseconds=done.total_milliseconds,
-            )
-
-        return await self._in_order(request, command)
+        return cast("pb.PublishWeightsResponse", await self._in_order(request))
 
     def _run(self, run_id: str) -> RunRecord:
         return self._registry.get(run_id, current_identity())
 
-    async def _in_order(
-        self,
-        request: _RunCommand,
-        command: Callable[[RunRecord], Coroutine[Any, Any, Reply]],
-        *,
-        restores: bool = False,
-    ) -> Reply:
+    async def _in_order(self, request: _RunCommand, *, restores: bool = False) -> Message:
         """Execute a run's command at its turn.
 
         A lost run takes only one that restores it, at any seq_id not yet executed.
         """
-        run = self._run(request.run_id)
+        identity = current_identity()
+        run = self._registry.get(request.run_id, identity)
         if run.state is RunState.LOST:
             if not restores:
                 raise lost(run)
-            run.sequencer.rebase(request.seq_id)
-        answer = await run.sequencer.execute(request.seq_id, _digest(request), lambda: command(run))
-        return cast("Reply", answer)
+            await run.sequencer.rebase(request.seq_id)
+        return await run.sequencer.execute(Command.of(request, identity.tenant))
 
 
 def _digest(request: Any) -> bytes:

@@ -46,6 +46,16 @@ class TrainerSettings(PeerSettings):
     """How long a command waits for those before it."""
     keep_versions: int = Field(8, ge=1)
     """Newest versions of a run that are kept beside those that samplers hold."""
+    snapshot_commands: int = Field(256, ge=1)
+    """Commands after which a run's state is saved, so that its journal is short."""
+    snapshot_bytes: int = Field(256 << 20, ge=1)
+    """Bytes of journal after which it is saved."""
+    snapshot_seconds: float = Field(120.0, gt=0)
+    """Seconds of execution after which it is saved: what a replay may take."""
+    max_attempts: int = Field(2, ge=1)
+    """How often the engine may die of a command before the command is refused."""
+    failpoints: str = ""
+    """Points at which the service kills itself, for tests; see trainer_service/failpoints.py."""
     expiry_check_seconds: float = Field(60.0, gt=0)
     """How often checkpoints past their time to live are looked for."""
 

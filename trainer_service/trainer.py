@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,23 +13,24 @@ from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import (
-    AdamParams,
     Checkpoint,
     CheckpointKind,
     Datum,
     ForwardBackwardOutput,
     LoraConfig,
+    OptimizerParams,
     OptimStepOutput,
+    Reduction,
     RunState,
 )
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.engine.optimizers.specs import spec_of
 from trainer_service.engine.process import EngineProcess
 from trainer_service.publish.feed import AckPolicy
 from trainer_service.publish.publisher import Publication, Publisher
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
-from trainer_service.runs.sequencer import Sequencer
 from trainer_service.settings import TrainerSettings
 
 _log = get_logger(__name__)
@@ -44,12 +46,15 @@ class Trainer:
         registry: RunRegistry,
         checkpoints: CheckpointStore,
         publisher: Publisher,
+        start_run: Callable[[RunRecord], None],
     ) -> None:
+        """Take `start_run` to let the commands of a new run execute."""
         self._settings = settings
         self._engine = engine
         self._registry = registry
         self._checkpoints = checkpoints
         self._publisher = publisher
+        self._start_run = start_run
         self._creating = asyncio.Lock()
 
     async def create_run(
@@ -70,11 +75,12 @@ class Trainer:
         validation.check_user_metadata(user_metadata)
         async with self._creating:
             made = self._registry.find_request(identity.tenant, request_id)
-            if made is None:
-                return await self._make_run(identity, request_id, digest, lora, user_metadata)
-            if made.request_digest != digest.hex():
+            known = made.request_digest if made else self._registry.find_deleted(identity.tenant, request_id)
+            if known and known != digest.hex():
                 raise errors.RequestIdReused("was used with another payload; make a new one", field="request_id")
-            return made
+            if known and made is None:
+                raise errors.RunNotFound("the run that this request made was deleted", field="request_id")
+            return made or await self._make_run(identity, request_id, digest, lora, user_metadata)
 
     async def _make_run(
         self, identity: Identity, request_id: str, digest: bytes, lora: LoraConfig, user_metadata: Mapping[str, str]
@@ -83,6 +89,7 @@ class Trainer:
         if len(self._registry.owned_by(identity)) >= limit:
             raise errors.TooManyRuns(f"{limit} runs exist, as many as a tenant may have; delete one")
         run_id = layout.new_run_id()
+        sequencer, snapshots = await self._registry.make_journal(run_id)
         adapter = await self._engine.create_run(run_id, lora)
         record = RunRecord(
             run_id=run_id,
@@ -93,19 +100,22 @@ class Trainer:
             trainable_parameters=adapter.trainable_parameters,
             request_id=request_id,
             request_digest=digest.hex(),
-            sequencer=Sequencer(0, self._settings.gap_wait_seconds),
+            sequencer=sequencer,
+            snapshots=snapshots,
             user_metadata=dict(user_metadata),
         )
         await self._registry.add(record)
+        self._start_run(record)
         _log.info("run made", run=run_id, rank=lora.rank, parameters=adapter.trainable_parameters)
         return record
 
     async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:
         """Delete a run once its command in progress has ended."""
-        record.sequencer.fail_waiting(errors.RunNotFound("the run was deleted", field="run_id"))
-        await record.sequencer.idle()
+        async with record.recovering:
+            await record.sequencer.close(errors.RunNotFound("the run was deleted", field="run_id"))
         if record.in_engine:
-            await self._engine.delete_run(record.run_id)
+            with suppress(errors.EngineUnavailable):  # then it holds no runs
+                await self._engine.delete_run(record.run_id)
         await self._publisher.forget(record)
         await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
         _log.info("run deleted", run=record.run_id)
@@ -118,25 +128,43 @@ class Trainer:
         loss_fn_config: Mapping[str, float],
         *,
         forward_only: bool,
+        reduction: Reduction = Reduction.SUM,
+        reduction_count: int | None = None,
     ) -> ForwardBackwardOutput:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
         self._check_ready(record)
         model = self._engine.describe()
         config = validation.check_batch(data, loss_fn, loss_fn_config, model, self._settings.max_datums)
-        return await self._engine.forward_backward(record.run_id, data, loss_fn, config, forward_only=forward_only)
+        validation.check_reduction(data, reduction, reduction_count)
+        return await self._engine.forward_backward(
+            record.run_id,
+            data,
+            loss_fn,
+            config,
+            forward_only=forward_only,
+            reduction=reduction,
+            reduction_count=reduction_count,
+        )
 
-    async def optim_step(self, record: RunRecord, params: AdamParams) -> OptimStepOutput:
+    async def optim_step(self, record: RunRecord, params: OptimizerParams) -> OptimStepOutput:
         """Apply the accumulated gradient."""
         self._check_ready(record)
-        validation.check_adam(params)
+        spec_of(params).check(params)
         output = await self._engine.optim_step(record.run_id, params)
         record.step = output.step
         return output
 
     async def save_checkpoint(
-        self, record: RunRecord, name: str, kind: CheckpointKind, *, ttl_seconds: int | None, overwrite: bool
+        self,
+        record: RunRecord,
+        name: str,
+        kind: CheckpointKind,
+        *,
+        seq_id: int,
+        ttl_seconds: int | None,
+        overwrite: bool,
     ) -> Checkpoint:
-        """Write a durable checkpoint."""
+        """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is."""
         self._check_ready(record)
         path = CheckpointPath(record.run_id, kind, layout.check_name(name))
 
@@ -150,6 +178,7 @@ class Trainer:
             base_model=record.base_model,
             tenant=record.tenant,
             step=record.step,
+            seq_id=seq_id,
             ttl_seconds=ttl_seconds,
             overwrite=overwrite,
         )
@@ -160,15 +189,18 @@ class Trainer:
         return checkpoint
 
     async def load_checkpoint(
-        self, record: RunRecord, identity: Identity, path: CheckpointPath, *, with_optimizer: bool
+        self, record: RunRecord, identity: Identity, path: CheckpointPath, *, seq_id: int, with_optimizer: bool
     ) -> None:
         """Replace the run's weights, and with `with_optimizer` all of its state.
 
-        Brings back a run whose weights were lost.
+        Brings back a run whose state was lost. What is loaded is kept for the replay of command `seq_id`, since the
+        checkpoint may be deleted or overwritten before that.
         """
         if with_optimizer and path.kind is not CheckpointKind.STATE:
             raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load weights alone", field="path")
-        directory = await self._checkpoints.open(path, identity)
+        directory = record.snapshots.pinned(seq_id)
+        if directory is None:
+            directory = await record.snapshots.pin(seq_id, await self._checkpoints.open(path, identity))
         fresh = not record.in_engine
         if fresh:
             await self._engine.create_run(record.run_id, record.lora)
@@ -182,10 +214,14 @@ class Trainer:
         await self._registry.persist(record)
         _log.info("checkpoint loaded", path=str(path), run=record.run_id, with_optimizer=with_optimizer)
 
-    async def publish(self, record: RunRecord, *, durable: bool, policy: AckPolicy, ack_seconds: float) -> Publication:
-        """Make the run's weights its next version."""
+    async def publish(
+        self, record: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float
+    ) -> Publication:
+        """Make the run's weights its next version; one that command `seq_id` made before a crash is used again."""
         self._check_ready(record)
-        return await self._publisher.publish(record, durable=durable, policy=policy, ack_seconds=ack_seconds)
+        return await self._publisher.publish(
+            record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds
+        )
 
     async def expire_checkpoints(self) -> None:
         """Delete checkpoints past their time to live, for ever."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paceline import errors
-from paceline.types import AdamParams, Datum, LoraConfig, ModelInfo
+from paceline.types import Datum, LoraConfig, ModelInfo, Reduction
 from paceline.types.training import MASK_INPUTS, Array
-from trainer_service.engine.loss_specs import MASK, LossSpec, loss_spec
+from trainer_service.engine.loss_specs import CLIP_HIGH, CLIP_LOW, MASK, SEQUENCE_RATIO_MASK, LossSpec, loss_spec
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_METADATA = (64, 1024)
@@ -54,14 +54,6 @@ def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
             )
 
 
-def check_adam(params: AdamParams) -> None:
-    """Check an optimizer's settings."""
-    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-        _check_range(getattr(params, name), f"adamw.{name}", 0.0, math.inf, high_open=True)
-    for name in ("beta1", "beta2"):
-        _check_range(getattr(params, name), f"adamw.{name}", 0.0, 1.0, high_open=True)
-
-
 def check_batch(
     data: Sequence[Datum], loss_fn: str, config: Mapping[str, float], model: ModelInfo, max_datums: int
 ) -> dict[str, float]:
@@ -72,26 +64,36 @@ def check_batch(
         raise errors.EmptyBatch("holds no datum; send at least one", field="data")
     if len(data) > max_datums:
         raise errors.OutOfRange(f"holds {len(data)} datums; at most {max_datums}, split it", field="data")
-    required = spec.required_inputs(resolved)
-    counted = [_check_datum(datum, f"data[{index}]", spec, required, model) for index, datum in enumerate(data)]
-    if not any(counted):
+    for index, datum in enumerate(data):
+        _check_datum(datum, f"data[{index}]", spec, resolved, model)
+    if not any(datum.counted_positions for datum in data):
         raise errors.EmptyBatch("every position is masked; set mask to 1 where the loss counts", field="data")
     return resolved
 
 
-def _check_datum(datum: Datum, field: str, spec: LossSpec, required: Sequence[str], model: ModelInfo) -> bool:
-    """Check one datum; return whether any position counts."""
+def check_reduction(data: Sequence[Datum], reduction: Reduction, count: int | None) -> None:
+    """Check what a mean is to be divided by against the part of the batch that is here."""
+    if count is None:
+        return
+    if reduction is Reduction.SUM:
+        raise errors.InvalidArgument("a sum is divided by nothing; leave it unset", field="reduction_count")
+    if count < reduction.count(data):
+        message = f"is {count}, and this part of the batch alone has {reduction.count(data)}; count the whole batch"
+        raise errors.OutOfRange(message, field="reduction_count")
+
+
+def _check_datum(datum: Datum, field: str, spec: LossSpec, config: Mapping[str, float], model: ModelInfo) -> None:
     length = datum.model_input.shape[0]
     if length > model.max_context_length:
         message = f"has {length} tokens; the model takes {model.max_context_length}"
         raise errors.SequenceTooLong(message, field=f"{field}.model_input")
     _check_tokens(datum.model_input, f"{field}.model_input", model.vocab_size)
-    _check_names(datum, field, spec, required)
-    for name, values in datum.loss_inputs.items():
-        if values.shape != (length,):
-            message = f"has {values.shape[0]} values for {length} tokens; send one per token"
-            raise errors.InvalidShape(message, field=f"{field}.loss_inputs[{name}].shape")
-    return _check_values(datum, field, spec, model)
+    _check_names(datum, field, spec, spec.required_inputs(config))
+    _check_shapes(datum, field, spec)
+    _check_values(datum, field, spec, model)
+    _check_sequence_mask(datum, f"{field}.loss_inputs[{SEQUENCE_RATIO_MASK}]")
+    if spec.overrides:
+        _check_thresholds(datum, field, spec, config)
 
 
 def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[str]) -> None:
@@ -107,12 +109,27 @@ def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[st
             )
 
 
-def _check_values(datum: Datum, field: str, spec: LossSpec, model: ModelInfo) -> bool:
+def _check_shapes(datum: Datum, field: str, spec: LossSpec) -> None:
+    length = len(datum.model_input)
+    for name, values in datum.loss_inputs.items():
+        place = f"{field}.loss_inputs[{name}].shape"
+        if len(values) != length:
+            raise errors.InvalidShape(f"has {len(values)} values for {length} tokens; send one per token", field=place)
+        if values.ndim > 1 and (name not in spec.multi or values.size == 0):
+            raise errors.InvalidShape(f"is {list(values.shape)}; {spec.name} takes one value per token", field=place)
+    targets = datum.loss_inputs["target_tokens"].shape
+    for name in spec.multi:
+        if (shape := datum.loss_inputs[name].shape) != targets:
+            message = f"is {list(shape)}, and target_tokens {list(targets)}; send one per target"
+            raise errors.InvalidShape(message, field=f"{field}.loss_inputs[{name}].shape")
+
+
+def _check_values(datum: Datum, field: str, spec: LossSpec, model: ModelInfo) -> None:
     inputs = datum.loss_inputs
     for name in MASK_INPUTS & inputs.keys():
         if inputs[name].max() > 1:
             raise errors.OutOfRange("holds values beside 0 and 1", field=f"{field}.loss_inputs[{name}]")
-    counted = inputs[MASK].astype(bool) if MASK in inputs else np.ones(datum.model_input.shape, bool)
+    counted = _counted(datum)
     _check_tokens(inputs["target_tokens"], f"{field}.loss_inputs[target_tokens]", model.vocab_size)
     for name in sorted(spec.finite & inputs.keys()):
         if not np.isfinite(inputs[name][counted]).all():
@@ -122,7 +139,31 @@ def _check_values(datum: Datum, field: str, spec: LossSpec, model: ModelInfo) ->
         if (inputs[name][weighted] > 0).any():
             message = "holds a log-probability above 0 on a weighted position; send what the sampler returned"
             raise errors.PositiveLogprob(message, field=f"{field}.loss_inputs[{name}]")
-    return bool(counted.any())
+
+
+def _check_sequence_mask(datum: Datum, field: str) -> None:
+    chosen, counted = datum.loss_inputs.get(SEQUENCE_RATIO_MASK), _counted(datum)
+    if chosen is not None and counted.any() and not (counted & (chosen != 0)).any():
+        raise errors.InvalidArgument("is 0 wherever mask is 1; the sequence's ratio needs a position", field=field)
+
+
+def _check_thresholds(datum: Datum, field: str, spec: LossSpec, config: Mapping[str, float]) -> None:
+    """Check thresholds that came by position: not below their minimum, and the lower at most the upper."""
+    counted, given = _counted(datum), [name for name in spec.overrides if name in datum.loss_inputs]
+    for name in given:
+        minimum = spec.settings[name].minimum
+        if (datum.loss_inputs[name][counted] < minimum).any():
+            raise errors.OutOfRange(f"holds a value below {minimum:g}", field=f"{field}.loss_inputs[{name}]")
+    low, high = (datum.loss_inputs.get(name, np.float32(config[name])) for name in (CLIP_LOW, CLIP_HIGH))
+    if given and np.any((low > high) & counted):
+        message = f"{CLIP_LOW} is above {CLIP_HIGH} at a position; swap or change them"
+        raise errors.OutOfRange(message, field=f"{field}.loss_inputs[{given[0]}]")
+
+
+def _counted(datum: Datum) -> Array:
+    """Return which positions count, bool, shape [N]."""
+    mask = datum.loss_inputs.get(MASK)
+    return np.ones(datum.model_input.shape, bool) if mask is None else mask != 0
 
 
 def _check_tokens(tokens: Array, field: str, vocab_size: int) -> None:

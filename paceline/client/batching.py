@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from paceline import codec, errors
 from paceline.client.commands import Outcome
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Datum, ForwardBackwardOutput
+from paceline.types import Datum, ForwardBackwardOutput, Reduction
 
 MAX_DATUMS = 1024
 """Most datums in one request."""
@@ -57,14 +57,29 @@ class Batch:
 
 
 def make_batch(
-    run_id: str, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float], *, forward_only: bool
+    run_id: str,
+    data: Sequence[Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, float],
+    *,
+    forward_only: bool,
+    reduction: Reduction = Reduction.SUM,
 ) -> Batch:
-    """Encode and split a batch. Raises EmptyBatch, InvalidDtype, InvalidArgument; nothing has been sent then."""
+    """Encode and split a batch. Raises EmptyBatch, InvalidDtype, InvalidArgument; nothing has been sent then.
+
+    Every part is told what the mean over the whole batch divides by, so that losses and gradients of the parts add up
+    to those of the whole.
+    """
     if not data:
         raise errors.EmptyBatch("holds no datum; give at least one", field="data")
     with sendable("loss_fn_config"):
         template = pb.ForwardBackwardRequest(
-            run_id=run_id, loss_fn=loss_fn, loss_fn_config=loss_fn_config, forward_only=forward_only
+            run_id=run_id,
+            loss_fn=loss_fn,
+            loss_fn_config=loss_fn_config,
+            forward_only=forward_only,
+            reduction=codec.reduction_to_proto(reduction),
+            reduction_count=None if reduction is Reduction.SUM else reduction.count(data),
         )
     requests = []
     for part in split([_size(datum) for datum in data]):

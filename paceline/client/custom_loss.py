@@ -62,12 +62,12 @@ def put_custom_loss(
 def evaluate(
     data: list[Datum], logprobs: Sequence[Array], loss_fn: LossFn
 ) -> tuple[float, Mapping[str, float], list[Array]]:
-    """Return C, the metrics of `loss_fn`, and -dC/dlp of each datum (float32, shape [N]; 0 where the mask is 0).
+    """Return C, the metrics of `loss_fn`, and -dC/dlp of each datum (float32, shape of lp; 0 where the mask is 0).
 
     Raises InvalidArgument when `loss_fn` gives back no scalar that depends on the log-probabilities, NonFinite when C
     or its gradient is not finite.
     """
-    masks = [datum.loss_inputs.get("mask", np.ones(datum.model_input.shape, np.uint8)) != 0 for datum in data]
+    masks = [_mask_like(row, datum) for row, datum in zip(logprobs, data, strict=True)]
     leaves = [
         torch.from_numpy(np.where(mask, row, np.float32(0))).requires_grad_()
         for mask, row in zip(masks, logprobs, strict=True)
@@ -82,9 +82,15 @@ def evaluate(
     return loss.item(), metrics, [row.astype("<f4") for row in weights]
 
 
+def _mask_like(row: Array, datum: Datum) -> Array:
+    """Return where the positions of `row`, [N] or [N, K], count: bool, of its shape."""
+    mask = datum.loss_inputs.get("mask", np.ones(len(row), np.uint8)) != 0
+    return np.broadcast_to(mask.reshape(-1, *[1] * (row.ndim - 1)), row.shape)
+
+
 def _without_weights(datum: Datum) -> Datum:
     kept = {name: datum.loss_inputs[name] for name in _SENT_INPUTS if name in datum.loss_inputs}
-    return Datum(datum.model_input, {**kept, "weights": np.zeros(datum.model_input.shape, np.float32)})
+    return Datum(datum.model_input, {**kept, "weights": np.zeros(datum.loss_inputs["target_tokens"].shape, np.float32)})
 
 
 def _backward(forward: Batch, weights: Sequence[Array]) -> Batch:
@@ -108,9 +114,8 @@ def _one_position(request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardReque
     datum = filler.data.add()
     datum.CopyFrom(request.data[0])
     for tensor in (datum.model_input, *datum.loss_inputs.values()):
-        width = len(tensor.data) // max(1, *tensor.shape)
-        tensor.data = tensor.data[:width]
-        tensor.shape[:] = [1]
+        tensor.data = tensor.data[: len(tensor.data) // max(1, tensor.shape[0])]
+        tensor.shape[0] = 1
     return filler
 
 

@@ -21,7 +21,9 @@ from paceline.types import (
     Datum,
     ForwardBackwardOutput,
     ModelRef,
+    OptimizerParams,
     OptimStepOutput,
+    Reduction,
     Run,
 )
 
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
     from paceline.client.custom_loss import LossFn
 
 WaitFor = Literal["all", "any", "none"]
+ReductionName = Literal["sum", "token_mean", "sequence_mean"]
 
 _ACK_POLICIES: dict[str, pb.AckPolicy.ValueType] = {
     "all": pb.ACK_POLICY_ALL,
     "any": pb.ACK_POLICY_ANY,
     "none": pb.ACK_POLICY_NONE,
 }
+_REDUCTIONS: dict[str, Reduction] = {reduction.name.lower(): reduction for reduction in Reduction}
 
 
 class TrainingClient(Connected):
@@ -60,24 +64,36 @@ class TrainingClient(Connected):
         self._queue = CommandQueue(transport, run.last_seq_id)
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float] | None = None,
+        reduction: ReductionName = "sum",
     ) -> PacelineFuture[ForwardBackwardOutput]:
-        """Compute a loss and log-probabilities without a gradient. Errors as `forward_backward`."""
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+        """Compute a loss and log-probabilities without a gradient. Arguments and errors as `forward_backward`."""
+        return self._pass(data, loss_fn, loss_fn_config, reduction, forward_only=True)
 
     forward_async = awaitable(forward)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str = "cross_entropy", loss_fn_config: Mapping[str, float] | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float] | None = None,
+        reduction: ReductionName = "sum",
     ) -> PacelineFuture[ForwardBackwardOutput]:
-        """Compute a loss, summed over tokens and datums, and add its gradient to the run's.
+        """Compute a loss and add its gradient to the run's.
+
+        The loss is the sum over tokens and datums; with `reduction` "token_mean" it is divided by the counted positions
+        of `data`, with "sequence_mean" it is the mean over datums of the mean over each one's counted positions. Either
+        is the mean over this call alone: gradients of several calls add up.
 
         A batch above 1024 datums or 4 MiB is sent in parts and their results are merged; if a part fails, its error is
         raised and the gradient of the others stays in the run. Errors: EmptyBatch, UnknownLoss, UnknownField,
-        MissingField, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob, OutOfRange,
-        SequenceTooLong, OutOfMemory.
+        MissingField, InvalidArgument, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob,
+        OutOfRange, SequenceTooLong, OutOfMemory.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._pass(data, loss_fn, loss_fn_config, reduction, forward_only=False)
 
     forward_backward_async = awaitable(forward_backward)
 
@@ -95,11 +111,15 @@ class TrainingClient(Connected):
 
     forward_backward_custom_async = awaitable(forward_backward_custom)
 
-    def optim_step(self, params: AdamParams | None = None) -> PacelineFuture[OptimStepOutput]:
-        """Apply the accumulated gradient with AdamW and clear it. Errors: OutOfRange, NoGradient, NonFiniteGradient."""
+    def optim_step(self, params: OptimizerParams | None = None) -> PacelineFuture[OptimStepOutput]:
+        """Apply the accumulated gradient with the optimizer that `params` belong to, AdamW by default, and clear it.
+
+        A run keeps to the optimizer of its first step. Errors: OutOfRange, NoGradient, NonFiniteGradient,
+        OptimizerChanged, OutOfMemory.
+        """
         with sendable("params"):
-            adamw = codec.adam_params_to_proto(params or AdamParams())
-        request = pb.OptimStepRequest(run_id=self.run_id, adamw=adamw)
+            request = codec.optimizer_to_proto(params or AdamParams())
+        request.run_id = self.run_id
         return self._queue.put(
             self.transport.trainer.OptimStep, [request], lambda replies: _optim_step_from_proto(only(replies))
         )
@@ -196,9 +216,19 @@ class TrainingClient(Connected):
     get_tokenizer = blocking(get_tokenizer_async)
 
     def _pass(
-        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None, *, forward_only: bool
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float] | None,
+        reduction: ReductionName,
+        *,
+        forward_only: bool,
     ) -> PacelineFuture[ForwardBackwardOutput]:
-        batch = make_batch(self.run_id, data, loss_fn, config or {}, forward_only=forward_only)
+        if reduction not in _REDUCTIONS:
+            raise errors.InvalidArgument(f"is {reduction!r}; use {', '.join(_REDUCTIONS)}", field="reduction")
+        batch = make_batch(
+            self.run_id, data, loss_fn, config or {}, forward_only=forward_only, reduction=_REDUCTIONS[reduction]
+        )
         return self._queue.put(self.transport.trainer.ForwardBackward, batch.requests, batch.merge)
 
     def _save(

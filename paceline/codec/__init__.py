@@ -9,6 +9,7 @@ from paceline.codec.models import (
     served_model_from_proto,
     served_model_to_proto,
 )
+from paceline.codec.optimizers import optimizer_from_proto, optimizer_to_proto
 from paceline.codec.sampling import (
     delta_from_proto,
     sample_result_from_proto,
@@ -18,19 +19,17 @@ from paceline.codec.sampling import (
 )
 from paceline.codec.tensors import tensor_from_proto, tensor_to_proto, token_ids_from_proto
 from paceline.codec.training import (
-    adam_params_from_proto,
-    adam_params_to_proto,
     datum_from_proto,
     datum_to_proto,
     lora_config_from_proto,
     lora_config_to_proto,
     output_from_proto,
     output_to_proto,
+    reduction_from_proto,
+    reduction_to_proto,
 )
 
 __all__ = [
-    "adam_params_from_proto",
-    "adam_params_to_proto",
     "checkpoint_from_proto",
     "checkpoint_to_proto",
     "datum_from_proto",
@@ -42,8 +41,12 @@ __all__ = [
     "model_info_to_proto",
     "model_ref_from_proto",
     "model_ref_to_proto",
+    "optimizer_from_proto",
+    "optimizer_to_proto",
     "output_from_proto",
     "output_to_proto",
+    "reduction_from_proto",
+    "reduction_to_proto",
     "run_from_proto",
     "run_to_proto",
     "sample_result_from_proto",

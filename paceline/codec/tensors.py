@@ -39,8 +39,8 @@ def tensor_to_proto(array: Array, field: str = "") -> pb.Tensor:
     return pb.Tensor(dtype=wire, shape=array.shape, data=little.tobytes())
 
 
-def tensor_from_proto(tensor: pb.Tensor, field: str, dtypes: Collection[str], *, ndim: int = 1) -> Array:
-    """Decode a tensor of `ndim` dimensions without copying; the array is read-only.
+def tensor_from_proto(tensor: pb.Tensor, field: str, dtypes: Collection[str], *, ndim: int | range = 1) -> Array:
+    """Decode a tensor of `ndim` dimensions, or a number in that range, without copying; the array is read-only.
 
     Raises InvalidDtype when its dtype is not among `dtypes`, InvalidShape when shape and bytes disagree.
     """
@@ -50,8 +50,12 @@ def tensor_from_proto(tensor: pb.Tensor, field: str, dtypes: Collection[str], *,
             f"is {name or 'unspecified'}; send {' or '.join(sorted(dtypes))}", field=f"{field}.dtype"
         )
     shape = tuple(tensor.shape)
-    if len(shape) != ndim or any(extent < 0 for extent in shape):
-        raise errors.InvalidShape(f"is {list(shape)}; send {ndim} dimension(s), none negative", field=f"{field}.shape")
+    allowed = range(ndim, ndim + 1) if isinstance(ndim, int) else ndim
+    if len(shape) not in allowed or any(extent < 0 for extent in shape):
+        wanted = " or ".join(map(str, allowed))
+        raise errors.InvalidShape(
+            f"is {list(shape)}; send {wanted} dimension(s), none negative", field=f"{field}.shape"
+        )
     dtype = np.dtype(name).newbyteorder("<")
     data = tensor.data
     if prod(shape) * dtype.itemsize != len(data):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
+from paceline import errors
 from paceline.codec.tensors import FLOATS, INTEGERS, MASKS, tensor_from_proto, tensor_to_proto, token_ids_from_proto
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
-from paceline.types import AdamParams, Datum, LoraConfig
-from paceline.types.training import MASK_INPUTS, TOKEN_INPUTS, Array
+from paceline.types import Datum, LoraConfig, Reduction
+from paceline.types.training import MASK_INPUTS, MULTI_TARGET_INPUTS, TOKEN_INPUTS, Array
 from paceline.types.v1 import datum_pb2, lora_pb2
+
+_ONE, _ONE_OR_TWO = range(1, 2), range(1, 3)
 
 
 def datum_to_proto(datum: Datum, field: str = "data") -> datum_pb2.Datum:
@@ -22,7 +23,7 @@ def datum_to_proto(datum: Datum, field: str = "data") -> datum_pb2.Datum:
 def datum_from_proto(message: datum_pb2.Datum, field: str) -> Datum:
     """Decode a datum; `field` is its place in the request, for errors."""
     inputs = {
-        name: tensor_from_proto(tensor, f"{field}.loss_inputs[{name}]", _dtypes(name))
+        name: tensor_from_proto(tensor, f"{field}.loss_inputs[{name}]", _dtypes(name), ndim=_dimensions(name))
         for name, tensor in message.loss_inputs.items()
     }
     return Datum(token_ids_from_proto(message.model_input, f"{field}.model_input"), inputs)
@@ -34,6 +35,10 @@ def _dtypes(name: str) -> frozenset[str]:
     return MASKS if name in MASK_INPUTS else FLOATS
 
 
+def _dimensions(name: str) -> range:
+    return _ONE_OR_TWO if name in MULTI_TARGET_INPUTS else _ONE
+
+
 def output_to_proto(output: dict[str, Array]) -> datum_pb2.DatumOutput:
     """Encode what one datum gave back."""
     return datum_pb2.DatumOutput(tensors={name: tensor_to_proto(values) for name, values in output.items()})
@@ -41,7 +46,23 @@ def output_to_proto(output: dict[str, Array]) -> datum_pb2.DatumOutput:
 
 def output_from_proto(message: datum_pb2.DatumOutput, field: str) -> dict[str, Array]:
     """Decode what one datum gave back."""
-    return {name: tensor_from_proto(tensor, f"{field}.{name}", FLOATS) for name, tensor in message.tensors.items()}
+    return {
+        name: tensor_from_proto(tensor, f"{field}.{name}", FLOATS, ndim=_ONE_OR_TWO)
+        for name, tensor in message.tensors.items()
+    }
+
+
+def reduction_to_proto(reduction: Reduction) -> trainer_pb.Reduction.ValueType:
+    """Encode how a batch's losses are reduced."""
+    return trainer_pb.Reduction.ValueType(reduction.value)
+
+
+def reduction_from_proto(value: trainer_pb.Reduction.ValueType) -> Reduction:
+    """Decode how a batch's losses are reduced; not set means the sum. Raises InvalidArgument for an unknown one."""
+    if value not in trainer_pb.Reduction.values():
+        known = ", ".join(member.name for member in Reduction)
+        raise errors.InvalidArgument(f"is {value}; send one of {known}", field="reduction")
+    return Reduction(value or Reduction.SUM.value)
 
 
 def lora_config_to_proto(config: LoraConfig) -> lora_pb2.LoraConfig:
@@ -74,13 +95,3 @@ def lora_config_from_proto(message: lora_pb2.LoraConfig) -> LoraConfig:
         layers=tuple(message.layers),
         use_rslora=message.use_rslora,
     )
-
-
-def adam_params_to_proto(params: AdamParams) -> trainer_pb.AdamwParams:
-    """Encode an optimizer's settings."""
-    return trainer_pb.AdamwParams(**{setting.name: getattr(params, setting.name) for setting in fields(AdamParams)})
-
-
-def adam_params_from_proto(message: trainer_pb.AdamwParams) -> AdamParams:
-    """Decode an optimizer's settings; what is not set keeps its default."""
-    return AdamParams(**{set_field.name: value for set_field, value in message.ListFields()})

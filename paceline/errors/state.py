@@ -78,12 +78,18 @@ class SeqIdExpired(FailedPrecondition):
 
 
 class RunStateLost(FailedPrecondition):
-    """The run's weights in memory were lost.
+    """The run's state was lost with the engine and its journal cannot be replayed.
 
     `metadata["checkpoint"]` is the path of the newest state checkpoint, empty where there is none.
     """
 
     reason = "RUN_STATE_LOST"
+
+
+class PoisonedCommand(FailedPrecondition):
+    """The engine died each time that it executed the command; `metadata["attempts"]` says how often."""
+
+    reason = "POISONED_COMMAND"
 
 
 class NoGradient(FailedPrecondition):
@@ -96,6 +102,15 @@ class NonFiniteGradient(FailedPrecondition):
     """The gradient holds NaN or infinity; it was dropped and no step was taken."""
 
     reason = "NON_FINITE_GRADIENT"
+
+
+class OptimizerChanged(FailedPrecondition):
+    """The run has the state of another optimizer, or of this one with another rank or seed.
+
+    `metadata["optimizer"]` is the name of the run's optimizer.
+    """
+
+    reason = "OPTIMIZER_CHANGED"
 
 
 class CheckpointMismatch(FailedPrecondition):

@@ -5,6 +5,15 @@ Their wire form is in `paceline.types.v1` (generated).
 
 from paceline.types.checkpoint import Checkpoint, CheckpointKind, Run, RunState
 from paceline.types.model import ModelInfo, ModelRef, ServedModel
+from paceline.types.optimizers import (
+    AdafactorParams,
+    Adam8bitParams,
+    AdamCpuParams,
+    AdamParams,
+    ApolloMiniParams,
+    ApolloParams,
+    OptimizerParams,
+)
 from paceline.types.sampling import (
     SampledSequence,
     SampleResult,
@@ -13,10 +22,15 @@ from paceline.types.sampling import (
     StreamedTokens,
     TopkLogprobs,
 )
-from paceline.types.training import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, OptimStepOutput
+from paceline.types.training import Datum, ForwardBackwardOutput, LoraConfig, OptimStepOutput, Reduction
 
 __all__ = [
+    "AdafactorParams",
+    "Adam8bitParams",
+    "AdamCpuParams",
     "AdamParams",
+    "ApolloMiniParams",
+    "ApolloParams",
     "Checkpoint",
     "CheckpointKind",
     "Datum",
@@ -25,6 +39,8 @@ __all__ = [
     "ModelInfo",
     "ModelRef",
     "OptimStepOutput",
+    "OptimizerParams",
+    "Reduction",
     "Run",
     "RunState",
     "SampleResult",

@@ -14,7 +14,7 @@ class RunState(Enum):
 
     READY = 1
     LOST = 2
-    """The weights in memory were lost with the engine; only loading a checkpoint executes."""
+    """The run's state cannot be rebuilt from its journal; only loading a checkpoint executes."""
 
 
 class CheckpointKind(Enum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ Array = NDArray[Any]
 TOKEN_INPUTS = frozenset({"target_tokens"})
 """Loss inputs that hold token ids (int64)."""
 
-MASK_INPUTS = frozenset({"mask"})
+MASK_INPUTS = frozenset({"mask", "sequence_ratio_mask"})
 """Loss inputs that hold 0 or 1 (uint8)."""
+
+MULTI_TARGET_INPUTS = frozenset({"target_tokens", "weights"})
+"""Loss inputs that may have a second dimension: K targets per position."""
 
 
 @dataclass(slots=True)
@@ -23,21 +27,29 @@ class Datum:
     """One training sequence of N tokens, already shifted.
 
     Position i of `model_input` predicts `loss_inputs["target_tokens"][i]`. Sequences of Python numbers are taken too:
-    `target_tokens` becomes int64, `mask` uint8, everything else float32. Arrays keep their dtype; the server refuses
+    `target_tokens` becomes int64, masks uint8, everything else float32. Arrays keep their dtype; the server refuses
     the ones it does not take.
     """
 
     model_input: Array
     """Token ids, int32, shape [N]."""
     loss_inputs: dict[str, Array] = field(default_factory=dict)
-    """Per-token inputs of the loss, each of shape [N].
+    """Per-token inputs of the loss, each of shape [N]; which of them depends on the loss.
 
-    target_tokens, weights, logprobs, advantages, reference_logprobs, mask; which of them depends on the loss.
+    target_tokens, weights, logprobs, advantages, reference_logprobs, clip_low_threshold, clip_high_threshold,
+    sequence_ratio_mask, mask. For cross_entropy target_tokens and weights may both be of shape [N, K]: K targets per
+    position, each with its weight.
     """
 
     def __post_init__(self) -> None:
         self.model_input = _as_array(self.model_input, np.dtype(np.int32))
         self.loss_inputs = {name: _as_array(values, _default_dtype(name)) for name, values in self.loss_inputs.items()}
+
+    @property
+    def counted_positions(self) -> int:
+        """How many positions count: those with mask 1, or all N without a mask."""
+        mask = self.loss_inputs.get("mask")
+        return len(self.model_input) if mask is None else int(np.count_nonzero(mask))
 
     @classmethod
     def from_completion(
@@ -57,8 +69,9 @@ class Datum:
             "mask": np.concatenate([np.zeros(head, np.uint8), np.ones(tail, np.uint8)]),
         }
         for name, value in values.items():
-            row = np.broadcast_to(np.asarray(value, np.float32), (tail,))
-            inputs[name] = np.concatenate([np.zeros(head, np.float32), row])
+            dtype = _default_dtype(name)
+            row = np.broadcast_to(np.asarray(value, dtype), (tail,))
+            inputs[name] = np.concatenate([np.zeros(head, dtype), row])
         return cls(tokens[:-1], inputs)
 
 
@@ -70,6 +83,28 @@ def _default_dtype(name: str) -> np.dtype[Any]:
 
 def _as_array(values: ArrayLike, dtype: np.dtype[Any]) -> Array:
     return values if isinstance(values, np.ndarray) else np.asarray(values, dtype)
+
+
+class Reduction(Enum):
+    """How the losses of a batch's tokens become one number. The values are those of the wire."""
+
+    SUM = 1
+    """Their sum: how a batch is split into calls changes nothing."""
+    TOKEN_MEAN = 2
+    """Their sum, divided by the batch's counted positions."""
+    SEQUENCE_MEAN = 3
+    """The mean over each datum's counted positions, and of those the mean over the datums that have any."""
+
+    def count(self, data: Sequence[Datum]) -> int:
+        """Return what a whole batch is divided by: its counted positions, its datums that have any, or 1."""
+        counted = [datum.counted_positions for datum in data]
+        match self:
+            case Reduction.SUM:
+                return 1
+            case Reduction.TOKEN_MEAN:
+                return sum(counted)
+            case Reduction.SEQUENCE_MEAN:
+                return sum(positions > 0 for positions in counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +131,12 @@ class LoraConfig:
     """Scale by alpha / sqrt(r) instead (rsLoRA, arXiv 2312.03732)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdamParams:
-    """Settings of AdamW for one step (arXiv 1711.05101). The defaults are those of Tinker's API."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """Scale the gradient down to this norm; 0 is off."""
-
-
 @dataclass(slots=True)
 class ForwardBackwardOutput:
     """What a forward (and backward) pass gave back."""
 
     loss_fn_outputs: list[dict[str, Array]]
-    """One per datum: always `logprobs`, float32, shape [N], NaN where the mask is 0."""
+    """One per datum: always `logprobs`, float32, of the shape of `target_tokens`, NaN where the mask is 0."""
     metrics: dict[str, float]
     """Named name:reduction, always with `loss:sum` and `tokens:sum`."""
 
@@ -128,6 +150,7 @@ class OptimStepOutput:
     grad_norm: float
     """Euclidean norm of the gradient before clipping."""
     learning_rate: float
+    """The rate that was used, before any scaling of single weights."""
     tokens: int
     """Tokens whose loss went into the gradient."""
     milliseconds: float

@@ -28,8 +28,11 @@ _DTYPES = {
 _MAX_HEADER = 100_000_000  # the limit of the safetensors format
 
 
-def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: int) -> pb.Manifest:
-    """Make the manifest of a PEFT directory by reading it; `model.sha256` is computed here."""
+def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
+    """Make the manifest of a PEFT directory by reading it; `model.sha256` is computed here.
+
+    `seq_id` is that of the command that made it.
+    """
     weights = directory / WEIGHTS_FILE
     config = (directory / CONFIG_FILE).read_bytes()
     return pb.Manifest(
@@ -41,6 +44,7 @@ def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: 
         rank=int(json.loads(config)["r"]),
         step=step,
         create_time=timestamp_to_proto(datetime.now(UTC)),
+        seq_id=seq_id,
     )
 
 

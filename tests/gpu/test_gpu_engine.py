@@ -12,7 +12,7 @@ from trainer_service.engine.peft_engine import PeftEngine
 
 pytestmark = pytest.mark.gpu
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "grpo")
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "grpo")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,12 @@ def test_losses_and_steps_equal_those_of_the_cpu(model, loss):
         step = engine.optim_step("run", ADAM)
         outcomes.append((first.metrics["loss:sum"], step.grad_norm))
     np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=1e-4)
+
+
+def test_a_seed_gives_the_weights_that_it_gives_on_a_cpu(model):
+    on_cpu, on_gpu = (weights(make_engine(model, device=device)) for device in ("cpu", "cuda"))
+    for name, values in on_gpu.items():
+        assert torch.equal(values.cpu(), on_cpu[name])
 
 
 def test_bfloat16_stays_close_to_float32(model):

@@ -9,6 +9,7 @@ from toy_trainer import VOCABULARY, make_data
 
 from paceline import RetryPolicy, SamplingParams, ServiceClient, errors
 from paceline.client.commands import MAX_COMMANDS_UNANSWERED
+from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 QUICK = RetryPolicy(budget=60.0, first_delay=0.01, max_delay=0.05)
 SHORT = SamplingParams(max_tokens=3)
@@ -130,6 +131,19 @@ async def test_a_large_batch_is_sent_in_parts_and_merged_in_order(server, traini
         np.testing.assert_array_equal(part.loss_fn_outputs[0]["logprobs"], output["logprobs"])
     assert whole.metrics["tokens:sum"] == 7500
     assert whole.metrics["logprob:mean"] == pytest.approx(-whole.metrics["loss:sum"] / 7500)
+
+
+async def test_a_reduction_is_asked_for_by_its_name_and_an_unknown_one_is_refused_before_anything_is_sent(
+    server, training
+):
+    await training.forward_backward(make_data(2, length=5), reduction="token_mean")
+    await training.forward(make_data(2, length=5), reduction="sequence_mean")
+    sent = [(request.reduction, request.reduction_count) for request in server.trainer.requests[-2:]]
+    assert sent == [(pb.REDUCTION_TOKEN_MEAN, 10), (pb.REDUCTION_SEQUENCE_MEAN, 2)]
+    with pytest.raises(errors.InvalidArgument) as caught:
+        training.forward_backward(make_data(), reduction="mean")
+    assert caught.value.field == "reduction"
+    assert sorted(server.trainer.arrivals) == [1, 2]
 
 
 async def test_an_error_in_a_part_names_the_datum_of_the_whole_batch(training):

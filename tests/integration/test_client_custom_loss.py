@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from toy_services import toy_server
-from toy_trainer import make_data
+from toy_trainer import VOCABULARY, make_data
 
 from paceline import ServiceClient, errors
 
@@ -39,6 +39,34 @@ async def test_a_custom_loss_gives_the_gradient_that_autograd_gives(server, trai
     np.testing.assert_allclose(server.trainer.gradient, theta.grad, rtol=1e-4, atol=1e-6)
     assert output.metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-5)
     assert output.metrics["rows:sum"] == 3
+
+
+def with_several_targets(data, count=3):
+    rng = np.random.default_rng(7)
+    for datum in data:
+        shape = (len(datum.model_input), count)
+        datum.loss_inputs |= {"target_tokens": rng.integers(VOCABULARY, size=shape), "weights": np.zeros(shape, "f4")}
+    return data
+
+
+async def test_a_custom_loss_of_several_targets_per_position_has_a_gradient_for_each(server, training):
+    mask = np.array([0, 1, 1, 1, 1], np.uint8)
+    data = with_several_targets(make_data(2, mask=mask))
+    await training.forward_backward_custom(data, lambda _, rows: (sum((row**2).sum() for row in rows), {}))
+    theta = torch.tensor(server.trainer.theta, requires_grad=True)
+    table = theta.log_softmax(-1)
+    for datum in data:
+        rows = table[datum.model_input].gather(1, torch.from_numpy(datum.loss_inputs["target_tokens"]))
+        (torch.from_numpy(mask)[:, None] * rows**2).sum().backward(retain_graph=True)
+    np.testing.assert_allclose(server.trainer.gradient, theta.grad, rtol=1e-4, atol=1e-6)
+
+
+async def test_a_custom_loss_of_several_targets_that_fails_keeps_the_order(server, training):
+    failed = training.forward_backward_custom(with_several_targets(make_data()), lambda *_: (torch.zeros(()), {}))
+    with pytest.raises(errors.InvalidArgument):
+        await failed
+    await training.forward_backward(make_data())
+    assert sorted(server.trainer.arrivals) == [1, 2, 3]
 
 
 async def test_commands_after_a_custom_loss_wait_for_its_second_half(server, training):

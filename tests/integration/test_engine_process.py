@@ -23,6 +23,7 @@ from paceline.errors import (
     RunNotFound,
 )
 from paceline.types import AdamParams, Datum, LoraConfig
+from trainer_service.engine.base import EngineDiedError
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.process import EngineProcess
@@ -159,7 +160,7 @@ async def test_a_killed_engine_is_an_error_and_restarts(options):
         first = engine.pid
         os.kill(first, signal.SIGKILL)
         results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(result) for result in results] == [EngineUnavailable, EngineUnavailable]
+        assert [type(result) for result in results] == [EngineDiedError, EngineUnavailable]
         with pytest.raises(EngineUnavailable):
             await engine.create_run("later", LORA)
         assert (await engine.restart()).name == "tiny"

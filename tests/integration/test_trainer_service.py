@@ -4,14 +4,19 @@ import asyncio
 import hashlib
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from cluster import Cluster
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
 from tiny_models import VOCAB_SIZE, make_tiny_llama
+from transformers import AutoModelForCausalLM
 
 from paceline import codec, errors
 from paceline.rpc.channel import open_channel
@@ -19,7 +24,8 @@ from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
-from paceline.types import AdamParams, Datum
+from paceline.types import AdamParams, ApolloParams, Datum
+from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1 import lora_pb2, model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
@@ -28,6 +34,7 @@ pytestmark = [pytest.mark.services, pytest.mark.xdist_group("trainer_service")]
 
 DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7], logprobs=-1.0, advantages=1.0)
 SFT_DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7])
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +45,7 @@ def cluster(tmp_path_factory):
         state,
         model,
         PACELINE_TRAINER_KEEP_VERSIONS="2",
+        PACELINE_TRAINER_MAX_RUNS_PER_TENANT="1000",
         PACELINE_TRAINER_GAP_WAIT_SECONDS="5",
         PACELINE_TRAINER_EXPIRY_CHECK_SECONDS="0.2",
         PACELINE_TRAINER_STAGING_DIR=str(state / "shm"),
@@ -78,8 +86,13 @@ class Caller:
         return await self.command("ForwardBackward", pb.ForwardBackwardRequest, data=encoded, loss_fn=loss_fn, **fields)
 
     async def optim_step(self, **params):
-        adamw = codec.adam_params_to_proto(AdamParams(**{"learning_rate": 1e-2, **params}))
-        return await self.command("OptimStep", pb.OptimStepRequest, adamw=adamw)
+        return await self.optimize(AdamParams(**{"learning_rate": 1e-2, **params}))
+
+    async def optimize(self, params):
+        self.seq_id += 1
+        request = codec.optimizer_to_proto(params)
+        request.run_id, request.seq_id = self.run_id, self.seq_id
+        return await self.call("OptimStep", request)
 
     async def train(self, steps=1):
         for _ in range(steps):
@@ -202,6 +215,69 @@ BAD_BATCHES = {
         errors.OutOfRange,
         "data[0].loss_inputs[mask]",
     ),
+    "several targets of a loss that takes one": (
+        [with_input("target_tokens", np.ones((6, 2), np.int64))],
+        "ppo",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[target_tokens].shape",
+    ),
+    "weights of another shape than the targets": (
+        [with_input("target_tokens", np.ones((6, 2), np.int64), SFT_DATUM)],
+        "cross_entropy",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[weights].shape",
+    ),
+    "no target": (
+        [with_input("target_tokens", np.ones((6, 0), np.int64), SFT_DATUM)],
+        "cross_entropy",
+        {},
+        errors.InvalidShape,
+        "data[0].loss_inputs[target_tokens].shape",
+    ),
+    "threshold of a loss without": (
+        [with_input("clip_low_threshold", ONES)],
+        "dro",
+        {},
+        errors.UnknownField,
+        "data[0].loss_inputs[clip_low_threshold]",
+    ),
+    "negative threshold": (
+        [with_input("clip_low_threshold", -ONES)],
+        "ppo",
+        {},
+        errors.OutOfRange,
+        "data[0].loss_inputs[clip_low_threshold]",
+    ),
+    "nan threshold": (
+        [with_input("clip_high_threshold", ONES * np.float32("nan"))],
+        "gspo",
+        {},
+        errors.NonFinite,
+        "data[0].loss_inputs[clip_high_threshold]",
+    ),
+    "upper threshold below the lower setting": (
+        [with_input("clip_high_threshold", ONES * np.float32(0.5))],
+        "ppo",
+        {},
+        errors.OutOfRange,
+        "data[0].loss_inputs[clip_high_threshold]",
+    ),
+    "sequence mask of another loss": (
+        [with_input("sequence_ratio_mask", np.ones(6, np.uint8))],
+        "ppo",
+        {},
+        errors.UnknownField,
+        "data[0].loss_inputs[sequence_ratio_mask]",
+    ),
+    "empty sequence mask": (
+        [with_input("sequence_ratio_mask", np.array([1, 1, 1, 0, 0, 0], np.uint8))],
+        "gspo",
+        {},
+        errors.InvalidArgument,
+        "data[0].loss_inputs[sequence_ratio_mask]",
+    ),
     "all masked": ([with_input("mask", np.zeros(6, np.uint8))], "ppo", {}, errors.EmptyBatch, "data"),
     "too long": (
         [Datum.from_completion([1] * 600, [2])],
@@ -225,6 +301,38 @@ async def test_a_bad_batch_is_refused_by_name_and_the_run_goes_on_unharmed(calle
     assert unharmed.grad_norm == (await reference.train()).grad_norm
 
 
+BAD_REDUCTIONS = {
+    "unknown": ({"reduction": 9}, errors.InvalidArgument, "reduction"),
+    "count of a sum": ({"reduction_count": 3}, errors.InvalidArgument, "reduction_count"),
+    "too few positions": (
+        {"reduction": pb.REDUCTION_TOKEN_MEAN, "reduction_count": 2},
+        errors.OutOfRange,
+        "reduction_count",
+    ),
+    "no datum": ({"reduction": pb.REDUCTION_SEQUENCE_MEAN, "reduction_count": 0}, errors.OutOfRange, "reduction_count"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REDUCTIONS)
+async def test_a_bad_reduction_is_refused_by_name(caller, case):
+    fields, error, field = BAD_REDUCTIONS[case]
+    with pytest.raises(error) as caught:
+        await caller.forward_backward(**fields)
+    assert (type(caught.value), caught.value.field) == (error, field)
+
+
+async def test_means_are_over_the_request_or_over_the_batch_that_it_is_a_part_of(caller):
+    total = (await caller.forward_backward()).metrics["loss:sum"]
+    for fields, divisor in [
+        ({"reduction": pb.REDUCTION_TOKEN_MEAN}, 3),
+        ({"reduction": pb.REDUCTION_TOKEN_MEAN, "reduction_count": 12}, 12),
+        ({"reduction": pb.REDUCTION_SEQUENCE_MEAN}, 3),
+        ({"reduction": pb.REDUCTION_SEQUENCE_MEAN, "reduction_count": 2}, 6),
+    ]:
+        reduced = (await caller.forward_backward(**fields)).metrics["loss:sum"]
+        assert reduced == pytest.approx(total / divisor, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("params", "field"),
     [
@@ -242,6 +350,41 @@ async def test_a_bad_optimizer_setting_is_refused_by_name_and_the_gradient_stays
         await caller.optim_step(**params)
     assert caught.value.field == f"adamw.{field}"
     assert (await caller.optim_step()).step == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+async def test_every_optimizer_trains_over_rpc_and_resumes_exactly(channel, credential, name):
+    caller = await Caller(channel, credential, "optimizers").create_run()
+    params = OPTIMIZERS[name](learning_rate=1e-2)
+    await caller.forward_backward()
+    assert (await caller.optimize(params)).step == 1
+    path = (await caller.save(f"after-{name.replace('_', '-')}")).path
+    await caller.forward_backward()
+    expected = (await caller.optimize(params)).grad_norm, await caller.logprobs()
+    await caller.load(path, with_optimizer=True)
+    await caller.forward_backward()
+    assert (await caller.optimize(params)).grad_norm == expected[0]
+    np.testing.assert_array_equal(await caller.logprobs(), expected[1])
+
+
+async def test_a_change_of_optimizer_is_refused_by_name_and_the_gradient_stays(channel, credential):
+    caller = await Caller(channel, credential, "optimizers").create_run()
+    await caller.forward_backward()
+    await caller.optimize(ApolloParams())
+    await caller.forward_backward()
+    with pytest.raises(errors.OptimizerChanged) as caught:
+        await caller.optimize(AdamParams())
+    assert (caught.value.field, caught.value.metadata["optimizer"]) == ("adamw", "apollo")
+    with pytest.raises(errors.OutOfRange) as caught:
+        await caller.optimize(ApolloParams(rank=0))
+    assert caught.value.field == "apollo.rank"
+    assert (await caller.optimize(ApolloParams(learning_rate=0.5))).step == 2
+
+
+async def test_the_server_lists_its_optimizers(channel, credential):
+    caller = Caller(channel, credential, "optimizers")
+    info = await caller.call("GetServerInfo", pb.GetServerInfoRequest())
+    assert list(info.optimizers) == list(OPTIMIZERS)
 
 
 async def test_a_step_without_a_gradient_is_refused(caller):
@@ -360,6 +503,28 @@ async def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on(caller, clust
     np.testing.assert_array_equal(await caller.logprobs(), before)
 
 
+async def test_an_adapter_made_by_peft_is_imported_and_trained_further(caller, cluster, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(cluster.state / "model", dtype=torch.float32)
+    made = get_peft_model(base, PeftLoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False))
+    made.eval().save_pretrained(tmp_path / "made")
+    await caller.create_run(alpha=6.0)
+    volume = cluster.trainer.plan.environment["PACELINE_TRAINER_CHECKPOINT_DIR"]
+    arguments = ["--checkpoint-dir", volume, "--run", caller.run_id, "--name", "made"]
+    command = [sys.executable, "-m", "trainer_service.import_adapter", str(tmp_path / "made"), *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    path = (await process.communicate())[0].decode().strip()
+    assert path == f"paceline://{caller.run_id}/sampler/made"
+    await caller.load(path)
+    datum = SFT_DATUM
+    logits = made(input_ids=torch.from_numpy(datum.model_input.astype(np.int64))[None]).logits[0].log_softmax(-1)
+    expected = logits.detach().numpy()[np.arange(6), datum.loss_inputs["target_tokens"]]
+    counted = datum.loss_inputs["mask"] == 1
+    np.testing.assert_allclose((await caller.logprobs())[counted], expected[counted], rtol=1e-4, atol=1e-4)
+    before = (await caller.forward_backward()).metrics["loss:sum"]
+    assert (await caller.optim_step()).step == 1
+    assert (await caller.forward_backward(forward_only=True)).metrics["loss:sum"] < before
+
+
 async def test_a_watching_sampler_hears_of_a_version_fetches_it_and_its_acknowledgement_ends_the_publish(
     caller, channel, credential
 ):
@@ -414,46 +579,102 @@ async def test_old_versions_are_dropped_unless_a_sampler_holds_them(caller, clus
     watch.cancel()
 
 
-async def test_a_dead_engine_loses_no_checkpoint_and_the_run_goes_on_from_it(caller, cluster):
+async def test_a_dead_engine_costs_a_delay_and_no_step(caller, cluster):
+    reference = await _reference(caller)
+    await caller.create_run()
     await caller.train(2)
-    checkpoint = await caller.save("kept")
-    straight = await caller.train(1)
     for engine in _children(cluster.trainer.process.pid):
         os.kill(engine, signal.SIGKILL)
-    with pytest.raises(errors.RunStateLost) as caught:
-        async with asyncio.timeout(20):
-            while True:
-                await _again(caller)
-    assert caught.value.metadata == {"checkpoint": checkpoint.path}
-    await _when_available(lambda: caller.load(checkpoint.path, with_optimizer=True))
-    assert (await caller.train(1)).grad_norm == straight.grad_norm
+    await _when_available(caller.forward_backward)
+    step = await _when_available(caller.optim_step)
+    assert (step.step, step.grad_norm) == (3, reference.grad_norm)
 
 
-async def test_a_killed_trainer_loses_no_checkpoint_and_no_version_number_is_used_twice(caller, cluster):
+async def test_a_killed_trainer_costs_a_delay_and_no_step_and_no_version_number_is_used_twice(caller, cluster):
+    reference = await _reference(caller)
+    await caller.create_run()
     await caller.train(2)
-    checkpoint = await caller.save("kept")
-    published = await caller.publish(durable=True)
-    straight = await caller.train(1)
+    published = await caller.publish()
+    before = await caller.get_run()
     cluster.trainer.kill()
     cluster.trainer.start()
+    assert await caller.get_run() == before
+    await caller.forward_backward()
+    step = await caller.optim_step()
+    assert (step.step, step.grad_norm) == (3, reference.grad_norm)
+    assert await _weights_sha(caller, published.model.version) == published.model.sha256
+    assert (await caller.publish()).model.version == published.model.version + 1
+
+
+async def test_a_command_repeated_after_a_restart_gets_the_first_answer_and_another_payload_is_refused(caller, cluster):
+    await caller.forward_backward()
+    first = await caller.optim_step()
+    with pytest.raises(errors.NoGradient):
+        await caller.optim_step()
+    cluster.trainer.kill()
+    cluster.trainer.start()
+    caller.seq_id = 1
+    assert await caller.optim_step() == first
+    with pytest.raises(errors.NoGradient):
+        await caller.optim_step()
+    caller.seq_id = 1
+    with pytest.raises(errors.SeqIdReused):
+        await caller.forward_backward()
+    assert (await caller.get_run()).step == 1
+
+
+async def test_a_deleted_run_stays_deleted_across_a_restart(caller, cluster):
+    request = pb.CreateRunRequest(request_id=os.urandom(8).hex(), lora=lora_pb2.LoraConfig(rank=4))
+    caller.run_id, caller.seq_id = (await caller.call("CreateRun", request)).run.run_id, 0
+    await caller.train()
+    await caller.call("DeleteRun", pb.DeleteRunRequest(run_id=caller.run_id))
+    cluster.trainer.kill()
+    cluster.trainer.start()
+    caller.seq_id = 1
+    with pytest.raises(errors.RunNotFound):
+        await caller.optim_step()
+    with pytest.raises(errors.RunNotFound):
+        await caller.call("CreateRun", request)
+
+
+async def test_a_damaged_journal_loses_its_run_alone_which_goes_on_from_a_checkpoint(
+    caller, cluster, channel, credential
+):
+    other = await Caller(channel, credential, "team").create_run()
+    await other.train()
+    await caller.train(2)
+    checkpoint = await caller.save("kept")
+    straight = await caller.train(1)
+    cluster.trainer.kill()
+    (journal,) = (cluster.state / "checkpoints" / "runs" / caller.run_id / "journal").iterdir()
+    data = bytearray(journal.read_bytes())
+    data[len(data) // 3] ^= 1
+    journal.write_bytes(data)
+    cluster.trainer.start()
+    assert (await other.train()).step == 2
     with pytest.raises(errors.RunStateLost) as caught:
-        await _when_available(caller.forward_backward)
+        await caller.forward_backward()
     assert caught.value.metadata["checkpoint"] == checkpoint.path
     await caller.load(checkpoint.path, with_optimizer=True)
-    resumed = await caller.train(1)
-    assert (resumed.step, resumed.grad_norm) == (straight.step, straight.grad_norm)
-    assert (await caller.publish()).model.version > published.model.version
+    assert (await caller.train(1)).grad_norm == straight.grad_norm
+    cluster.trainer.kill()
+    cluster.trainer.start()
+    assert (await caller.train(1)).step == 4
+
+
+async def _reference(caller):
+    return await caller.train(3)
+
+
+async def _weights_sha(caller, version):
+    ref = model_pb2.ModelRef(version=model_pb2.VersionRef(run_id=caller.run_id, version=version))
+    request = weights_pb.FetchVersionRequest(model=ref)
+    parts = [part async for part in caller.weights.FetchVersion(request, metadata=caller.metadata)]
+    return hashlib.sha256(b"".join(part.chunk.data for part in parts[1:])).hexdigest()
 
 
 def _children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-async def _again(caller):
-    try:
-        await caller.forward_backward()
-    except errors.Unavailable:
-        caller.seq_id -= 1
 
 
 async def _when_available(call):
@@ -462,4 +683,6 @@ async def _when_available(call):
             try:
                 return await call()
             except errors.Unavailable:
+                caller = call.__self__
+                caller.seq_id -= 1
                 await asyncio.sleep(0.1)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paceline import Datum, codec, errors
 from paceline.client.batching import MAX_BYTES, MAX_DATUMS, Batch, make_batch, merge_metrics, split
 from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import Reduction
 
 
 def datum_of(length):
@@ -60,6 +61,22 @@ def test_every_part_carries_the_settings():
     for request in make_batch("run", data, "ppo", {"clip_low_threshold": 0.8}, forward_only=True).requests:
         assert (request.run_id, request.loss_fn, request.forward_only) == ("run", "ppo", True)
         assert request.loss_fn_config == {"clip_low_threshold": 0.8}
+
+
+@pytest.mark.parametrize(("reduction", "count"), [(Reduction.TOKEN_MEAN, 2048), (Reduction.SEQUENCE_MEAN, 1025)])
+def test_every_part_is_told_what_the_mean_over_the_whole_batch_divides_by(reduction, count):
+    data = [datum_of(2) for _ in range(1026)]
+    data[0].loss_inputs["mask"] = np.array([0, 0], np.uint8)
+    data[1].loss_inputs["mask"] = np.array([0, 1], np.uint8)
+    data[2].loss_inputs["mask"] = np.array([1, 0], np.uint8)
+    requests = make_batch("run", data, "cross_entropy", {}, forward_only=False, reduction=reduction).requests
+    assert [(part.reduction, part.reduction_count) for part in requests] == [(reduction.value, count)] * 2
+
+
+def test_a_sum_is_divided_by_nothing():
+    (request,) = batch_of([1]).requests
+    assert request.reduction == pb.REDUCTION_SUM
+    assert not request.HasField("reduction_count")
 
 
 def test_an_empty_batch_is_refused():

@@ -12,7 +12,12 @@ ROOT = Path(__file__).parents[2]
 EXPORTS = frozenset(
     [
         "Acknowledgement",
+        "AdafactorParams",
+        "Adam8bitParams",
+        "AdamCpuParams",
         "AdamParams",
+        "ApolloMiniParams",
+        "ApolloParams",
         "Checkpoint",
         "CheckpointKind",
         "Datum",

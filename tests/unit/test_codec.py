@@ -1,5 +1,6 @@
 """Every pair of encoder and decoder gives back what it was given, and malformed messages are refused by field."""
 
+from dataclasses import fields
 from datetime import UTC, datetime
 
 import numpy as np
@@ -12,14 +13,21 @@ from paceline import codec, errors
 from paceline.codec.tensors import FLOATS, INTEGERS, MASKS
 from paceline.codec.times import timestamp_from_proto, timestamp_to_proto
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.trainer.v1.trainer_service_pb2 import OptimStepRequest
 from paceline.types import (
+    AdafactorParams,
+    Adam8bitParams,
+    AdamCpuParams,
     AdamParams,
+    ApolloMiniParams,
+    ApolloParams,
     Checkpoint,
     CheckpointKind,
     Datum,
     LoraConfig,
     ModelInfo,
     ModelRef,
+    Reduction,
     Run,
     RunState,
     SampledSequence,
@@ -30,6 +38,7 @@ from paceline.types import (
     StreamedTokens,
     TopkLogprobs,
 )
+from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1 import model_pb2, sampling_pb2, tensor_pb2
 
 DTYPES = ["float16", "float32", "int32", "int64", "uint8"]
@@ -55,7 +64,10 @@ loras = st.builds(
     LoraConfig, counts, reals, reals, larges, st.booleans(), st.booleans(), st.booleans(),
     st.lists(counts, max_size=4).map(tuple), st.booleans(),
 )  # fmt: skip
-adams = st.builds(AdamParams, reals, reals, reals, reals, reals, reals)
+adams = [st.builds(kind, *[reals] * 6) for kind in (AdamParams, Adam8bitParams, AdamCpuParams)]
+adafactors = st.builds(AdafactorParams, *[reals] * 5, st.booleans(), st.booleans(), reals, reals)
+apollos = st.builds(ApolloParams, *[reals] * 6, counts, reals, counts, reals, larges)
+apollo_minis = st.builds(ApolloMiniParams, *[reals] * 7, counts, reals, larges)
 params = st.builds(
     SamplingParams, st.none() | counts, singles, singles, counts, singles, st.none() | larges,
     st.lists(texts, max_size=3).map(tuple), st.lists(counts, max_size=3).map(tuple), st.booleans(), counts,
@@ -113,9 +125,30 @@ def test_the_default_alpha_is_twice_the_rank():
     assert codec.lora_config_from_proto(codec.lora_config_to_proto(LoraConfig(rank=8))).alpha == 16
 
 
-@given(adams)
-def test_adam_params(given_params):
-    assert codec.adam_params_from_proto(codec.adam_params_to_proto(given_params)) == given_params
+@given(st.one_of(*adams, adafactors, apollos, apollo_minis))
+def test_optimizers(given_params):
+    assert codec.optimizer_from_proto(codec.optimizer_to_proto(given_params)) == given_params
+
+
+@pytest.mark.parametrize(("name", "kind"), OPTIMIZERS.items())
+def test_an_optimizer_without_settings_has_its_defaults(name, kind):
+    assert codec.optimizer_from_proto(OptimStepRequest(**{name: {}})) == kind()
+
+
+def test_every_optimizer_of_the_contract_has_settings_of_its_own_and_all_of_them():
+    members = OptimStepRequest.DESCRIPTOR.oneofs_by_name["optimizer"].fields
+    contract = {member.name: {setting.name for setting in member.message_type.fields} for member in members}
+    assert contract == {name: {setting.name for setting in fields(kind)} for name, kind in OPTIMIZERS.items()}
+
+
+def test_a_request_without_an_optimizer_is_refused():
+    with pytest.raises(errors.MissingField):
+        codec.optimizer_from_proto(OptimStepRequest())
+
+
+def test_what_is_no_optimizers_settings_has_no_wire_form():
+    with pytest.raises(TypeError):
+        codec.optimizer_to_proto(LoraConfig())
 
 
 @given(params)
@@ -224,7 +257,10 @@ def test_a_dtype_that_the_wire_lacks_is_refused_by_the_name_of_its_field(name):
         ({"target_tokens": np.zeros(2, np.float32)}, "data[4].loss_inputs[target_tokens].dtype"),
         ({"mask": np.zeros(2, np.float32)}, "data[4].loss_inputs[mask].dtype"),
         ({"advantages": np.zeros(2, np.int64)}, "data[4].loss_inputs[advantages].dtype"),
-        ({"weights": np.zeros((2, 2), np.float32)}, "data[4].loss_inputs[weights].shape"),
+        ({"advantages": np.zeros((2, 2), np.float32)}, "data[4].loss_inputs[advantages].shape"),
+        ({"weights": np.zeros((2, 2, 2), np.float32)}, "data[4].loss_inputs[weights].shape"),
+        ({"sequence_ratio_mask": np.zeros(2, np.float32)}, "data[4].loss_inputs[sequence_ratio_mask].dtype"),
+        ({"clip_low_threshold": np.zeros(2, np.uint8)}, "data[4].loss_inputs[clip_low_threshold].dtype"),
     ],
 )
 def test_a_loss_input_of_the_wrong_form_is_refused_by_its_name(inputs, field):
@@ -232,6 +268,27 @@ def test_a_loss_input_of_the_wrong_form_is_refused_by_its_name(inputs, field):
     with pytest.raises(errors.InvalidArgument) as caught:
         codec.datum_from_proto(message, "data[4]")
     assert caught.value.field == field
+
+
+def test_several_targets_per_position_keep_their_shape():
+    inputs = {"target_tokens": np.arange(6).reshape(3, 2), "weights": np.ones((3, 2), np.float32)}
+    decoded = codec.datum_from_proto(codec.datum_to_proto(Datum(np.arange(3, dtype=np.int32), inputs)), "data[0]")
+    output = codec.output_from_proto(codec.output_to_proto({"logprobs": inputs["weights"]}), "outputs[0]")
+    for name, values in inputs.items():
+        np.testing.assert_array_equal(decoded.loss_inputs[name], values)
+    np.testing.assert_array_equal(output["logprobs"], inputs["weights"])
+
+
+@given(st.sampled_from(Reduction))
+def test_reductions(reduction):
+    assert codec.reduction_from_proto(codec.reduction_to_proto(reduction)) is reduction
+
+
+def test_an_unset_reduction_is_the_sum_and_an_unknown_one_is_refused():
+    assert codec.reduction_from_proto(0) is Reduction.SUM
+    with pytest.raises(errors.InvalidArgument) as caught:
+        codec.reduction_from_proto(9)
+    assert caught.value.field == "reduction"
 
 
 def test_a_datum_without_tokens_is_refused():

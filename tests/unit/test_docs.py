@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pydantic_core import PydanticUndefined
 from gateway.settings import GatewaySettings
 from paceline.errors import CATALOG
 from paceline.settings import PeerSettings, ServiceSettings
+from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1.error_reason_pb2 import ErrorReason
 from sampler_service.settings import SamplerSettings
 from trainer_service.engine.loss_specs import LOSS_SPECS
@@ -63,6 +65,12 @@ def test_every_reason_of_the_contract_is_listed():
 def test_every_loss_is_described_with_its_settings_and_defaults(name):
     described = {setting: float(cells[0]) for setting, cells in rows(section(page("losses.md"), name)).items()}
     assert described == {setting: spec.default for setting, spec in LOSS_SPECS[name].settings.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_described_with_its_settings_and_defaults(name):
+    described = {setting: cells[0] for setting, cells in rows(section(page("optimizers.md"), name)).items()}
+    assert described == {setting.name: shown(setting.default) for setting in fields(OPTIMIZERS[name])}
 
 
 def test_every_loss_input_is_listed():

@@ -17,6 +17,7 @@ from paceline.errors import (
     RunNotFound,
 )
 from paceline.types import AdamParams, LoraConfig
+from trainer_service.engine.adapters import initialise
 from trainer_service.engine.base_model import load_base_model
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -53,6 +54,15 @@ def test_initial_weights_depend_on_the_seed_alone(make_engine):
     second.create_run("other", dataclasses.replace(lora, seed=8))
     torch.testing.assert_close(weights(second, "later"), weights(first, "only"), rtol=0, atol=0)
     assert any(not torch.equal(w, weights(first, "only")[name]) for name, w in weights(second, "other").items())
+
+
+def test_initial_weights_of_a_seed_are_the_same_on_every_machine():
+    parameters = {f"{part}.weight": torch.nn.Parameter(torch.ones(4, 64)) for part in ("q.lora_A", "q.lora_B")}
+    initialise(parameters, 7)
+    a, b = parameters.values()
+    expected = [0.0087306, -0.0752992, 0.0398029, 0.0392226]
+    np.testing.assert_allclose(a[0, :4].detach().numpy(), expected, atol=1e-7)
+    assert not b.any()
 
 
 def test_creating_a_run_and_training_leave_the_global_generator_alone(engine):

@@ -184,10 +184,11 @@ def test_adapter_dtype_is_that_of_the_base_unless_chosen(make_engine, new_direct
     assert config["inference_mode"] is True
 
 
-def test_an_adapter_made_by_peft_loads(make_engine, new_directory, model):
+@pytest.mark.parametrize("start", [False, "gaussian"])
+def test_an_adapter_made_by_peft_loads(make_engine, new_directory, model, start):
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = PeftLoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    config = PeftLoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=start)
     made = get_peft_model(base, config).eval()
     directory = new_directory()
     made.save_pretrained(directory)
@@ -249,6 +250,11 @@ MISFITS = {
     "other rank": edit_json("adapter_config.json", r=8),
     "other alpha": edit_json("adapter_config.json", lora_alpha=1),
     "rslora": edit_json("adapter_config.json", use_rslora=True),
+    "dora": edit_json("adapter_config.json", use_dora=True),
+    "alphas of their own": edit_json("adapter_config.json", alpha_pattern={"q_proj": 16}),
+    "a base changed by the start": edit_json("adapter_config.json", init_lora_weights="pissa"),
+    "a variant that is not known": edit_json("adapter_config.json", alora_invocation_tokens=[1]),
+    "not LoRA": edit_json("adapter_config.json", peft_type="LOHA"),
     "other format": edit_json("trainer_state.json", format_version=99),
     "not JSON": lambda d: (d / "trainer_state.json").write_text("{"),
 }

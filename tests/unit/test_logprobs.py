@@ -75,6 +75,21 @@ def test_chunked_equals_dense_with_its_gradients(inputs, chunk, adapter):
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_several_targets_per_position_share_its_logits(inputs, chunk):
+    hidden, _, _ = inputs
+    generator = torch.Generator().manual_seed(6)
+    targets = torch.randint(0, VOCAB, (POSITIONS, 3), generator=generator)
+    upstream = torch.randn(POSITIONS, 3, generator=generator)
+    head = make_head(adapter=True)
+    expected = torch.stack([dense(head, hidden, column) for column in targets.T], 1)
+    together = target_logprobs(head, hidden, targets, chunk)
+    torch.testing.assert_close(together, expected)
+    wanted = torch.autograd.grad(expected, [hidden, *trainable(head)], upstream)
+    got = torch.autograd.grad(together, [hidden, *trainable(head)], upstream)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_frozen_head_still_passes_the_gradient_on(inputs):
     hidden, targets, upstream = inputs
     head = make_head(adapter=False, frozen=True)
@@ -83,11 +98,11 @@ def test_frozen_head_still_passes_the_gradient_on(inputs):
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def logits_alive(positions, *, adapter, frozen):
+def logits_alive(positions, *, adapter, frozen, width=()):
     """Most rows of logits at one time, forward and backward, with chunks of 4 positions."""
     head = make_head(adapter=adapter, frozen=frozen)
     hidden = torch.randn(positions, HIDDEN, generator=torch.Generator().manual_seed(3), requires_grad=True)
-    targets = torch.zeros(positions, dtype=torch.int64)
+    targets = torch.zeros(positions, *width, dtype=torch.int64)
     with LogitsAlive() as alive:
         target_logprobs(head, hidden, targets, 4).sum().backward()
     return alive.peak
@@ -99,6 +114,11 @@ def test_the_logits_of_one_chunk_exist_however_many_positions_there_are(adapter,
     one_chunk = logits_alive(4, adapter=adapter, frozen=frozen)
     assert 4 <= one_chunk <= 4 * 6, "a few arrays of a chunk's shape"
     assert logits_alive(400, adapter=adapter, frozen=frozen) <= one_chunk + 4
+
+
+def test_the_logits_do_not_grow_with_the_targets_per_position():
+    one, many = (logits_alive(40, adapter=True, frozen=True, width=width) for width in [(), (50,)])
+    assert many <= one + 4
 
 
 def test_the_log_softmax_is_float32_whatever_the_head_computes_in(inputs):

@@ -8,18 +8,35 @@ import torch
 
 from paceline.errors import NonFinite, OutOfRange, UnknownField, UnknownLoss
 from trainer_service.engine.loss_specs import LOSS_SPECS, loss_spec
-from trainer_service.engine.losses import LOSSES
+from trainer_service.engine.losses import LOSSES, SEQUENCE_LENGTHS
 
-POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "grpo")
+POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "grpo")
+CLIPPING_LOSSES = ("ppo", "cispo", "gspo", "grpo")
+NARROW = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
 
 
-def surrogate(lp, inputs, config):
-    """Loss and derivative of PPO's clipped surrogate, branch by branch."""
-    ratio, advantage = np.exp(lp - inputs["logprobs"]), inputs["advantages"]
-    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+def thresholds(inputs, config):
+    return (inputs.get(name, config[name]) for name in ("clip_low_threshold", "clip_high_threshold"))
+
+
+def surrogate(ratio, inputs, config):
+    """Loss of PPO's clipped surrogate and its derivative with respect to log ratio, branch by branch."""
+    advantage = inputs["advantages"]
+    low, high = thresholds(inputs, config)
     held = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
     bound = np.where(advantage > 0, high, low)
     return np.where(held, -bound * advantage, -ratio * advantage), np.where(held, 0.0, -ratio * advantage)
+
+
+def sequence_ratios(log_ratio, inputs):
+    """At each position, exp of the mean log ratio over the chosen positions of its sequence."""
+    ratios, start = np.empty_like(log_ratio), 0
+    chosen = inputs.get("sequence_ratio_mask", np.ones_like(log_ratio)) != 0
+    for length in inputs[SEQUENCE_LENGTHS]:
+        part = slice(start, start + length)
+        ratios[part] = np.exp(log_ratio[part][chosen[part]].mean())
+        start += length
+    return ratios
 
 
 def closed_form(name, lp, inputs, config):
@@ -29,15 +46,16 @@ def closed_form(name, lp, inputs, config):
     log_ratio, advantage = lp - inputs["logprobs"], inputs["advantages"]
     if name == "importance_sampling":
         return -np.exp(log_ratio) * advantage, -np.exp(log_ratio) * advantage
-    if name == "ppo":
-        return surrogate(lp, inputs, config)
+    if name in {"ppo", "gspo"}:
+        ratio = np.exp(log_ratio) if name == "ppo" else sequence_ratios(log_ratio, inputs)
+        return surrogate(ratio, inputs, config)
     if name == "cispo":
-        weight = np.clip(np.exp(log_ratio), config["clip_low_threshold"], config["clip_high_threshold"])
+        weight = np.clip(np.exp(log_ratio), *thresholds(inputs, config))
         return -weight * lp * advantage, -weight * advantage
     if name == "dro":
         beta = config["beta"]
         return -(lp * advantage - 0.5 * beta * log_ratio**2), -(advantage - beta * log_ratio)
-    loss, derivative = surrogate(lp, inputs, config)
+    loss, derivative = surrogate(np.exp(log_ratio), inputs, config)
     reference = inputs["reference_logprobs"] - lp
     k3 = np.exp(reference) - reference - 1
     return loss + config["kl_coef"] * k3, derivative + config["kl_coef"] * (1 - np.exp(reference))
@@ -54,15 +72,27 @@ def batch(size=400, seed=0):
         "logprobs": q,
         "advantages": advantages,
         "reference_logprobs": -rng.uniform(0.5, 4.0, size),
+        SEQUENCE_LENGTHS: np.tile([1, 2, 5, 12], size // 20),
     }
     return lp, inputs
+
+
+def own_thresholds(size, seed=1):
+    """Thresholds of their own for each position, around 1."""
+    rng = np.random.default_rng(seed)
+    return {
+        "clip_low_threshold": rng.uniform(0.7, 0.99, size).astype(np.float32),
+        "clip_high_threshold": rng.uniform(1.01, 1.3, size).astype(np.float32),
+    }
 
 
 def evaluate(name, lp, inputs, config=None):
     """(loss per token, derivative, means) as float64 arrays."""
     resolved = loss_spec(name).resolve_config(config or {})
     learner = torch.tensor(lp, dtype=torch.float32, requires_grad=True)
-    result = LOSSES[name](learner, {k: torch.tensor(v, dtype=torch.float32) for k, v in inputs.items()}, resolved)
+    tensors = {key: torch.tensor(values, dtype=torch.float32) for key, values in inputs.items()}
+    tensors[SEQUENCE_LENGTHS] = torch.tensor(inputs.get(SEQUENCE_LENGTHS, [len(lp)]))
+    result = LOSSES[name](learner, tensors, resolved)
     (derivative,) = torch.autograd.grad(result.loss.sum(), learner)
     means = {key: values.double().numpy() for key, values in result.means.items()}
     return result.loss.detach().double().numpy(), derivative.double().numpy(), means
@@ -88,6 +118,8 @@ def one(name, ratio, advantage, config=None):
         ("dro", {"beta": 0.7}),
         ("grpo", {"kl_coef": 0.3}),
         ("grpo", {"kl_coef": 0.3, "clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+        ("gspo", {}),
+        ("gspo", NARROW),
     ],
 )
 def test_loss_and_gradient_equal_the_closed_form(name, config):
@@ -96,6 +128,59 @@ def test_loss_and_gradient_equal_the_closed_form(name, config):
     expected_loss, expected_derivative = closed_form(name, lp, inputs, loss_spec(name).resolve_config(config))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(derivative, expected_derivative, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CLIPPING_LOSSES)
+@pytest.mark.parametrize("given", [("clip_low_threshold",), ("clip_high_threshold",), tuple(NARROW)])
+def test_thresholds_by_position_take_the_place_of_the_settings(name, given):
+    lp, inputs = batch()
+    inputs |= {key: values for key, values in own_thresholds(len(lp)).items() if key in given}
+    config = {**NARROW, "kl_coef": 0.2} if name == "grpo" else NARROW
+    loss, derivative, _ = evaluate(name, lp, inputs, config)
+    expected_loss, expected_derivative = closed_form(name, lp, inputs, loss_spec(name).resolve_config(config))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(derivative, expected_derivative, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(loss, evaluate(name, *batch(), config)[0]), "the settings alone would do"
+
+
+def test_the_sequence_mask_of_gspo_chooses_the_positions_of_the_mean_and_no_others():
+    lp, inputs = batch()
+    rng = np.random.default_rng(5)
+    inputs["sequence_ratio_mask"] = (rng.random(len(lp)) < 0.5).astype(np.float32)
+    lengths = inputs[SEQUENCE_LENGTHS]
+    inputs["sequence_ratio_mask"][np.cumsum(lengths) - lengths] = 1
+    wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 100.0}
+    loss, derivative, means = evaluate("gspo", lp, inputs, wide)
+    expected = sequence_ratios(lp - inputs["logprobs"], inputs)
+    np.testing.assert_allclose(means["sequence_ratio"], expected, rtol=1e-5)
+    np.testing.assert_allclose(loss, -expected * inputs["advantages"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(derivative, -expected * inputs["advantages"], rtol=1e-5, atol=1e-6)
+
+
+def test_gspo_clips_a_sequence_as_a_whole_however_its_tokens_differ():
+    lp, ratios = np.full(4, -3.0), np.array([3.0, 1 / 3.0, 1.2, 1.2])
+    inputs = {"logprobs": lp - np.log(ratios), "advantages": np.ones(4), SEQUENCE_LENGTHS: np.array([2, 2])}
+    loss, derivative, means = evaluate("gspo", lp, inputs, NARROW)
+    np.testing.assert_allclose(loss, [-1.0, -1.0, -1.1, -1.1], rtol=1e-6)
+    np.testing.assert_allclose(derivative, [-1.0, -1.0, 0.0, 0.0], atol=1e-6)
+    np.testing.assert_array_equal(means["clip_fraction"], [0, 0, 1, 1])
+
+
+def test_gspo_keeps_the_precision_that_its_narrow_thresholds_need():
+    """A long sequence whose ratio is exp(2e-4) is inside, one of exp(5e-4) outside."""
+    for shift, clipped in [(2e-4, 0.0), (5e-4, 1.0)]:
+        lp = np.full(8000, -1.5)
+        inputs = {"logprobs": lp - shift, "advantages": np.ones(8000)}
+        assert evaluate("gspo", lp, inputs)[2]["clip_fraction"].mean() == clipped
+
+
+def test_cross_entropy_of_several_targets_is_the_sum_over_them():
+    rng = np.random.default_rng(3)
+    lp, weights = -rng.uniform(0.1, 5, (50, 4)), rng.normal(0, 1, (50, 4))
+    loss, derivative, means = evaluate("cross_entropy", lp, {"weights": weights})
+    np.testing.assert_allclose(loss, -(lp * weights).sum(1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(derivative, -weights, rtol=1e-6)
+    assert not means
 
 
 def test_grpo_without_kl_is_ppo_and_reads_no_reference():
@@ -108,6 +193,7 @@ def test_defaults_are_the_documented_ones():
     assert loss_spec("ppo").resolve_config({}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     assert loss_spec("cispo").resolve_config({}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
     assert loss_spec("dro").resolve_config({}) == {"beta": 0.05}
+    assert loss_spec("gspo").resolve_config({}) == {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004}
     assert loss_spec("grpo").resolve_config({}) == {
         "clip_low_threshold": 0.8,
         "clip_high_threshold": 1.2,

@@ -39,21 +39,25 @@ class CheckpointStore:
         base_model: str,
         tenant: str,
         step: int,
+        seq_id: int = 0,
         ttl_seconds: int | None,
         overwrite: bool,
     ) -> Checkpoint:
         """Let `write` fill a directory and make it the checkpoint `path`, durably and all at once.
 
+        One that the same command, `seq_id`, made before a crash is returned as it is; 0 stands for no command.
         Raises CheckpointExists unless `overwrite`, DiskFull, OutOfRange for a TTL of 0.
         """
         expire_time = _expiry(ttl_seconds)
         final = self._volume.checkpoint(path)
+        if seq_id and final.exists() and weights.read_manifest(final).seq_id == seq_id:
+            return await asyncio.to_thread(_describe, path, final)
         if final.exists() and not overwrite:
             raise errors.CheckpointExists("a checkpoint of this name exists; choose another or overwrite", field="name")
         async with staged_directory(final, overwrite=overwrite) as staging:
             await write(staging)
             model = ServedModel(base_model, path.run_id, checkpoint=str(path))
-            await asyncio.to_thread(_seal, staging, model, tenant, step, path.kind)
+            await asyncio.to_thread(_seal, staging, model, tenant, step, seq_id, path.kind)
             await asyncio.to_thread(_write_expiry, final, expire_time)
         return await asyncio.to_thread(_describe, path, final)
 
@@ -131,8 +135,9 @@ async def staged_directory(final: Path, *, overwrite: bool = False, durable: boo
         await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
-def _seal(directory: Path, model: ServedModel, tenant: str, step: int, kind: CheckpointKind) -> None:
-    weights.write_manifest(directory, weights.describe_adapter(directory, model, tenant=tenant, step=step))
+def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: int, kind: CheckpointKind) -> None:
+    manifest = weights.describe_adapter(directory, model, tenant=tenant, step=step, seq_id=seq_id)
+    weights.write_manifest(directory, manifest)
     if kind is CheckpointKind.STATE:
         files = sorted(path for path in directory.iterdir())
         sums = "".join(f"{weights.hash_file(path)}  {path.name}\n" for path in files)

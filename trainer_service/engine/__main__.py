@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from transformers.utils import logging as transformers_logging
 
+from trainer_service.engine.allocator import keep_freed_memory
 from trainer_service.engine.worker import Worker
 
 
@@ -21,6 +22,7 @@ def main() -> NoReturn:
     # Ctrl-C reaches the whole process group; the service drains first and then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    keep_freed_memory()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     Worker(socket.socket(fileno=parser.parse_args().fd)).serve()
 

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, OutOfRange
 from paceline.types import LoraConfig
+from trainer_service.engine.fused.lora_linear import FusedLoraLinear
+from trainer_service.engine.peft_format import scaling_alpha
 
 _GROUPS = {
     "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -22,11 +24,6 @@ _GROUPS = {
     "train_unembed": ("lm_head",),
 }
 """Flag of LoraConfig -> last names of the modules that it stands for in Llama and Qwen models."""
-
-
-def scaling_alpha(lora: LoraConfig) -> float:
-    """LoRA's alpha: 2 r unless set."""
-    return 2.0 * lora.rank if lora.alpha is None else lora.alpha
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
@@ -54,7 +51,7 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 def peft_config(lora: LoraConfig, targets: list[str]) -> peft.LoraConfig:
     """Put the settings of a run's adapter in PEFT's terms."""
-    return peft.LoraConfig(
+    config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=scaling_alpha(lora),  # type: ignore[arg-type]  # annotated int, but only divided
         lora_dropout=lora.dropout,
@@ -62,6 +59,8 @@ def peft_config(lora: LoraConfig, targets: list[str]) -> peft.LoraConfig:
         use_rslora=lora.use_rslora,
         task_type="CAUSAL_LM",
     )
+    config._register_custom_module({nn.Linear: FusedLoraLinear})  # noqa: SLF001 - PEFT's way to name one's own layer
+    return config
 
 
 def adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dict[str, Any]:
@@ -100,8 +99,6 @@ def add_adapter(model: PreTrainedModel, run_id: str, lora: LoraConfig, targets: 
         vars(model).pop("peft_config", None)
     for _, layer in layers_of(model, run_id):
         layer.lora_dropout[run_id].eval()
-        # Autocast chooses the product's dtype; a cast to the float32 of the weights before it would be undone at once.
-        layer.cast_input_dtype_enabled = model.dtype == torch.float32
 
 
 def remove_adapter(model: PreTrainedModel, run_id: str) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from paceline.errors import Unsupported
+from trainer_service.engine.causal import causal_attention
 
 PACKED_ATTENTION = "paceline_packed"
 """Name to load a model with (`attn_implementation`). No mask function goes by it, so transformers builds no mask."""
@@ -39,14 +40,13 @@ def packed_attention(
     for name in _UNSERVED:
         if variant.get(name) is not None:
             raise Unsupported(f"{type(module).__name__} uses {name}, which packed attention does not compute.")
-    dtype = query.dtype
-    if query.device.type == "cpu":
-        # On the CPU the bfloat16 kernel takes longer than the float32 one.
-        query, key, value = query.float(), key.float(), value.float()
+    windowed = sliding_window is not None and max(segment_lengths) > sliding_window
+    if query.device.type == "cpu" and query.dtype == torch.bfloat16 and not windowed and not dropout:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return causal_attention(query[0], key[0], value[0], segment_lengths, scale)[None], None
     parts = zip(*(torch.split(x, list(segment_lengths), dim=2) for x in (query, key, value)), strict=True)
-    with torch.autocast(query.device.type, enabled=False):
-        outputs = [_segment_attention(q, k, v, sliding_window, scaling, dropout) for q, k, v in parts]
-    return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
+    outputs = [_segment_attention(q, k, v, sliding_window, scaling, dropout) for q, k, v in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _segment_attention(

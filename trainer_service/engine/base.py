@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+from paceline.errors import EngineUnavailable
+from paceline.types import (
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInfo,
+    OptimizerParams,
+    OptimStepOutput,
+    Reduction,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +34,16 @@ class LoadedState:
     """Optimizer steps taken; 0 when only weights were loaded."""
 
 
+class EngineDiedError(EngineUnavailable):
+    """The engine's process died while it executed this very command."""
+
+
 class TrainerEngine(Protocol):
     """Executes commands of runs, one at a time. Not thread-safe.
 
     Every call either happens wholly or, when it raises, leaves the run as it was. Inputs have been validated by the
     caller against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient, NonFiniteGradient,
-    CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument, Unsupported.
+    OptimizerChanged, CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument, Unsupported.
     """
 
     def describe(self) -> ModelInfo:
@@ -53,12 +66,20 @@ class TrainerEngine(Protocol):
         loss_fn_config: Mapping[str, float],
         *,
         forward_only: bool,
+        reduction: Reduction = Reduction.SUM,
+        reduction_count: int | None = None,
     ) -> ForwardBackwardOutput:
-        """Compute a loss, summed over tokens and datums; unless `forward_only`, add its gradient to the run's."""
+        """Compute a loss, reduced over tokens and datums; unless `forward_only`, add its gradient to the run's.
+
+        `reduction_count` is what a mean divides by where `data` is a part of a batch; None means that it is the whole.
+        """
         ...
 
-    def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:
-        """Apply the accumulated gradient with AdamW and clear it."""
+    def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
+        """Apply the accumulated gradient with the optimizer of `params` and clear it.
+
+        Raises OptimizerChanged when the run has state of another one.
+        """
         ...
 
     def save_state(self, run_id: str, directory: Path) -> None:

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.errors import ModelNotFound, Unsupported
 from trainer_service.engine.attention import PACKED_ATTENTION
+from trainer_service.engine.fused.swap import fuse_layers
 from trainer_service.engine.options import EngineOptions
 
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -33,6 +34,7 @@ def load_base_model(options: EngineOptions) -> PreTrainedModel:
         if getattr(model.config, setting, None) not in (None, 1.0):
             raise Unsupported(f"{options.model_name} has {setting}, which this engine does not compute.")
     model.requires_grad_(requires_grad=False)
+    fuse_layers(model)
     nn.Module.to(model, torch.device(options.device))
     model.train(mode=False)
     return model

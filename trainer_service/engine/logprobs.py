@@ -2,25 +2,80 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor, autograd, nn
 from torch.utils.checkpoint import checkpoint
+
+from trainer_service.engine.fused.lora_linear import FusedLoraLinear
+
+_SOFTMAX_ROWS = 16
+"""Rows that go through softmax in float32 at one time: few, so that they stay in the cache."""
 
 
 def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """Compute log softmax(head(hidden))[targets] in float32.
 
-    `hidden` is [K, hidden_size], `targets` int64 [K]; returns [K], differentiable in `hidden` and in the head's
-    parameters (a LoRA adapter on the head among them). At no time, forward or backward, are there logits of more than
-    `chunk` positions: the backward pass computes them again.
+    `hidden` is [K, hidden_size], `targets` int64 [K], or [K, M] for M targets per position; returns a tensor of the
+    targets' shape, differentiable in `hidden` and in the head's parameters (a LoRA adapter on the head among them). At
+    no time, forward or backward, are there logits of more than `chunk` positions.
     """
-    parts = [
-        checkpoint(_chunk_logprobs, head, h, t, use_reentrant=False)
-        for h, t in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
-    ]
-    return torch.cat(parts)
+    parts = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
+    # Several targets of one position would need a derivative each.
+    frozen = _frozen_linear(head) if targets.ndim == 1 else None
+    if frozen is not None:
+        return torch.cat([_FrozenHead.apply(h, t, frozen) for h, t in parts])  # type: ignore[no-untyped-call]
+    return torch.cat([checkpoint(_chunk_logprobs, head, h, t, use_reentrant=False) for h, t in parts])
+
+
+def _frozen_linear(head: nn.Module) -> nn.Linear | None:
+    """Find the linear layer that the head is, if nothing in it is trained by the active run."""
+    if isinstance(head, FusedLoraLinear) and head.active_part is None:
+        head = head.base_layer
+    trained = any(parameter.requires_grad for parameter in head.parameters())
+    return head if type(head) is nn.Linear and not trained else None
 
 
 def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     logits: Tensor = head(hidden).float()
-    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
+    chosen = logits.gather(1, targets.reshape(len(targets), -1)) - logits.logsumexp(1, keepdim=True)
+    return chosen.reshape(targets.shape)
+
+
+class _FrozenHead(autograd.Function):
+    """Logprobs under a frozen linear head, with the derivative taken while the logits are there.
+
+    A position's logprob depends on its own hidden state alone: d logprob / d hidden = W[target] - softmax(logits) W is
+    one vector for each position, whatever the loss. So the forward pass keeps that, [K, hidden_size], and the backward
+    pass scales it: nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: nn.Linear) -> Tensor:
+        logits = head(hidden)
+        logprobs, probabilities = _softmax(logits, targets, keep=ctx.needs_input_grad[0])
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(head.weight.index_select(0, targets).sub_(probabilities @ head.weight))
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return (slope * gradients[0][:, None]).to(slope.dtype), None, None
+
+
+def _softmax(logits: Tensor, targets: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return log softmax(logits)[targets] in float32, and softmax(logits) in place of the logits if `keep`."""
+    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    rows = _SOFTMAX_ROWS if logits.device.type == "cpu" else len(logits)
+    for part, target, out in zip(*(torch.split(x, rows) for x in (logits, targets, logprobs)), strict=True):
+        exact = part.float()
+        largest = exact.amax(1)
+        chosen = exact.gather(1, target[:, None]).squeeze(1)
+        probabilities = torch.softmax(exact, dim=1)
+        # The largest probability is 1 / sum(exp(logits - largest)), never too small for float32.
+        torch.sub(chosen, largest, out=out).add_(probabilities.amax(1).log_())
+        if keep:
+            part.copy_(probabilities)
+    return logprobs, logits

@@ -11,6 +11,12 @@ from paceline.errors import NonFinite, OutOfRange, UnknownField, UnknownLoss
 MASK = "mask"
 """Loss input that every loss takes: uint8, shape [N]; 0 leaves the position out of loss, gradient and output."""
 
+SEQUENCE_RATIO_MASK = "sequence_ratio_mask"
+"""Loss input of gspo: uint8, shape [N]; counted positions where it is 0 stay out of the mean of the log ratio."""
+
+CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
+"""Settings of the losses that clip, and optional loss inputs (float32, shape [N]) that replace them by position."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -22,7 +28,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """What a loss reads. Every input is of shape [N], one value per position of the datum."""
+    """What a loss reads. Inputs are of shape [N], one value per position of the datum, but for those in `multi`."""
 
     name: str
     required: tuple[str, ...]
@@ -34,22 +40,31 @@ class LossSpec:
     """Inputs that must be finite on counted positions."""
     nonpositive: frozenset[str]
     """Inputs that are log-probabilities: at most 0 on counted positions."""
+    masks: tuple[str, ...] = ()
+    """Optional inputs of 0 and 1 that choose positions; all where a datum leaves them out."""
+    multi: frozenset[str] = frozenset()
+    """Inputs that may, all together, be of shape [N, K]: K targets per position."""
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Optional inputs that replace the setting of the same name, position by position."""
+        return tuple(name for name in (CLIP_LOW, CLIP_HIGH) if name in self.settings)
 
     @property
     def optional(self) -> tuple[str, ...]:
         """Inputs that a datum may leave out."""
-        return (*self.required_with, MASK)
+        return (*self.required_with, *self.overrides, *self.masks, MASK)
 
     def resolve_config(self, config: Mapping[str, float]) -> dict[str, float]:
         """Fill in defaults. Raises UnknownField, NonFinite or OutOfRange, naming the setting."""
         for name, value in config.items():
             _check_setting(self, name, value)
         resolved = {name: setting.default for name, setting in self.settings.items()} | dict(config)
-        low, high = resolved.get("clip_low_threshold", 0.0), resolved.get("clip_high_threshold", math.inf)
+        low, high = resolved.get(CLIP_LOW, 0.0), resolved.get(CLIP_HIGH, math.inf)
         if low > high:
             raise OutOfRange(
                 f"clip_low_threshold {low:g} is above clip_high_threshold {high:g}; swap or change them.",
-                field="loss_fn_config.clip_low_threshold",
+                field=f"loss_fn_config.{CLIP_LOW}",
             )
         return resolved
 
@@ -57,6 +72,10 @@ class LossSpec:
         """List the inputs that every datum must have under a resolved `config`."""
         extra = tuple(name for name, setting in self.required_with.items() if config[setting] > 0)
         return self.required + extra
+
+    def fills(self, config: Mapping[str, float]) -> dict[str, float]:
+        """Return the optional inputs that are read, with the value that they have where a datum lacks them."""
+        return {name: config[name] for name in self.overrides} | dict.fromkeys(self.masks, 1.0)
 
 
 def _check_setting(spec: LossSpec, name: str, value: float) -> None:
@@ -71,7 +90,10 @@ def _check_setting(spec: LossSpec, name: str, value: float) -> None:
 
 
 def _policy_loss(
-    name: str, settings: Mapping[str, Setting], required_with: Mapping[str, str] | None = None
+    name: str,
+    settings: Mapping[str, Setting],
+    required_with: Mapping[str, str] | None = None,
+    masks: tuple[str, ...] = (),
 ) -> LossSpec:
     optional = required_with or {}
     return LossSpec(
@@ -79,24 +101,38 @@ def _policy_loss(
         required=("target_tokens", "logprobs", "advantages"),
         required_with=optional,
         settings=settings,
-        finite=frozenset({"logprobs", "advantages", *optional}),
+        finite=frozenset({"logprobs", "advantages", *optional, *({CLIP_LOW, CLIP_HIGH} & settings.keys())}),
         nonpositive=frozenset({"logprobs", *optional}),
+        masks=masks,
     )
 
 
 def _clip(low: float, high: float) -> dict[str, Setting]:
     """Thresholds on the probability ratio itself, not distances from 1."""
-    return {"clip_low_threshold": Setting(low), "clip_high_threshold": Setting(high)}
+    return {CLIP_LOW: Setting(low), CLIP_HIGH: Setting(high)}
+
+
+_CROSS_ENTROPY = LossSpec(
+    name="cross_entropy",
+    required=("target_tokens", "weights"),
+    required_with={},
+    settings={},
+    finite=frozenset({"weights"}),
+    nonpositive=frozenset(),
+    multi=frozenset({"target_tokens", "weights"}),
+)
 
 
 LOSS_SPECS: Mapping[str, LossSpec] = {
     spec.name: spec
     for spec in (
-        LossSpec("cross_entropy", ("target_tokens", "weights"), {}, {}, frozenset({"weights"}), frozenset()),
+        _CROSS_ENTROPY,
         _policy_loss("importance_sampling", {}),
         _policy_loss("ppo", _clip(0.8, 1.2)),
         _policy_loss("cispo", _clip(0.0, 4.0)),
         _policy_loss("dro", {"beta": Setting(0.05)}),
+        # Section 5.1 of arXiv 2507.18071: clipping ranges 3e-4 and 4e-4.
+        _policy_loss("gspo", _clip(1 - 3e-4, 1 + 4e-4), masks=(SEQUENCE_RATIO_MASK,)),
         _policy_loss("grpo", {**_clip(0.8, 1.2), "kl_coef": Setting(0.0)}, {"reference_logprobs": "kl_coef"}),
     )
 }

@@ -1,7 +1,8 @@
-"""The losses, per token. The engine sums them over all tokens and datums: no mean, no length normalisation.
+"""The losses, per token. The engine adds them up over all tokens and datums as the request's `reduction` says.
 
 lp is the learner's log-probability of the target token, q the sampler's (`logprobs`), A the advantage, r = exp(lp - q).
-Only counted positions arrive here. Settings, with their defaults, are in `loss_specs`.
+Only counted positions arrive here, sequence after sequence. Settings, with their defaults, are in `loss_specs`; the
+thresholds low and high may also come as inputs, one value per position.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from trainer_service.engine.loss_specs import CLIP_HIGH, CLIP_LOW, SEQUENCE_RATIO_MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,18 @@ class TokenLoss:
 
 
 LossFunction = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], TokenLoss]
-"""(lp [K] float32, inputs of shape [K], resolved settings) -> TokenLoss."""
+"""(lp [K] float32, inputs of shape [K] and `SEQUENCE_LENGTHS`, resolved settings) -> TokenLoss."""
+
+SEQUENCE_LENGTHS = "sequence_lengths"
+"""Input that the packing adds: int64, shape [S], the counted positions of each sequence, K in all, none of them 0."""
 
 
 def cross_entropy(lp: Tensor, inputs: Mapping[str, Tensor], _config: Mapping[str, float]) -> TokenLoss:
-    """-lp * weights. Weights may be negative: -dC/dlp as weights gives the gradient of any client-side loss C."""
-    return TokenLoss(-lp * inputs["weights"], {})
+    """-lp * weights. Weights may be negative: -dC/dlp as weights gives the gradient of any client-side loss C.
+
+    With lp and weights of shape [K, M], M targets per position, their sum over the targets.
+    """
+    return TokenLoss((-lp * inputs["weights"]).reshape(len(lp), -1).sum(1), {})
 
 
 def importance_sampling(lp: Tensor, inputs: Mapping[str, Tensor], _config: Mapping[str, float]) -> TokenLoss:
@@ -45,10 +54,8 @@ def ppo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -
     positions where the clip takes the gradient away.
     """
     log_ratio = lp - inputs["logprobs"]
-    ratio, advantages = log_ratio.exp(), inputs["advantages"]
-    plain, clipped = ratio * advantages, _clamp(ratio, config) * advantages
-    means = _ratio_means(log_ratio) | {"clip_fraction": (clipped < plain).float()}
-    return TokenLoss(-torch.minimum(plain, clipped), means)
+    loss, clip_fraction = _surrogate(log_ratio.exp(), inputs, config)
+    return TokenLoss(loss, _ratio_means(log_ratio) | clip_fraction)
 
 
 def cispo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
@@ -58,7 +65,7 @@ def cispo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float])
     """
     log_ratio = (lp - inputs["logprobs"]).detach()
     ratio = log_ratio.exp()
-    weight = _clamp(ratio, config)
+    weight = _clamp(ratio, inputs, config)
     means = _ratio_means(log_ratio) | {"clip_fraction": (weight != ratio).float()}
     return TokenLoss(-weight * lp * inputs["advantages"], means)
 
@@ -69,6 +76,21 @@ def dro(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -
     penalty = 0.5 * config["beta"] * log_ratio.square()
     means = _ratio_means(log_ratio) | {"squared_log_ratio": log_ratio.detach().square()}
     return TokenLoss(penalty - lp * inputs["advantages"], means)
+
+
+def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
+    """-min(s' A, clamp(s', low, high) A) with the sequence's ratio s' = s exp(lp - stop_gradient(lp)).
+
+    GSPO-token, eq. 13 and 14 of arXiv 2507.18071; where the advantages of a sequence are equal it is GSPO, eq. 5.
+    s = exp(mean of lp - q) over the sequence's positions where `sequence_ratio_mask` is not 0, all of them without one,
+    and gets no gradient: s' has the value of s, and the derivative s with respect to its own lp. The statistic
+    `sequence_ratio` is s.
+    """
+    log_ratio = (lp - inputs["logprobs"]).detach()
+    log_sequence_ratio = _sequence_means(log_ratio, inputs.get(SEQUENCE_RATIO_MASK), inputs[SEQUENCE_LENGTHS])
+    loss, clip_fraction = _surrogate((log_sequence_ratio + lp - lp.detach()).exp(), inputs, config)
+    means = _ratio_means(log_ratio) | clip_fraction | {"sequence_ratio": log_sequence_ratio.exp()}
+    return TokenLoss(loss, means)
 
 
 def grpo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
@@ -85,13 +107,31 @@ def grpo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) 
 
 
 LOSSES: Mapping[str, LossFunction] = {
-    loss.__name__: loss for loss in (cross_entropy, importance_sampling, ppo, cispo, dro, grpo)
+    loss.__name__: loss for loss in (cross_entropy, importance_sampling, ppo, cispo, dro, gspo, grpo)
 }
 """One function for each entry of LOSS_SPECS."""
 
 
-def _clamp(ratio: Tensor, config: Mapping[str, float]) -> Tensor:
-    return ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+def _surrogate(
+    ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return -min(ratio A, clamp(ratio, low, high) A) and, as a mean, where the clip takes the gradient away."""
+    advantages = inputs["advantages"]
+    plain, clipped = ratio * advantages, _clamp(ratio, inputs, config) * advantages
+    return -torch.minimum(plain, clipped), {"clip_fraction": (clipped < plain).float()}
+
+
+def _clamp(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    low, high = (inputs.get(name, config[name]) for name in (CLIP_LOW, CLIP_HIGH))
+    return ratio.clamp(min=low).clamp(max=high)
+
+
+def _sequence_means(values: Tensor, mask: Tensor | None, lengths: Tensor) -> Tensor:
+    """At each position, the mean of `values` over its sequence's positions where the mask is not 0."""
+    # Sums by segment and not by index: on a GPU the order of an index_add differs from call to call.
+    chosen = torch.ones_like(values) if mask is None else (mask != 0).to(values)
+    total, count = (torch.segment_reduce(x.double(), "sum", lengths=lengths) for x in (values * chosen, chosen))
+    return (total / count).to(values).repeat_interleave(lengths)
 
 
 def _ratio_means(log_ratio: Tensor) -> dict[str, Tensor]:

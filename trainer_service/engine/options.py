@@ -28,3 +28,5 @@ class EngineOptions:
     """Largest LoRA rank that is advertised."""
     adapter_dtype: Dtype | None = None
     """dtype of published adapters. None means that of the base weights."""
+    failpoints: str = ""
+    """Where the process dies, for tests; see trainer_service/failpoints.py."""

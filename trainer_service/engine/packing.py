@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.types import Datum
+from paceline.types import Datum, Reduction
 from paceline.types.training import Array
 from trainer_service.engine.loss_specs import MASK
+from trainer_service.engine.losses import SEQUENCE_LENGTHS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,12 @@ class Pack:
     counted: Tensor
     """int64, shape [K]: counted positions within the pack."""
     loss_inputs: dict[str, Tensor]
-    """shape [K] each; target_tokens is int64, the rest float32."""
+    """shape [K] each, [K, M] for M targets per position; target_tokens is int64, the rest float32.
+
+    And `SEQUENCE_LENGTHS`, int64, one for each segment.
+    """
+    weights: Tensor
+    """float32, shape [K]: what each position's loss is multiplied by, its datum's weight in the batch."""
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -73,34 +79,98 @@ def plan_packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return packs
 
 
-def make_packs(data: Sequence[Datum], input_names: Iterable[str], budget: int, device: torch.device) -> list[Pack]:
-    """Pack `data`, with the loss inputs named. The packs' tensors are on `device`."""
-    names = tuple(input_names)
+def datum_weights(data: Sequence[Datum], reduction: Reduction, count: int | None) -> list[float]:
+    """Return what the losses of each datum's positions are multiplied by, so that their sum is the reduced loss.
+
+    `count` is what the whole batch is divided by, of which `data` may be a part; None means that `data` is the whole.
+    """
+    divisor = max(1, reduction.count(data) if count is None else count)
+    if reduction is not Reduction.SEQUENCE_MEAN:
+        return [1.0 / divisor] * len(data)
+    return [1.0 / (divisor * max(1, datum.counted_positions)) for datum in data]
+
+
+def make_packs(
+    data: Sequence[Datum],
+    input_names: Iterable[str],
+    budget: int,
+    device: torch.device,
+    *,
+    fills: Mapping[str, float] | None = None,
+    weights: Sequence[float] | None = None,
+) -> list[Pack]:
+    """Pack `data`, with the loss inputs named. The packs' tensors are on `device`.
+
+    `fills` names further inputs, which are left out if no datum has them, and gives their value where a datum lacks
+    them. `weights` multiply the losses of each datum; without them all are 1.
+    """
+    columns = _Columns(data, tuple(input_names), fills or {}, weights or [1.0] * len(data))
     segments = [segment_of(i, datum) for i, datum in enumerate(data)]
-    plan = plan_packs([segment.length for segment in segments], budget)
-    return [_make_pack([segments[i] for i in indices], data, names, device) for indices in plan]
+    return [
+        _make_pack([alike[i] for i in indices], data, columns, device)
+        for alike in _of_equal_width(segments, data)
+        for indices in plan_packs([segment.length for segment in alike], budget)
+    ]
 
 
 def scatter_logprobs(outputs: Sequence[Array], pack: Pack, logprobs: Array) -> None:
-    """Write a pack's logprobs, shape [K], to the counted positions of `outputs`, one array per datum of the request."""
+    """Write a pack's logprobs, shape [K] or [K, M], to the counted positions of `outputs`, an array for each datum."""
     ends = list(accumulate(len(segment.counted) for segment in pack.segments))
     for segment, values in zip(pack.segments, np.split(logprobs, ends[:-1]), strict=True):
         outputs[segment.index][segment.counted] = values
 
 
-def _make_pack(segments: list[Segment], data: Sequence[Datum], names: tuple[str, ...], device: torch.device) -> Pack:
+def _of_equal_width(segments: Sequence[Segment], data: Sequence[Datum]) -> Iterator[list[Segment]]:
+    """Group the segments by the targets that they have per position, so that a pack's targets are one array."""
+    groups: dict[tuple[int, ...], list[Segment]] = {}
+    for segment in segments:
+        groups.setdefault(data[segment.index].loss_inputs["target_tokens"].shape[1:], []).append(segment)
+    yield from groups.values()
+
+
+class _Columns:
+    """Reads the loss inputs of segments as columns."""
+
+    def __init__(
+        self, data: Sequence[Datum], names: tuple[str, ...], fills: Mapping[str, float], weights: Sequence[float]
+    ) -> None:
+        self._data = data
+        self._fills = fills
+        self._weights = weights
+        self._names = (*names, *(name for name in fills if any(name in datum.loss_inputs for datum in data)))
+
+    def inputs(self, segments: Sequence[Segment]) -> dict[str, Tensor]:
+        """Return each input at the counted positions of the segments, and the segments' counted lengths."""
+        columns = {name: np.concatenate([self._values(s, name) for s in segments]) for name in self._names}
+        lengths = torch.tensor([len(segment.counted) for segment in segments])
+        return {name: _loss_input(name, values) for name, values in columns.items()} | {SEQUENCE_LENGTHS: lengths}
+
+    def weights(self, segments: Sequence[Segment]) -> Tensor:
+        """Return the weight of each counted position's datum."""
+        return torch.from_numpy(np.concatenate([self._full(s, self._weights[s.index]) for s in segments]))
+
+    def _values(self, segment: Segment, name: str) -> Array:
+        values = self._data[segment.index].loss_inputs.get(name)
+        return self._full(segment, self._fills[name]) if values is None else values[segment.counted]
+
+    @staticmethod
+    def _full(segment: Segment, value: float) -> Array:
+        return np.full(len(segment.counted), value, np.float32)
+
+
+def _make_pack(segments: list[Segment], data: Sequence[Datum], columns: _Columns, device: torch.device) -> Pack:
     lengths = [segment.length for segment in segments]
     starts = [0, *accumulate(lengths)][:-1]
     tokens = np.concatenate([data[s.index].model_input[: s.length] for s in segments])
     positions = np.concatenate([np.arange(length) for length in lengths])
     counted = np.concatenate([s.counted + start for s, start in zip(segments, starts, strict=True)])
-    inputs = {name: np.concatenate([data[s.index].loss_inputs[name][s.counted] for s in segments]) for name in names}
     return Pack(
         tuple(segments),
         torch.from_numpy(tokens.astype(np.int64)).to(device)[None],
         torch.from_numpy(positions.astype(np.int64)).to(device)[None],
         torch.from_numpy(counted).to(device),
-        {name: _loss_input(name, values).to(device) for name, values in inputs.items()},
+        {name: values.to(device) for name, values in columns.inputs(segments).items()},
+        columns.weights(segments).to(device),
     )
 
 

@@ -13,16 +13,25 @@ from peft.functional import set_adapter
 from torch import Tensor
 
 from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, RunNotFound
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+from paceline.types import (
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInfo,
+    OptimizerParams,
+    OptimStepOutput,
+    Reduction,
+)
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.base_model import backbone, load_base_model, output_head
 from trainer_service.engine.logprobs import target_logprobs
-from trainer_service.engine.loss_specs import loss_spec
+from trainer_service.engine.loss_specs import LossSpec, loss_spec
 from trainer_service.engine.losses import LOSSES, TokenLoss
-from trainer_service.engine.optimizer import apply_step, gradient_norm, make_optimizer
+from trainer_service.engine.optimizers.gradients import gradient_norm
+from trainer_service.engine.optimizers.make import check_same, make_optimizer
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.packing import Pack, make_packs, scatter_logprobs
+from trainer_service.engine.packing import Pack, datum_weights, make_packs, scatter_logprobs
 from trainer_service.engine.run import EngineRun, seeded_rng_state
 
 
@@ -59,7 +68,6 @@ class PeftEngine:
             targets=targets,
             parameters=parameters,
             dropouts=[layer.lora_dropout[run_id] for _, layer in adapters.layers_of(self._model, run_id)],
-            optimizer=make_optimizer(parameters.values()),
             rng_state=seeded_rng_state(lora.seed, self._device),
         )
         return AdapterInfo(sum(parameter.numel() for parameter in parameters.values()))
@@ -76,14 +84,17 @@ class PeftEngine:
         loss_fn_config: Mapping[str, float],
         *,
         forward_only: bool,
+        reduction: Reduction = Reduction.SUM,
+        reduction_count: int | None = None,
     ) -> ForwardBackwardOutput:
         run, spec = self._run(run_id), loss_spec(loss_fn)
         config = spec.resolve_config(loss_fn_config)
         set_adapter(self._model, run_id)
-        outputs = [np.full(len(datum.model_input), np.nan, np.float32) for datum in data]
+        outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
         totals = _Totals()
+        weights = datum_weights(data, reduction, reduction_count)
         with _out_of_memory_named(), nullcontext() if forward_only else self._gradient(run):
-            for pack in make_packs(data, spec.required_inputs(config), self._options.pack_tokens, self._device):
+            for pack in self._packs(data, weights, spec, config):
                 logprobs, token_loss = self._pack_loss(pack, loss_fn, config, forward_only=forward_only)
                 scatter_logprobs(outputs, pack, logprobs.cpu().numpy())
                 totals.add(token_loss)
@@ -92,10 +103,12 @@ class PeftEngine:
             run.pending_tokens += totals.tokens
         return ForwardBackwardOutput([{"logprobs": values} for values in outputs], totals.metrics())
 
-    def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:
+    def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         run, start = self._run(run_id), time.perf_counter()
         if not run.has_gradient:
             raise NoGradient("there is no gradient; call forward_backward before optim_step.")
+        if run.optimizer is not None:
+            check_same(run.optimizer, params)
         tokens = run.pending_tokens
         try:
             norm = gradient_norm(run.parameters.values())
@@ -103,11 +116,13 @@ class PeftEngine:
             run.drop_gradient()
             raise
         with _out_of_memory_named():
-            apply_step(run.optimizer, params, norm)
+            optimizer = run.optimizer or make_optimizer(run.parameters, params)
+            learning_rate = optimizer.step(params, run.step + 1, norm)
+        run.optimizer = optimizer
         run.drop_gradient()
         run.step += 1
         milliseconds = (time.perf_counter() - start) * 1e3
-        return OptimStepOutput(run.step, norm, params.learning_rate, tokens, milliseconds)
+        return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
 
     def save_state(self, run_id: str, directory: Path) -> None:
         state.save(self._run(run_id), directory, self._options.model_name)
@@ -135,29 +150,34 @@ class PeftEngine:
         with run.accumulate(), run.dropout(self._device):
             yield
 
+    def _packs(
+        self, data: Sequence[Datum], weights: Sequence[float], spec: LossSpec, config: Mapping[str, float]
+    ) -> list[Pack]:
+        names, fills = spec.required_inputs(config), spec.fills(config)
+        return make_packs(data, names, self._options.pack_tokens, self._device, fills=fills, weights=weights)
+
     def _pack_loss(
         self, pack: Pack, loss_fn: str, config: Mapping[str, float], *, forward_only: bool
     ) -> tuple[Tensor, TokenLoss]:
-        """Return logprobs and loss at the counted positions, detached; add to the gradient unless `forward_only`."""
+        """Return logprobs and weighted loss at the counted positions, detached; add to the gradient if there is one."""
         with torch.set_grad_enabled(not forward_only):
             logprobs = self._logprobs(pack)
             result = LOSSES[loss_fn](logprobs, pack.loss_inputs, config)
+            loss = result.loss * pack.weights
         if not forward_only:
-            torch.autograd.backward(result.loss.sum())
-        return logprobs.detach(), TokenLoss(result.loss.detach(), result.means)
+            torch.autograd.backward(loss.sum())
+        return logprobs.detach(), TokenLoss(loss.detach(), result.means)
 
     def _logprobs(self, pack: Pack) -> Tensor:
-        autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=self._options.dtype == "bfloat16")
-        with autocast:
-            hidden = backbone(self._model)(
-                input_ids=pack.input_ids,
-                position_ids=pack.position_ids,
-                use_cache=False,
-                segment_lengths=pack.segment_lengths,
-            ).last_hidden_state[0]
-            targets = pack.loss_inputs["target_tokens"]
-            counted = hidden.index_select(0, pack.counted)
-            return target_logprobs(output_head(self._model), counted, targets, self._options.logprob_chunk)
+        hidden = backbone(self._model)(
+            input_ids=pack.input_ids,
+            position_ids=pack.position_ids,
+            use_cache=False,
+            segment_lengths=pack.segment_lengths,
+        ).last_hidden_state[0]
+        targets = pack.loss_inputs["target_tokens"]
+        counted = hidden.index_select(0, pack.counted)
+        return target_logprobs(output_head(self._model), counted, targets, self._options.logprob_chunk)
 
 
 class _Totals:

@@ -8,6 +8,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Self, TypeVar
@@ -15,10 +16,19 @@ from typing import Self, TypeVar
 import msgspec
 
 from paceline.errors import EngineUnavailable
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+from paceline.types import (
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInfo,
+    OptimizerParams,
+    OptimStepOutput,
+    Reduction,
+)
 from trainer_service.engine import wire
-from trainer_service.engine.base import AdapterInfo, LoadedState
+from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState
 from trainer_service.engine.options import EngineOptions
+from trainer_service.failpoints import Failpoints
 
 R = TypeVar("R")
 
@@ -35,8 +45,9 @@ class EngineProcess:
     """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
 
     Commands are executed one at a time in order of their calls; any number may wait. A call whose waiting is cancelled
-    is executed all the same. When the process dies, calls under way and later ones raise EngineUnavailable until
-    `restart`, and the runs in its memory are gone. Until then the errors are the engine's own.
+    is executed all the same. When the process dies, the call that it was executing raises EngineDiedError, calls that
+    wait and later ones raise EngineUnavailable until `restart`, and the runs in its memory are gone. Until then the
+    errors are the engine's own.
     """
 
     def __init__(self, options: EngineOptions, *, on_exit: Callable[[int], None] | None = None) -> None:
@@ -71,6 +82,7 @@ class EngineProcess:
     async def restart(self) -> ModelInfo:
         """End the process, if it still runs, and start a fresh one, which holds no runs."""
         await self.close()
+        self._options = replace(self._options, failpoints=Failpoints(self._options.failpoints).lasting)
         return await self.start()
 
     async def close(self) -> None:
@@ -99,12 +111,16 @@ class EngineProcess:
         loss_fn_config: Mapping[str, float],
         *,
         forward_only: bool,
+        reduction: Reduction = Reduction.SUM,
+        reduction_count: int | None = None,
     ) -> ForwardBackwardOutput:
-        command = wire.ForwardBackward(run_id, list(data), loss_fn, dict(loss_fn_config), forward_only)
+        command = wire.ForwardBackward(
+            run_id, list(data), loss_fn, dict(loss_fn_config), forward_only, reduction, reduction_count
+        )
         return await self._call(command, ForwardBackwardOutput)
 
-    async def optim_step(self, run_id: str, params: AdamParams) -> OptimStepOutput:
-        return await self._call(wire.OptimStep(run_id, params), OptimStepOutput)
+    async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
+        return await self._call(wire.OptimStep.of(run_id, params), OptimStepOutput)
 
     async def save_state(self, run_id: str, directory: Path) -> None:
         await self._call(wire.SaveState(run_id, str(directory)), NoneType)
@@ -196,9 +212,10 @@ class _Link:
     async def _end(self) -> None:
         self._dead, by_itself = True, not self._closing
         self._writer.close()
-        for answer in self._waiting.values():
+        # Commands are executed in order of sending: the first without an answer is the one that it died of.
+        for place, answer in enumerate(self._waiting.values()):
             if not answer.done():
-                answer.set_exception(_unavailable())
+                answer.set_exception(_died() if by_itself and place == 0 else _unavailable())
         self._waiting.clear()
         status = await self._wait_for_exit()
         if by_itself:
@@ -215,5 +232,9 @@ class _Link:
             return await self.process.wait()
 
 
+def _died() -> EngineDiedError:
+    return EngineDiedError("the engine process died while it executed this; it starts again, and the run comes back.")
+
+
 def _unavailable() -> EngineUnavailable:
-    return EngineUnavailable("the engine process died; its runs come back from their checkpoints.")
+    return EngineUnavailable("the engine process died; it starts again, and its runs come back.")

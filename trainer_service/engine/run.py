@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.types import LoraConfig
-from trainer_service.engine.optimizer import make_optimizer
+from trainer_service.engine.optimizers.base import AnyOptimizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,9 +24,10 @@ class EngineRun:
     parameters: dict[str, nn.Parameter]
     """float32 weights by the names that PEFT gives them."""
     dropouts: list[nn.Module]
-    optimizer: torch.optim.AdamW
     rng_state: Tensor
     """uint8; state of the generator that dropout draws from."""
+    optimizer: AnyOptimizer | None = None
+    """Made by the first step; None before it."""
     step: int = 0
     """Optimizer steps taken."""
     has_gradient: bool = False
@@ -36,14 +37,14 @@ class EngineRun:
 
     def drop_gradient(self) -> None:
         """Forget the waiting gradient."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         self.has_gradient = False
         self.pending_tokens = 0
 
     def reset(self, device: torch.device) -> None:
         """Forget everything but the weights."""
         self.drop_gradient()
-        self.optimizer = make_optimizer(self.parameters.values())
+        self.optimizer = None
         self.rng_state = seeded_rng_state(self.lora.seed, device)
         self.step = 0
 
@@ -52,7 +53,7 @@ class EngineRun:
         """Add the gradients computed inside to the waiting ones; if anything is raised, leave those as they were."""
         parameters = list(self.parameters.values())
         waiting = [parameter.grad for parameter in parameters]
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         try:
             yield
         except BaseException:
@@ -64,6 +65,10 @@ class EngineRun:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     @contextmanager
     def dropout(self, device: torch.device) -> Iterator[None]:

@@ -1,8 +1,11 @@
 """A run on disk: safetensors and JSON, nothing else.
 
 - adapter_model.safetensors, adapter_config.json: the weights in PEFT's layout.
-- optimizer.safetensors: exp_avg.<name> and exp_avg_sq.<name> of each weight, grad.<name> if one waits, rng_state.
-- trainer_state.json: format version, step, counters, the LoRA config.
+- optimizer.safetensors: the optimizer's state, such as exp_avg.<name> of each weight; grad.<name> if a gradient waits;
+  rng_state.
+- trainer_state.json: format version, step, counters, the LoRA config, the optimizer with the settings of its last step.
+
+Format 1 knew AdamW alone and did not name it; it is still read.
 """
 
 from __future__ import annotations
@@ -19,17 +22,29 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.errors import CheckpointMismatch, ChecksumMismatch
-from trainer_service.engine.adapters import adapter_config, scaling_alpha
+from paceline.errors import CheckpointMismatch, ChecksumMismatch, InvalidArgument
+from trainer_service.engine.adapters import adapter_config
+from trainer_service.engine.optimizers.base import AnyOptimizer
+from trainer_service.engine.optimizers.make import make_optimizer
+from trainer_service.engine.optimizers.specs import make_params, settings_of, spec_of
+from trainer_service.engine.peft_format import check_adapter_config
 from trainer_service.engine.run import EngineRun
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, TRAINER_STATE = "optimizer.safetensors", "trainer_state.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+_GRADIENT = "grad"
+_OPTIMIZER_DTYPES = (torch.float32, torch.uint8)
 
 T = TypeVar("T")
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+class SavedOptimizer(msgspec.Struct, frozen=True):
+    """An optimizer by name, with the settings of its last step."""
+
+    name: str
+    settings: dict[str, Any]
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,15 +55,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     pending_tokens: int
     has_gradient: bool
     lora: dict[str, Any]
-
-
-class _AdapterConfig(msgspec.Struct, frozen=True):
-    """The fields of adapter_config.json on which the weights' meaning depends."""
-
-    r: int
-    lora_alpha: float
-    use_rslora: bool = False
-    use_dora: bool = False
+    optimizer: SavedOptimizer | None = None
+    """None before the first step, and in format 1."""
 
 
 def save(run: EngineRun, directory: Path, base_model: str) -> None:
@@ -61,6 +69,7 @@ def save(run: EngineRun, directory: Path, base_model: str) -> None:
         pending_tokens=run.pending_tokens,
         has_gradient=run.has_gradient,
         lora=asdict(run.lora),
+        optimizer=_saved_optimizer(run.optimizer),
     )
     _write_json(directory / TRAINER_STATE, msgspec.to_builtins(state))
 
@@ -73,12 +82,12 @@ def save_adapter(run: EngineRun, directory: Path, base_model: str, dtype: torch.
 
 
 def load_adapter(run: EngineRun, directory: Path) -> None:
-    """Replace the run's weights by any floating-point adapter of the same modules, rank and scaling.
+    """Replace the run's weights by any floating-point adapter, PEFT's too, of the same modules, rank and scaling.
 
     Raises CheckpointMismatch or ChecksumMismatch before anything is changed.
     """
     weights = _read_tensors(directory / ADAPTER_WEIGHTS)
-    _check_scaling(run, _read_json(directory / ADAPTER_CONFIG, _AdapterConfig))
+    check_adapter_config(run.lora, _read_json(directory / ADAPTER_CONFIG, dict[str, Any]))
     _check_tensors(weights, _shapes(run), (torch.float32, torch.bfloat16, torch.float16))
     _copy_weights(run, weights)
 
@@ -90,28 +99,66 @@ def load(run: EngineRun, directory: Path) -> None:
     """
     weights, tensors = _read_tensors(directory / ADAPTER_WEIGHTS), _read_tensors(directory / OPTIMIZER)
     state = _read_json(directory / TRAINER_STATE, TrainerState)
-    if state.format_version != FORMAT_VERSION:
+    if state.format_version not in {1, FORMAT_VERSION}:
         raise CheckpointMismatch(f"trainer_state.json has format {state.format_version}; this is {FORMAT_VERSION}.")
-    _check_scaling(run, _read_json(directory / ADAPTER_CONFIG, _AdapterConfig))
+    check_adapter_config(run.lora, _read_json(directory / ADAPTER_CONFIG, dict[str, Any]))
     _check_tensors(weights, _shapes(run), (torch.float32,))
     rng_state = tensors.pop("rng_state", torch.empty(0))
     if rng_state.dtype != torch.uint8 or rng_state.shape != run.rng_state.shape:
         raise CheckpointMismatch(
             "the random state is of another kind of device; load the weights alone, without the optimizer."
         )
-    _check_tensors(tensors, _optimizer_shapes(run, state), (torch.float32,))
+    optimizer = _make_optimizer(run, state)
+    _check_optimizer(run, tensors, state, optimizer)
     _copy_weights(run, weights)
-    _restore_optimizer(run, tensors, state)
-    run.rng_state = rng_state
+    run.drop_gradient()
+    if optimizer is not None:
+        optimizer.restore(tensors)
+    for name, parameter in run.parameters.items():
+        if state.has_gradient:
+            parameter.grad = tensors[f"{_GRADIENT}.{name}"].to(parameter.device)
+    run.optimizer, run.rng_state = optimizer, rng_state
+    run.step, run.pending_tokens, run.has_gradient = state.step, state.pending_tokens, state.has_gradient
+
+
+def _saved_optimizer(optimizer: AnyOptimizer | None) -> SavedOptimizer | None:
+    if optimizer is None:
+        return None
+    return SavedOptimizer(spec_of(optimizer.params).name, settings_of(optimizer.params))
+
+
+def _make_optimizer(run: EngineRun, state: TrainerState) -> AnyOptimizer | None:
+    """Make the optimizer of a checkpoint, without its history."""
+    if not state.step:
+        return None
+    saved = state.optimizer or SavedOptimizer("adamw", {})
+    try:
+        params = make_params(saved.name, saved.settings)
+        spec_of(params).check(params)
+    except (KeyError, TypeError, InvalidArgument) as error:
+        raise CheckpointMismatch(f"trainer_state.json names an optimizer that is not known: {saved.name}.") from error
+    return make_optimizer(run.parameters, params)
+
+
+def _check_optimizer(
+    run: EngineRun, tensors: Mapping[str, Tensor], state: TrainerState, optimizer: AnyOptimizer | None
+) -> None:
+    expected = dict(optimizer.tensors) if optimizer is not None else {}
+    if state.has_gradient:
+        expected |= {f"{_GRADIENT}.{name}": parameter for name, parameter in run.parameters.items()}
+    _check_tensors(tensors, {name: tensor.shape for name, tensor in expected.items()}, _OPTIMIZER_DTYPES)
+    for name, tensor in expected.items():
+        if tensors[name].dtype != tensor.dtype:
+            raise CheckpointMismatch(f"{name} is {tensors[name].dtype}; expected {tensor.dtype}.")
 
 
 def _optimizer_tensors(run: EngineRun) -> dict[str, Tensor]:
     tensors = {"rng_state": run.rng_state}
+    if run.optimizer is not None:
+        tensors |= run.optimizer.tensors
     for name, parameter in run.parameters.items():
-        moments = run.optimizer.state.get(parameter, {})
-        tensors |= {f"{moment}.{name}": moments[moment] for moment in _MOMENTS if moment in moments}
         if parameter.grad is not None:
-            tensors[f"grad.{name}"] = parameter.grad
+            tensors[f"{_GRADIENT}.{name}"] = parameter.grad
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
@@ -119,36 +166,10 @@ def _shapes(run: EngineRun) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in run.parameters.items()}
 
 
-def _optimizer_shapes(run: EngineRun, state: TrainerState) -> dict[str, torch.Size]:
-    kinds = (_MOMENTS if state.step else ()) + (("grad",) if state.has_gradient else ())
-    return {f"{kind}.{name}": shape for name, shape in _shapes(run).items() for kind in kinds}
-
-
-def _restore_optimizer(run: EngineRun, tensors: Mapping[str, Tensor], state: TrainerState) -> None:
-    run.drop_gradient()
-    run.optimizer.state.clear()
-    for name, parameter in run.parameters.items():
-        if state.step:
-            moments = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in _MOMENTS}
-            step = torch.tensor(float(state.step), device=parameter.device)
-            run.optimizer.state[parameter] = {"step": step, **moments}
-        if state.has_gradient:
-            parameter.grad = tensors[f"grad.{name}"].to(parameter.device)
-    run.step, run.pending_tokens, run.has_gradient = state.step, state.pending_tokens, state.has_gradient
-
-
 @torch.no_grad()
 def _copy_weights(run: EngineRun, weights: Mapping[str, Tensor]) -> None:
     for name, parameter in run.parameters.items():
         parameter.copy_(weights[name])
-
-
-def _check_scaling(run: EngineRun, config: _AdapterConfig) -> None:
-    ours = (run.lora.rank, scaling_alpha(run.lora), run.lora.use_rslora, False)
-    theirs = (config.r, config.lora_alpha, config.use_rslora, config.use_dora)
-    for field, mine, other in zip(_AdapterConfig.__struct_fields__, ours, theirs, strict=True):
-        if mine != other:
-            raise CheckpointMismatch(f"{field} is {other} in the checkpoint and {mine} in the run.")
 
 
 def _check_tensors(

@@ -13,9 +13,19 @@ import msgspec
 import numpy as np
 
 from paceline.errors import CATALOG, Internal, PacelineError
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig, ModelInfo, OptimStepOutput
+from paceline.types import (
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInfo,
+    OptimizerParams,
+    OptimStepOutput,
+    Reduction,
+)
+from paceline.types.optimizers import optimizer_name
 from paceline.types.training import Array
 from trainer_service.engine.base import AdapterInfo, LoadedState, TrainerEngine
+from trainer_service.engine.optimizers.specs import make_params, settings_of
 from trainer_service.engine.options import EngineOptions
 
 LENGTH_BYTES = 8
@@ -55,11 +65,19 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
     loss_fn: str
     loss_fn_config: dict[str, float]
     forward_only: bool
+    reduction: Reduction
+    reduction_count: int | None
 
     def execute(self, engine: TrainerEngine) -> ForwardBackwardOutput:
         """Execute the command."""
         return engine.forward_backward(
-            self.run_id, self.data, self.loss_fn, self.loss_fn_config, forward_only=self.forward_only
+            self.run_id,
+            self.data,
+            self.loss_fn,
+            self.loss_fn_config,
+            forward_only=self.forward_only,
+            reduction=self.reduction,
+            reduction_count=self.reduction_count,
         )
 
 
@@ -67,11 +85,17 @@ class OptimStep(msgspec.Struct, frozen=True, tag=True):
     """TrainerEngine.optim_step."""
 
     run_id: str
-    params: AdamParams
+    optimizer: str
+    settings: dict[str, bool | int | float]
+
+    @classmethod
+    def of(cls, run_id: str, params: OptimizerParams) -> OptimStep:
+        """Make the command."""
+        return cls(run_id, optimizer_name(params), settings_of(params))
 
     def execute(self, engine: TrainerEngine) -> OptimStepOutput:
         """Execute the command."""
-        return engine.optim_step(self.run_id, self.params)
+        return engine.optim_step(self.run_id, make_params(self.optimizer, self.settings))
 
 
 class SaveState(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from paceline.errors import Internal, PacelineError
 from trainer_service.engine import wire
 from trainer_service.engine.base import TrainerEngine
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +29,15 @@ class Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._requests: SimpleQueue[wire.Request] = SimpleQueue()
+        self._failpoints = Failpoints("")
 
     def serve(self) -> NoReturn:
         """Answer commands for ever. The process ends, whatever it is doing, when the other end closes."""
         threading.Thread(target=self._receive, daemon=True).start()
         while True:
-            reply = self._answer(self._requests.get())
+            request = self._requests.get()
+            reply = self._answer(request)
+            self._failpoints.hit(f"engine_{type(request.command).__name__}")
             self._connection.sendall(wire.frame(wire.encode(reply)))
 
     def _receive(self) -> None:
@@ -62,6 +66,7 @@ class Worker:
 
     def _execute(self, command: wire.Start | wire.Command) -> wire.Result:
         if isinstance(command, wire.Start):
+            self._failpoints = Failpoints(command.options.failpoints)
             self._engine = PeftEngine(command.options)
             return self._engine.describe()
         return command.execute(self._engine)

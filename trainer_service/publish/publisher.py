@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -72,13 +72,15 @@ class Publisher:
         await asyncio.gather(*self._persisting.values(), return_exceptions=True)
         await asyncio.to_thread(shutil.rmtree, self._staging, ignore_errors=True)
 
-    async def publish(self, run: RunRecord, *, durable: bool, policy: AckPolicy, ack_seconds: float) -> Publication:
-        """Make the run's current weights its next version.
+    async def publish(
+        self, run: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float
+    ) -> Publication:
+        """Make the run's current weights its next version; one that command `seq_id` made before a crash is used again.
 
         Raises AckTimeout or what a sampler refused it with; the version exists all the same.
         """
         start = perf_counter()
-        manifest, directory = await self._stage(run)
+        manifest, directory = await self._stage(run, await self._next_version(run, seq_id), seq_id)
         version = manifest.model.version
         run.latest_version, run.next_version = version, version + 1
         expected = self._feed.announce(pb.Announcement(manifest=manifest))
@@ -88,8 +90,28 @@ class Publisher:
             await asyncio.shield(persisting)
         acks: Sequence[pb.Acknowledgement] = ()
         if policy is not AckPolicy.NONE:
-            acks = await self._feed.wait((run.run_id, version), policy, expected, ack_seconds)
+            acks = await self._wait((run.run_id, version), policy, expected, ack_seconds)
         return Publication(weights.served_model(manifest), acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
+
+    async def remake(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
+        """Make a version again that command `seq_id` published and that neither staging nor the volume holds.
+
+        The run's weights are what they were then; `sha256` is that of the first time, empty where it is not known.
+        """
+        newest = max(self._on_volume_numbers(run.run_id), default=0)
+        if self._exists(run.run_id, version) or version <= newest - self._keep_versions:
+            return
+        manifest, directory = await self._stage(run, version, seq_id)
+        if sha256 not in {"", manifest.model.sha256}:
+            _log.error("version differs from what it was and is dropped", run=run.run_id, version=version)
+            await asyncio.to_thread(shutil.rmtree, directory)
+            return
+        self._feed.announce(pb.Announcement(manifest=manifest))
+        self._persist(run.run_id, version, directory, manifest)
+
+    async def settled(self, run_id: str) -> None:
+        """Wait until the versions that a run has published are on the volume. Raises what kept one from it."""
+        await asyncio.gather(*(task for key, task in self._persisting.items() if key[0] == run_id))
 
     def find(self, run: RunRecord, version: int | None) -> Path:
         """Return the directory of a version; None means the newest. Raises VersionNotFound."""
@@ -109,13 +131,40 @@ class Publisher:
 
     def _announce_restored(self, run: RunRecord) -> None:
         """Find a restored run's newest version on the volume and announce it."""
-        run.latest_version = max(self._on_volume_numbers(run.run_id), default=0)
-        if run.latest_version:
-            manifest = weights.read_manifest(self._volume.version(run.run_id, run.latest_version))
+        newest = max(self._on_volume_numbers(run.run_id), default=0)
+        run.latest_version = max(run.latest_version, newest)
+        if newest:
+            manifest = weights.read_manifest(self._volume.version(run.run_id, newest))
             self._feed.announce(self._announcement(manifest))
 
-    async def _stage(self, run: RunRecord) -> tuple[pb.Manifest, Path]:
+    async def _next_version(self, run: RunRecord, seq_id: int) -> int:
+        """Return the number that the run's current weights get: none that other weights ever had."""
         version = run.next_version
+        while (made := self._volume.version(run.run_id, version)).exists():
+            if weights.read_manifest(made).seq_id == seq_id and await self._is_current(run, made):
+                break
+            version += 1
+        return version
+
+    async def _is_current(self, run: RunRecord, made: Path) -> bool:
+        """Whether a version on the volume holds the run's current weights."""
+        async with staged_directory(self._staged(run.run_id, 0), durable=False) as staging:
+            await self._save_adapter(run.run_id, staging)
+            sha256 = await asyncio.to_thread(weights.hash_file, staging / layout.WEIGHTS_FILE)
+        await asyncio.to_thread(shutil.rmtree, self._staged(run.run_id, 0))
+        return sha256 == weights.read_manifest(made).model.sha256
+
+    async def _wait(
+        self, key: tuple[str, int], policy: AckPolicy, expected: Set[str], seconds: float
+    ) -> Sequence[pb.Acknowledgement]:
+        try:
+            return await self._feed.wait(key, policy, expected, seconds)
+        except errors.Unavailable as refusal:
+            # The version exists: this must not look as if the command could be sent again.
+            message = f"a sampler could not load version {key[1]} now ({refusal.reason}); it exists all the same"
+            raise errors.AckTimeout(message, metadata={"version": str(key[1])}) from refusal
+
+    async def _stage(self, run: RunRecord, version: int, seq_id: int) -> tuple[pb.Manifest, Path]:
         if version > run.version_limit:
             run.version_limit = version + _NUMBERS_RESERVED
             await self._registry.persist(run)
@@ -124,7 +173,7 @@ class Publisher:
         async with staged_directory(directory, durable=False) as staging:
             await self._save_adapter(run.run_id, staging)
             manifest = await asyncio.to_thread(
-                weights.describe_adapter, staging, model, tenant=run.tenant, step=run.step
+                weights.describe_adapter, staging, model, tenant=run.tenant, step=run.step, seq_id=seq_id
             )
             weights.write_manifest(staging, manifest)
         return manifest, directory
@@ -137,8 +186,9 @@ class Publisher:
 
     async def _copy(self, key: tuple[str, int], directory: Path, manifest: pb.Manifest) -> None:
         final = self._volume.version(*key)
-        async with staged_directory(final) as staging:
-            await asyncio.to_thread(shutil.copytree, directory, staging, dirs_exist_ok=True)
+        if not final.exists():
+            async with staged_directory(final) as staging:
+                await asyncio.to_thread(shutil.copytree, directory, staging, dirs_exist_ok=True)
         self._feed.announce(self._announcement(manifest))
         await asyncio.to_thread(self._retire, *key)
 
@@ -157,6 +207,9 @@ class Publisher:
             if (run_id, version) not in leased:
                 layout.remove_directory(self._volume.version(run_id, version))
                 self._feed.forget_version((run_id, version))
+
+    def _exists(self, run_id: str, version: int) -> bool:
+        return self._staged(run_id, version).exists() or self._volume.version(run_id, version).exists()
 
     def _staged(self, run_id: str, version: int) -> Path:
         return self._staging / run_id / str(version)

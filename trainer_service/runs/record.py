@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
 from paceline.types import LoraConfig, Run, RunState
+from trainer_service.journal.records import Facts
+from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.runs.sequencer import Sequencer
 
 _FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunOrigin:
+    """What never changes of a run, read from its file without opening its journal."""
+
+    tenant: str
+    base_model: str
+    lora: LoraConfig
+
+    @classmethod
+    def from_json(cls, text: bytes) -> RunOrigin:
+        """Read it from run.json."""
+        facts = json.loads(text)
+        return cls(facts["tenant"], facts["base_model"], _lora_from_json(facts["lora"]))
 
 
 @dataclass(slots=True)
@@ -27,22 +45,34 @@ class RunRecord:
     request_digest: str
     """Of the CreateRun request, to tell its repetition from another with the same request_id."""
     sequencer: Sequencer
+    snapshots: SnapshotStore
     user_metadata: dict[str, str] = field(default_factory=dict)
     step: int = 0
     latest_version: int = 0
     next_version: int = 1
     """Number of the next version to publish."""
     version_limit: int = 0
-    """Version numbers up to this one may be in use when the service stops; a restarted one goes on above it."""
+    """Version numbers up to this one may be in use; a run whose journal is lost goes on above it."""
     latest_state_checkpoint: str = ""
     state: RunState = RunState.READY
     in_engine: bool = True
     """Whether the engine holds an adapter for it."""
+    recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while its state is being rebuilt."""
 
     @property
     def list_key(self) -> str:
         """Order of lists: time of creation, then id."""
         return f"{self.create_time.timestamp():020.6f} {self.run_id}"
+
+    def facts(self) -> Facts:
+        """Return what the journal keeps after each command."""
+        return Facts(self.step, self.latest_version, self.next_version, self.latest_state_checkpoint)
+
+    def apply(self, facts: Facts) -> None:
+        """Take over what a journal says."""
+        self.step, self.latest_version, self.next_version = facts.step, facts.latest_version, facts.next_version
+        self.latest_state_checkpoint = facts.latest_state_checkpoint
 
     def public(self) -> Run:
         """Return what clients see."""
@@ -80,19 +110,30 @@ class RunRecord:
         }
         return json.dumps(facts, indent=2).encode()
 
+    @staticmethod
+    def peek(text: bytes) -> tuple[str, int]:
+        """Return the run_id, and the highest seq_id that run.json knows of."""
+        facts = json.loads(text)
+        return facts["run_id"], facts["last_seq_id"]
+
     @classmethod
-    def from_json(cls, text: bytes, gap_wait_seconds: float) -> RunRecord:
-        """Restore a run whose weights in memory are gone."""
+    def from_json(cls, text: bytes, sequencer: Sequencer, snapshots: SnapshotStore) -> RunRecord:
+        """Restore a run, whose state is not in the engine."""
         facts = json.loads(text)
         if facts.pop("format") != _FORMAT:
             raise ValueError("run.json was written by another version of this service")
         lora = facts.pop("lora")
+        del facts["last_seq_id"]  # the journal knows better
         return cls(
-            sequencer=Sequencer(facts.pop("last_seq_id"), gap_wait_seconds),
-            lora=LoraConfig(**{**lora, "layers": tuple(lora["layers"])}),
+            sequencer=sequencer,
+            snapshots=snapshots,
+            lora=_lora_from_json(lora),
             create_time=datetime.fromisoformat(facts.pop("create_time")),
-            state=RunState.LOST,
             in_engine=False,
             next_version=facts["version_limit"] + 1,
             **facts,
         )
+
+
+def _lora_from_json(facts: dict[str, Any]) -> LoraConfig:
+    return LoraConfig(**{**facts, "layers": tuple(facts["layers"])})

@@ -12,9 +12,15 @@ from paceline import errors, layout
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import RunState
+from trainer_service.journal.records import Facts
+from trainer_service.journal.snapshots import SnapshotStore
+from trainer_service.runs.deleted import DeletedRuns
 from trainer_service.runs.record import RunRecord
+from trainer_service.runs.sequencer import Sequencer
+from trainer_service.runs.storage import Past, RunStorage
 
 RUN_FILE = "run.json"
+_CLOSE_SECONDS = 5.0
 
 _log = get_logger(__name__)
 
@@ -22,23 +28,37 @@ _log = get_logger(__name__)
 class RunRegistry:
     """Finds runs for their owners, and keeps on the volume what must survive."""
 
-    def __init__(self, volume: layout.Volume, gap_wait_seconds: float) -> None:
+    def __init__(self, volume: layout.Volume, storage: RunStorage) -> None:
         self._volume = volume
-        self._gap_wait = gap_wait_seconds
+        self._storage = storage
+        self._deleted = DeletedRuns(volume.root)
         self._runs: dict[str, RunRecord] = {}
 
     def __iter__(self) -> Iterator[RunRecord]:
         return iter(list(self._runs.values()))
 
-    def restore(self) -> None:
-        """Read every run from the volume; their weights in memory are gone."""
+    async def restore(self) -> None:
+        """Read every run from the volume, with its commands and answers; its state is not in the engine."""
         self._volume.runs.mkdir(parents=True, exist_ok=True)
+        layout.sweep(self._volume.root)
+        self._deleted.read()
         for file in sorted(self._volume.runs.glob(f"*/{RUN_FILE}")):
-            record = RunRecord.from_json(file.read_bytes(), self._gap_wait)
-            self._runs[record.run_id] = record
             for folder in (file.parent, *_kind_folders(file.parent)):
                 layout.sweep(folder)
+            record = await self._restore(file.read_bytes())
+            self._runs[record.run_id] = record
         _log.info("runs restored", runs=len(self._runs))
+
+    async def _restore(self, text: bytes) -> RunRecord:
+        record_id, last_seq_id = RunRecord.peek(text)
+        past = await asyncio.to_thread(self._storage.read_or_restart, record_id, last_seq_id)
+        sequencer = self._storage.open(record_id, past)
+        record = RunRecord.from_json(text, sequencer, self._storage.snapshots(record_id))
+        if past.has_state:
+            record.apply(past.facts or Facts())
+        else:
+            record.state = RunState.LOST
+        return record
 
     def get(self, run_id: str, identity: Identity) -> RunRecord:
         """Return the caller's run. Raises RunNotFound, also for another tenant's."""
@@ -55,10 +75,24 @@ class RunRegistry:
         """Return the run that a CreateRun request made."""
         return next((run for run in self._runs.values() if (run.tenant, run.request_id) == (tenant, request_id)), None)
 
+    def find_deleted(self, tenant: str, request_id: str) -> str:
+        """Return the digest of the CreateRun request that made a run which was deleted since; empty if none did."""
+        return self._deleted.find(tenant, request_id)
+
+    async def make_journal(self, run_id: str) -> tuple[Sequencer, SnapshotStore]:
+        """Make a new run's folder, with an empty journal."""
+
+        def make() -> Past:
+            self._volume.run(run_id).mkdir(parents=True)
+            layout.sync_directory(self._volume.runs)
+            self._storage.make(run_id)
+            return self._storage.read(run_id)
+
+        past = await asyncio.to_thread(make)
+        return self._storage.open(run_id, past), self._storage.snapshots(run_id)
+
     async def add(self, record: RunRecord) -> None:
         """Take in a new run, durably."""
-        folder = self._volume.run(record.run_id)
-        folder.mkdir(parents=True)
         await self.persist(record)
         self._runs[record.run_id] = record
 
@@ -70,21 +104,33 @@ class RunRegistry:
         """Forget a run. Checkpoints that are kept stay loadable by their owner's other runs."""
         del self._runs[record.run_id]
         folder = self._volume.run(record.run_id)
+        await asyncio.to_thread(self._deleted.add, record.tenant, record.request_id, record.request_digest)
         await asyncio.to_thread(_remove_files, folder, keep_checkpoints=keep_checkpoints, tenant=record.tenant)
+        await asyncio.to_thread(self._storage.remove, record.run_id)
 
-    def lose_all(self) -> None:
-        """Note that the engine is gone and the weights of every run with it."""
+    def hold_all(self, error: errors.PacelineError) -> None:
+        """Note that the engine is gone and the state of every run with it: commands wait until that is rebuilt."""
         for record in self._runs.values():
-            record.state, record.in_engine = RunState.LOST, False
-            record.sequencer.fail_waiting(lost(record))
+            record.in_engine = False
+            record.sequencer.hold(error)
+
+    async def close(self) -> None:
+        """Close every run's journal."""
+        stopping = errors.ShuttingDown("the service is stopping")
+        closing = [asyncio.create_task(record.sequencer.close(stopping)) for record in self._runs.values()]
+        if closing:  # one that still waits for acknowledgements is in the journal, and goes on after the next start
+            await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
+        self._storage.close()
 
 
 def lost(record: RunRecord) -> errors.RunStateLost:
-    """Make the error that a run without weights answers."""
+    """Make the error that a run without state answers."""
     checkpoint = record.latest_state_checkpoint
     remedy = f"load {checkpoint} with its optimizer and go on from there" if checkpoint else "make a new run"
     return errors.RunStateLost(
-        f"the run's weights in memory were lost; {remedy}", field="run_id", metadata={"checkpoint": checkpoint}
+        f"the run's state was lost and its journal cannot be replayed; {remedy}",
+        field="run_id",
+        metadata={"checkpoint": checkpoint},
     )
 
 

@@ -1,0 +1,141 @@
+"""Paceline's arm of bench/train.py: the real trainer service in processes of its own, called over gRPC."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import grpc
+import numpy as np
+
+from paceline import codec
+from paceline.layout import CheckpointPath
+from paceline.rpc.channel import MAX_MESSAGE_BYTES
+from paceline.rpc.health import check_health
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from paceline.types import AdamParams, Datum, LoraConfig
+
+RANK = 16
+LOSS = "importance_sampling"
+_LIMITS = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
+
+
+class Trainer:
+    """One run on a trainer service."""
+
+    def __init__(self, stub: TrainerServiceStub, pid: int, volume: Path, rank: int, clock: str) -> None:
+        self._stub, self._pid, self._volume, self._seq_id, self._clock = stub, pid, volume, 0, clock
+        (self._engine,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        request = pb.CreateRunRequest(request_id=os.urandom(8).hex(), lora=codec.lora_config_to_proto(LoraConfig(rank)))
+        self._run_id = stub.CreateRun(request).run.run_id
+
+    def forward_backward(self, data: list[Datum], *, forward_only: bool = False) -> tuple[float, Any]:
+        """Encode, call, decode; returns seconds and (loss, log-probabilities of each datum)."""
+        start = self.now()
+        encoded = [codec.datum_to_proto(datum) for datum in data]
+        reply = self._call("ForwardBackward", pb.ForwardBackwardRequest, data=encoded, loss_fn=LOSS,
+                           forward_only=forward_only)  # fmt: skip
+        logprobs = [codec.output_from_proto(output, "outputs")["logprobs"] for output in reply.outputs]
+        return self.now() - start, (reply.metrics["loss:sum"], logprobs)
+
+    def optim_step(self, learning_rate: float) -> None:
+        params = codec.adam_params_to_proto(AdamParams(learning_rate=learning_rate))
+        self._call("OptimStep", pb.OptimStepRequest, adamw=params)
+
+    def save_state(self, name: str) -> Path:
+        """Save weights and the waiting gradient; returns the directory."""
+        kind = pb.CHECKPOINT_KIND_STATE
+        reply = self._call("SaveCheckpoint", pb.SaveCheckpointRequest, name=name, kind=kind)
+        path = CheckpointPath.parse(reply.checkpoint.path)
+        return self._volume / "runs" / path.run_id / path.kind.folder / path.name
+
+    def now(self) -> float:
+        """Seconds on the clock: of the wall, or of the processor, spent here, in the service and in its engine."""
+        if self._clock == "wall":
+            return time.perf_counter()
+        ticks = 0
+        for pid in (str(self._pid), self._engine):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+    def peak(self) -> int:
+        """Highest resident memory of the engine's process, in bytes."""
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{self._engine}/status").read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) * 1024
+
+    def way(self, data: list[Datum]) -> float:
+        """Seconds that a batch takes there and back: a call, and what its size adds to it."""
+        start = time.perf_counter()
+        self._stub.GetRun(pb.GetRunRequest(run_id=self._run_id))
+        call = time.perf_counter() - start
+        whole, least = (
+            self.forward_backward(part, forward_only=True)[0] for part in (one_counted(data), first_token(data))
+        )
+        return call + max(0.0, whole - least)
+
+    def _call(self, method: str, message: Any, /, **fields: Any) -> Any:
+        self._seq_id += 1
+        return getattr(self._stub, method)(message(run_id=self._run_id, seq_id=self._seq_id, **fields))
+
+
+def one_counted(data: list[Datum]) -> list[Datum]:
+    """Make requests of the same size of which one token is computed."""
+    masks = [np.zeros_like(datum.loss_inputs["mask"]) for datum in data]
+    masks[0][0] = 1
+    return [Datum(d.model_input, {**d.loss_inputs, "mask": mask}) for d, mask in zip(data, masks, strict=True)]
+
+
+def first_token(data: list[Datum]) -> list[Datum]:
+    """Make a request of that token alone."""
+    inputs = {name: values[:1] for name, values in one_counted(data)[0].loss_inputs.items()}
+    return [Datum(data[0].model_input[:1], inputs)]
+
+
+@contextmanager
+def start_trainer(model: str, dtype: str, state: Path, core: int, clock: str) -> Iterator[Trainer]:
+    """Run a trainer service on one core until the block ends."""
+    state.mkdir()
+    ports = [_free_port(), _free_port()]
+    settings = {
+        "model": model,
+        "dtype": dtype,
+        "device": "cpu",
+        "insecure": "true",
+        "listen": f"127.0.0.1:{ports[0]}",
+        "health_listen": f"127.0.0.1:{ports[1]}",
+        "checkpoint_dir": str(state / "volume"),
+        "log_level": "WARNING",
+    }
+    environment = {f"PACELINE_TRAINER_{name.upper()}": value for name, value in settings.items()}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer_service"],
+        env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
+    )
+    os.sched_setaffinity(process.pid, {core})
+    try:
+        while check_health(settings["health_listen"], "paceline.trainer.v1.TrainerService", 1.0) != "SERVING":
+            if process.poll() is not None:
+                raise SystemExit("the trainer did not start")
+            Event().wait(0.2)
+        with grpc.insecure_channel(settings["listen"], options=_LIMITS) as channel:
+            yield Trainer(TrainerServiceStub(channel), process.pid, state / "volume", RANK, clock)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,117 @@
+"""Optimizers by name, with their settings for one step. The names are those of OptimStepRequest.optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """Settings of AdamW for one step (arXiv 1711.05101). The defaults are those of Tinker's API."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Scale the gradient down to this norm; 0 is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adam8bitParams(AdamParams):
+    """Settings of AdamW with moments in 8 bits (arXiv 2110.02861)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamCpuParams(AdamParams):
+    """Settings of AdamW with moments in the host's memory; its steps are those of AdamW."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdafactorParams:
+    """Settings of Adafactor for one step (arXiv 1804.04235, algorithms 4 and 5), without momentum."""
+
+    learning_rate: float = 1e-3
+    decay_exponent: float = 0.8
+    """Step t keeps 1 - t^-decay_exponent of the second moment."""
+    eps1: float = 1e-30
+    """Added to the squared gradient."""
+    eps2: float = 1e-3
+    """Smallest scale of a weight, with scale_parameter."""
+    clip_threshold: float = 1.0
+    """Scale a weight's update down to this root mean square; 0 is off."""
+    scale_parameter: bool = False
+    """Multiply the learning rate by each weight's root mean square."""
+    relative_step: bool = False
+    """Use min(learning_rate, 1 / sqrt(step)) as learning rate; the paper has 1e-2 for learning_rate."""
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Scale the gradient down to this norm; 0 is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApolloParams:
+    """Settings of APOLLO for one step (arXiv 2412.05270): a learning rate for each channel."""
+
+    learning_rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Scale the gradient down to this norm; 0 is off."""
+    rank: int = 256
+    """Rank of the projection, but at most the smaller side of each matrix."""
+    scale: float = 1.0
+    """Updates are multiplied by its square root."""
+    update_interval: int = 200
+    """Steps after which the projection is drawn anew."""
+    norm_growth_limit: float = 1.01
+    """Largest growth of an update's norm from step to step; 0 is off."""
+    seed: int = 0
+    """Seed of the projections."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApolloMiniParams:
+    """Settings of APOLLO-Mini for one step (arXiv 2412.05270): rank 1, and a learning rate for each matrix."""
+
+    learning_rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Scale the gradient down to this norm; 0 is off."""
+    scale: float = 128.0
+    """Updates are multiplied by its square root."""
+    update_interval: int = 200
+    """Steps after which the projection is drawn anew."""
+    norm_growth_limit: float = 1.01
+    """Largest growth of an update's norm from step to step; 0 is off."""
+    seed: int = 0
+    """Seed of the projections."""
+
+
+OptimizerParams: TypeAlias = AdamParams | AdafactorParams | ApolloParams | ApolloMiniParams
+
+OPTIMIZERS: Mapping[str, type[OptimizerParams]] = {
+    "adamw": AdamParams,
+    "adamw_8bit": Adam8bitParams,
+    "adamw_cpu": AdamCpuParams,
+    "adafactor": AdafactorParams,
+    "apollo": ApolloParams,
+    "apollo_mini": ApolloMiniParams,
+}
+"""The settings that each optimizer takes."""
+
+
+def optimizer_name(params: OptimizerParams) -> str:
+    """Name the optimizer that `params` are settings of. Raises TypeError."""
+    for name, kind in OPTIMIZERS.items():
+        if type(params) is kind:
+            return name
+    raise TypeError(f"{type(params).__name__} are no optimizer's settings")

@@ -1,0 +1,57 @@
+"""No acknowledged command is lost and none is applied twice, whatever dies and whatever the network does."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+from chaos import Chaos, Client
+from tiny_models import make_tiny_llama
+
+from paceline import errors
+from paceline.rpc.channel import open_channel
+from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+
+KILLS = 50
+
+pytestmark = [pytest.mark.services, pytest.mark.xdist_group("chaos")]
+
+
+@pytest.fixture
+def chaos(tmp_path):
+    chaos = Chaos(tmp_path, make_tiny_llama(tmp_path / "model"), seed=0)
+    yield chaos
+    chaos.close()
+
+
+async def test_runs_that_are_killed_over_and_over_end_byte_identical_to_runs_that_are_not(chaos):
+    outcome = await chaos.run(KILLS)
+    assert outcome.kills.total() >= KILLS
+    assert len(outcome.kills) > 8, "kills at many points"
+    assert outcome.differences == []
+    for run in (chaos.volume / "runs").iterdir():
+        assert len(list((run / "journal").iterdir())) <= 3, "the journal stays short"
+        assert len(list((run / "snapshots").iterdir())) <= 2
+
+
+async def test_a_command_that_the_engine_dies_of_is_refused_and_the_run_goes_on(chaos):
+    chaos.environment["PACELINE_TRAINER_MAX_ATTEMPTS"] = "2"
+    service = chaos.start("engine_OptimStep:1+")
+    async with open_channel(f"127.0.0.1:{chaos.port}") as channel:
+        client = Client(TrainerServiceStub(channel), seed=0)
+        await client.create()
+        await client.forward_backward()
+        with pytest.raises(errors.PoisonedCommand) as caught:
+            await client.optim_step()
+        assert caught.value.metadata == {"attempts": "2"}
+        await client.forward_backward()
+        service.kill()
+        assert service.wait(10)
+        service = chaos.start("")
+        client.seq_id -= 2
+        with pytest.raises(errors.PoisonedCommand):
+            await client.optim_step()
+        client.seq_id += 1
+        assert (await client.optim_step()).tokens == 12
+    os.kill(service.pid, signal.SIGKILL)
+    assert await asyncio.to_thread(service.wait, 10)

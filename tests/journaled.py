@@ -1,0 +1,99 @@
+"""A sequencer on a real journal, with an executor that notes what it executes."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from trainer_service.failpoints import Failpoints
+from trainer_service.journal.history import read_history
+from trainer_service.journal.journal import RunJournal
+from trainer_service.journal.records import Facts
+from trainer_service.runs.answers import Answers
+from trainer_service.runs.command import Command
+from trainer_service.runs.sequencer import Sequencer
+
+NO_FAILPOINTS = Failpoints("")
+
+
+class Executor:
+    """Notes commands; `act` holds what some of them do beside that."""
+
+    def __init__(self):
+        self.ran = []
+        self.act = {}
+
+    async def execute(self, command):
+        await asyncio.sleep(0)
+        reply = await self.act[command.seq_id]() if command.seq_id in self.act else None
+        self.ran.append(command.seq_id)
+        return reply or pb.OptimStepResponse(step=command.seq_id)
+
+    def facts(self):
+        return Facts(step=len(self.ran))
+
+    async def executed(self, command):
+        pass
+
+    async def close(self):
+        pass
+
+
+class JournaledRun:
+    """A run's sequencer and executor on a directory."""
+
+    def __init__(self, directory, gap_wait=10.0, max_attempts=2, *, started=True):
+        self.directory = directory
+        if not directory.exists():
+            RunJournal.make(directory, 1)
+        self.executor = Executor()
+        history = read_history(directory)
+        self.journal = RunJournal(directory, history.last_seq_id, ThreadPoolExecutor(2), NO_FAILPOINTS)
+        answers = Answers()
+        for record in history.answers.values():
+            answers.keep(record)
+        executed = max(history.answers, default=history.base - 1)
+        self.sequencer = Sequencer(
+            self.journal,
+            answers,
+            executed,
+            gap_wait_seconds=gap_wait,
+            max_attempts=max_attempts,
+            failpoints=NO_FAILPOINTS,
+        )
+        self.sequencer.attempts = history.attempts
+        for seq_id, record in history.commands.items():
+            if seq_id > executed:
+                self.sequencer.restore(Command.from_record(record))
+        if started:
+            self.start()
+
+    def send_large(self, seq_id):
+        """Send a command of 4 MiB."""
+        request = pb.ForwardBackwardRequest(run_id="run", seq_id=seq_id, loss_fn="x" * (4 << 20))
+        return asyncio.ensure_future(self.sequencer.execute(Command.of(request, "team")))
+
+    def start(self):
+        self.sequencer.start(self.executor)
+
+    def send(self, seq_id, rate=1e-3, run_id="run"):
+        """Send a command, an OptimStep; return the task of its answer."""
+        request = pb.OptimStepRequest(run_id=run_id, seq_id=seq_id)
+        request.adamw.learning_rate = rate
+        return asyncio.ensure_future(self.sequencer.execute(Command.of(request, "team")))
+
+    def history(self):
+        return read_history(self.directory)
+
+
+def refusal(error):
+    async def act():
+        raise error
+
+    return act
+
+
+def blocked(release):
+    async def act():
+        await release.wait()
+
+    return act

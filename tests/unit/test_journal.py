@@ -1,0 +1,235 @@
+"""The journal: on the disk before anything executes, readable after any crash, and never longer than it must be."""
+
+import asyncio
+import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from journaled import NO_FAILPOINTS, JournaledRun, blocked, refusal
+
+from paceline import errors
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from trainer_service.failpoints import Failpoints
+from trainer_service.journal.history import read_history, segments
+from trainer_service.journal.journal import RunJournal
+from trainer_service.journal.records import (
+    MAGIC,
+    AnswerRecord,
+    CommandRecord,
+    Facts,
+    JournalDamagedError,
+    decode,
+    encode,
+)
+from trainer_service.journal.snapshots import SnapshotStore
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "journal"
+
+
+def command(seq_id):
+    request = pb.OptimStepRequest(run_id="run", seq_id=seq_id)
+    request.adamw.learning_rate = 1e-3
+    return CommandRecord(seq_id, "OptimStep", "team", request.SerializeToString(deterministic=True))
+
+
+async def written(directory, *records):
+    RunJournal.make(directory, 1)
+    journal = RunJournal(directory, 0, ThreadPoolExecutor(1), NO_FAILPOINTS)
+    for record in records:
+        await journal.append(record, sync=True)
+    await journal.close()
+    (path,) = segments(directory).values()
+    return path
+
+
+async def test_a_command_is_on_the_disk_before_it_executes_and_its_answer_before_it_is_told(directory):
+    run = JournaledRun(directory)
+    seen = []
+
+    async def look():
+        seen.append(run.history())
+
+    run.executor.act[1] = look
+    reply = await run.send(1)
+    assert (list(seen[0].commands), list(seen[0].answers)) == ([1], [])
+    assert pb.OptimStepResponse.FromString(run.history().answers[1].reply) == reply
+
+
+async def test_after_a_restart_answers_are_given_again_and_commands_without_one_execute(directory):
+    before = JournaledRun(directory)
+    before.executor.act[2] = refusal(errors.NoGradient("there is no gradient"))
+    first = await before.send(1)
+    with pytest.raises(errors.NoGradient):
+        await before.send(2)
+    release = asyncio.Event()
+    before.executor.act[3] = blocked(release)
+    waiting = [before.send(3), before.send(4)]
+    await asyncio.wait(waiting, timeout=0.5)
+    assert list(before.history().commands) == [1, 2, 3, 4]
+    after = JournaledRun(directory)
+    assert await after.send(1) == first
+    with pytest.raises(errors.NoGradient, match="there is no gradient"):
+        await after.send(2)
+    with pytest.raises(errors.SeqIdReused):
+        await after.send(1, rate=7.0)
+    assert after.sequencer.last_seq_id == 4
+    assert (await after.send(4)).step == 4
+    assert after.executor.ran == [3, 4]
+    release.set()
+
+
+@pytest.mark.parametrize("lost", [1, 11, 40])
+async def test_a_torn_end_is_dropped_and_the_journal_goes_on_behind_what_is_whole(directory, lost):
+    path = await written(directory, command(1), command(2))
+    os.truncate(path, path.stat().st_size - lost)
+    assert list(read_history(directory).commands) == [1]
+    run = JournaledRun(directory)
+    await run.send(2)
+    assert list(run.history().commands) == [1, 2]
+    assert run.executor.ran == [1, 2]
+
+
+async def test_a_file_that_was_made_longer_and_never_written_is_a_torn_end(directory):
+    path = await written(directory, command(1))
+    os.truncate(path, path.stat().st_size + 4096)
+    assert list(read_history(directory).commands) == [1]
+
+
+@pytest.mark.parametrize("place", [0, 9, 13, 17, 60])
+async def test_damage_before_whole_records_is_told_from_a_torn_end(directory, place):
+    path = await written(directory, command(1), command(2))
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(JournalDamagedError):
+        read_history(directory)
+
+
+async def test_a_journal_without_its_segments_or_with_a_command_missing_is_damaged(directory):
+    path = await written(directory, command(1), command(3))
+    with pytest.raises(JournalDamagedError, match="command 2 is missing"):
+        read_history(directory)
+    path.unlink()
+    with pytest.raises(JournalDamagedError):
+        read_history(directory)
+
+
+def test_a_record_comes_back_as_it_was():
+    records = [command(1), AnswerRecord(1, b"d", "OptimStep", b"reply", None, Facts(3, 2, 4, "paceline://x"))]
+    segment = decode(MAGIC + b"".join(map(encode, records)))
+    assert (segment.records, segment.is_damaged) == (records, False)
+
+
+async def test_commands_that_wait_at_the_same_time_share_one_sync(directory, monkeypatch):
+    syncs = []
+    sync = os.fdatasync
+    run = JournaledRun(directory)
+    monkeypatch.setattr(os, "fdatasync", lambda file: (syncs.append(file), sync(file)))
+    await asyncio.gather(*(run.send(seq_id) for seq_id in range(1, 65)))
+    assert run.executor.ran == list(range(1, 65))
+    assert len(syncs) <= 3
+
+
+@contextmanager
+def no_room(directory, more=0):
+    """Let no file grow beyond the journal's size: it is large, so that it alone comes to the limit."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+async def test_a_full_disk_refuses_the_command_executes_nothing_and_leaves_its_seq_id_free(directory):
+    run = JournaledRun(directory)
+    await run.send_large(1)
+    with no_room(directory, more=100):
+        refused = await asyncio.gather(run.send(2), run.send(3), return_exceptions=True)
+    assert [type(error) for error in refused] == [errors.DiskFull] * 2
+    assert refused[0].retry_after, "the client sends it again"
+    assert (run.executor.ran, run.sequencer.last_seq_id) == ([1], 1)
+    await run.send(2)
+    await run.send(3)
+    assert run.executor.ran == [1, 2, 3]
+    assert list(run.history().answers) == [1, 2, 3]
+
+
+async def test_an_answer_for_which_there_was_no_room_is_written_with_the_next_command(directory):
+    run = JournaledRun(directory)
+    with ExitStack() as limit:
+
+        async def fill():
+            limit.enter_context(no_room(directory))
+
+        run.executor.act[1] = fill
+        assert (await run.send_large(1)).step == 1
+        assert list(run.history().answers) == []
+    await run.send(2)
+    assert list(run.history().answers) == [1, 2]
+
+
+async def test_segments_before_a_snapshot_are_removed_and_none_after_it(directory):
+    run = JournaledRun(directory)
+    for seq_id in (1, 2):
+        await run.send(seq_id)
+    await run.journal.rotate()
+    await run.send(3)
+    await run.journal.rotate()
+    await run.journal.rotate()
+    await run.send(4)
+    await run.journal.drop(2)
+    assert list(run.history().commands) == [3, 4]
+    await run.journal.drop(3)
+    await run.journal.drop(3)
+    assert list(run.history().commands) == [4]
+    assert JournaledRun(directory).sequencer.last_seq_id == 4
+
+
+async def test_a_segment_begins_with_what_the_one_before_does_not_hold_however_commands_come(directory):
+    run = JournaledRun(directory)
+    await run.send(1)
+    second = run.send(2)
+    rotating = asyncio.ensure_future(run.journal.rotate())
+    third = run.send(3)
+    await asyncio.gather(second, rotating, third)
+    await run.journal.drop(2)
+    assert 3 in run.history().commands
+    assert JournaledRun(directory).sequencer.last_seq_id == 3
+
+
+async def test_a_snapshot_comes_back_whole_or_not_at_all(tmp_path):
+    store = SnapshotStore(tmp_path, NO_FAILPOINTS)
+    answers = [AnswerRecord(5, b"digest", "OptimStep", b"reply")]
+
+    async def write(directory):
+        (directory / "weights").write_bytes(b"w" * 100)
+
+    for seq_id in (3, 5):
+        saved = asyncio.Event()
+        await store.save(seq_id, write, Facts(step=seq_id), answers, saved)
+        assert saved.is_set()
+    store.drop_before(5)
+    assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["5"]
+    snapshot = store.newest(above=0)
+    assert (snapshot.seq_id, snapshot.facts, snapshot.answers) == (5, Facts(step=5), answers)
+    assert store.newest(above=6) is None
+    (snapshot.directory / "weights").write_bytes(b"v" * 100)
+    with pytest.raises(JournalDamagedError):
+        store.newest(above=0)
+
+
+def test_failpoints_are_checked_and_off_by_default():
+    for spec in ("after_snyc:1", "after_sync", "after_sync:x"):
+        with pytest.raises(ValueError, match="name:count"):
+            Failpoints(spec)
+    points = Failpoints("after_sync:3,engine_OptimStep:1+")
+    points.hit("after_sync")
+    points.hit("before_ack")
+    assert points.lasting == "engine_OptimStep:1+"

@@ -1,0 +1,45 @@
+"""Put the fused layers into a model, where it has the layers that they compute."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainer_service.engine.fused.attention import FusedAttention
+from trainer_service.engine.fused.mlp import FusedSwiglu
+from trainer_service.engine.fused.norm import FusedRmsNorm
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of `model_type` whose decoder layers are these three modules, and whose rotary halves are alike."""
+_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+
+
+def fuse_layers(model: PreTrainedModel) -> None:
+    """Replace norms, MLPs and attention of a known family; leave any other model as it is.
+
+    Names of weights and of linear layers stay.
+    """
+    if model.config.model_type not in _FAMILIES:
+        return
+    for parent in reversed(list(model.modules())):  # Inner layers first: an outer one takes them over.
+        for name, child in list(parent.named_children()):
+            replacement = _fused(child, model)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+
+
+def _fused(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
+    kind = type(module).__name__
+    if kind in _NORMS:
+        return FusedRmsNorm(module.weight, module.variance_epsilon)  # type: ignore[arg-type]
+    if kind.endswith("MLP") and model.config.hidden_act == "silu":
+        return FusedSwiglu(module)
+    if kind.endswith("Attention"):
+        return FusedAttention(module, _window(module, model))
+    return None
+
+
+def _window(layer: nn.Module, model: PreTrainedModel) -> int | None:
+    if model.config.model_type == "mistral":
+        return model.config.sliding_window  # type: ignore[no-any-return]
+    return getattr(layer, "sliding_window", None)

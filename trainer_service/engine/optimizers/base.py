@@ -1,0 +1,81 @@
+"""What every optimizer does: keep state for each weight by name, clip, step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+
+from paceline.types import OptimizerParams
+
+P = TypeVar("P", bound=OptimizerParams)
+
+Parameters = Mapping[str, nn.Parameter]
+"""float32 weights by name."""
+
+
+class Optimizer(ABC, Generic[P]):
+    """State of one optimizer over a run's weights. Each step brings its own settings."""
+
+    workspace: ClassVar[int] = 0
+    """Tensors of the largest weight's size that a step makes on the way."""
+
+    def __init__(self, parameters: Parameters, params: P) -> None:
+        """Make an optimizer without history for float32 `parameters`; `params` are the settings of its first step."""
+        self.params = params
+        """Settings of the last step."""
+        self._parameters = parameters
+        self._largest = max(parameters.values(), key=lambda parameter: parameter.numel())
+        self._tensors: dict[str, Tensor] = {}
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All that is remembered beside the number of steps, by names <kind>.<weight>; not a copy."""
+        return self._tensors
+
+    @torch.no_grad()
+    def step(self, params: P, step: int, norm: float) -> float:
+        """Take the run's step number `step`, from 1, with the gradient in the parameters, whose norm is `norm`.
+
+        Returns the learning rate. The gradient is clipped in place. What can run out of memory does so before weights
+        or state are changed.
+        """
+        self._reserve()
+        if params.grad_clip_norm > 0:
+            clip_grads_with_norm_(self._parameters.values(), params.grad_clip_norm, torch.tensor(norm))
+        self._update(params, step)
+        self.params = params
+        return self.learning_rate(params, step)
+
+    def learning_rate(self, params: P, step: int) -> float:
+        """Return the learning rate of a step, before any scaling of single weights."""
+        del step
+        return params.learning_rate
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the state by one of the same names, shapes and dtypes."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(tensors[name])
+
+    @abstractmethod
+    def _update(self, params: P, step: int) -> None:
+        """Change weights and state by the gradient, which is clipped already."""
+
+    def _reserve(self) -> None:
+        # The allocator keeps what is freed here, so that a step which can begin can end.
+        torch.empty(self.workspace * self._largest.numel(), device=self._largest.device)
+
+    def _add_state(self, kind: str, like: Mapping[str, Tensor]) -> None:
+        self._tensors |= {f"{kind}.{name}": torch.zeros_like(tensor.detach()) for name, tensor in like.items()}
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient, which a run that steps has for each weight."""
+    return cast("Tensor", parameter.grad)
+
+
+AnyOptimizer = Optimizer[Any]

@@ -1,0 +1,43 @@
+"""Optimizers from settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.errors import OptimizerChanged
+from paceline.types import OptimizerParams
+from paceline.types.optimizers import optimizer_name
+from trainer_service.engine.optimizers.adafactor import Adafactor
+from trainer_service.engine.optimizers.adamw import AdamW
+from trainer_service.engine.optimizers.adamw_8bit import AdamW8bit
+from trainer_service.engine.optimizers.adamw_cpu import AdamWCpu
+from trainer_service.engine.optimizers.apollo import Apollo
+from trainer_service.engine.optimizers.base import AnyOptimizer, Parameters
+from trainer_service.engine.optimizers.specs import spec_of
+
+_CLASSES: Mapping[str, type[AnyOptimizer]] = {
+    "adamw": AdamW,
+    "adamw_8bit": AdamW8bit,
+    "adamw_cpu": AdamWCpu,
+    "adafactor": Adafactor,
+    "apollo": Apollo,
+    "apollo_mini": Apollo,
+}
+
+
+def make_optimizer(parameters: Parameters, params: OptimizerParams) -> AnyOptimizer:
+    """Make an optimizer without history for weights of one device."""
+    return _CLASSES[optimizer_name(params)](parameters, params)
+
+
+def check_same(optimizer: AnyOptimizer, params: OptimizerParams) -> None:
+    """Check that a step with `params` can go on from an optimizer's state. Raises OptimizerChanged."""
+    before, after = spec_of(optimizer.params), spec_of(params)
+    metadata = {"optimizer": before.name}
+    if before is not after:
+        message = f"the run has state of {before.name}; go on with it, or load weights alone to begin anew."
+        raise OptimizerChanged(message, field=after.name, metadata=metadata)
+    if setting := before.changed(optimizer.params, params):
+        kept = getattr(optimizer.params, setting)
+        message = f"is not the {kept} of the run's state; send that, or load weights alone to begin anew."
+        raise OptimizerChanged(message, field=f"{after.name}.{setting}", metadata=metadata)

@@ -1,0 +1,75 @@
+"""Tensors in 8 bits: a scale for each block, and the dynamic map of arXiv 2110.02861."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 256
+"""Elements that share a scale. The paper has 2048; smaller ones lose less to a large neighbour."""
+
+_EXPONENTS = 7
+"""Powers of ten that the map spans."""
+
+
+class BlockMap:
+    """Rounds each element to the nearest of 256 values times the largest magnitude in its block.
+
+    A value is a power of ten from 1 down to 1e-6 times a fraction of 0.1 to 1, with half as many fractions at each
+    power below; and 0 and 1. Small elements have small absolute errors, large ones small relative errors: at most half
+    the map's widest gap, 0.0071 of the scale where signed and 0.0036 where not. Without sign, what is above 0 is never
+    rounded to 0, since a second moment is divided by.
+    """
+
+    def __init__(self, device: torch.device, *, signed: bool) -> None:
+        values = dynamic_map(signed=signed)
+        middles = (values[1:] + values[:-1]) / 2
+        if not signed:
+            middles[0] = 0.0
+        self.values = values.to(device)
+        self._first_codes = _first_codes(middles).to(device)
+        self._middles = torch.cat([middles, torch.tensor([torch.inf])]).to(device)
+
+    def pack(self, tensor: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Round a float32 tensor into `codes`, uint8 of its shape, and `scales`, float32, one for each block."""
+        blocks = _blocks(tensor)
+        scales.copy_(blocks.abs().amax(1))
+        shares = (blocks / torch.where(scales > 0, scales, 1.0)[:, None]).flatten()[: tensor.numel()]
+        first = self._first_codes.index_select(0, (shares.view(torch.int32) >> 16) & 0xFFFF)
+        codes.copy_((first + (shares > self._middles.index_select(0, first))).view_as(codes))
+
+    def unpack(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return what `pack` kept, float32."""
+        values = _blocks(self.values.index_select(0, codes.flatten().int())) * scales[:, None]
+        return values.flatten()[: codes.numel()].view(codes.shape)
+
+
+def dynamic_map(*, signed: bool) -> Tensor:
+    """Return the 256 values of the map in ascending order, float32."""
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+    for power in range(_EXPONENTS):
+        edges = torch.linspace(0.1, 1.0, 2 ** (power + (not signed)) + 1, dtype=torch.float64)
+        means = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (power + 1 - _EXPONENTS)
+        values += [means, -means] if signed else [means]
+    return torch.cat(values).sort().values.float()
+
+
+def _first_codes(middles: Tensor) -> Tensor:
+    """Return the code of the lowest float32 that begins with each of the 65,536 pairs of bytes, int32.
+
+    Numbers with the same first two bytes differ by less than a 128th, less than neighbouring values of the map do, so
+    that each has this code or the next. It takes one comparison in place of a search.
+    """
+    bits = torch.arange(1 << 16) << 16
+    bits = torch.where(bits >= 1 << 31, (bits | 0xFFFF) - (1 << 32), bits)
+    return torch.bucketize(bits.to(torch.int32).view(torch.float32).nan_to_num(), middles, out_int32=True)
+
+
+def count_blocks(tensor: Tensor) -> int:
+    """Count the scales that a tensor needs."""
+    return -(-tensor.numel() // BLOCK)
+
+
+def _blocks(tensor: Tensor) -> Tensor:
+    return pad(tensor.flatten(), (0, -tensor.numel() % BLOCK)).view(-1, BLOCK)

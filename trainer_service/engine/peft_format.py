@@ -1,0 +1,60 @@
+"""What adapter_config.json must say for an adapter's weights to mean in a run what they meant where they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import CheckpointMismatch
+from paceline.types import LoraConfig
+
+_WITHOUT_EFFECT = frozenset(
+    [
+        "auto_mapping",
+        "base_model_name_or_path",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_dropout",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "target_modules",
+        "task_type",
+    ]
+)
+"""Fields that change nothing that the names and shapes of the tensors do not show."""
+
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base model's weights and the adapter's form as they are."""
+
+_DEFAULTS = {"use_rslora": False, "init_lora_weights": True}
+"""What PEFT takes for fields that are not there."""
+
+
+def scaling_alpha(lora: LoraConfig) -> float:
+    """LoRA's alpha: 2 r unless set."""
+    return 2.0 * lora.rank if lora.alpha is None else lora.alpha
+
+
+def check_adapter_config(lora: LoraConfig, config: Mapping[str, Any]) -> None:
+    """Check that weights with this adapter_config.json compute in a run of `lora` what they do in PEFT.
+
+    Raises CheckpointMismatch: for another rank or scaling, and for every setting of a variant of LoRA (DoRA, alphas of
+    their own for some modules, a changed base model and so on), also one that is not known here.
+    """
+    ours = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": scaling_alpha(lora), "use_rslora": lora.use_rslora}
+    theirs = _DEFAULTS | dict(config)
+    for field, mine in ours.items():
+        if theirs.get(field) != mine:
+            raise CheckpointMismatch(f"{field} is {theirs.get(field)} in the checkpoint and {mine} in the run.")
+    if (start := theirs["init_lora_weights"]) not in _PLAIN_STARTS:
+        raise CheckpointMismatch(
+            f"init_lora_weights is {start}, which changes more than the adapter; convert it to a plain LoRA with PEFT."
+        )
+    for field in sorted(theirs.keys() - ours.keys() - _DEFAULTS.keys() - _WITHOUT_EFFECT):
+        if theirs[field] and (field, theirs[field]) != ("bias", "none"):
+            raise CheckpointMismatch(f"{field} is {theirs[field]} in the checkpoint; only plain LoRA is loaded.")

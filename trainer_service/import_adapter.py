@@ -1,0 +1,93 @@
+"""Bring a PEFT adapter made elsewhere onto the checkpoint volume: `python -m trainer_service.import_adapter`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline import errors, layout, weights
+from paceline.types import Checkpoint, CheckpointKind
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.engine.peft_format import check_adapter_config
+from trainer_service.runs.record import RunOrigin
+from trainer_service.runs.registry import RUN_FILE
+
+_FILES = (layout.WEIGHTS_FILE, layout.CONFIG_FILE)
+
+
+async def import_adapter(
+    source: Path, volume: layout.Volume, run_id: str, name: str, *, overwrite: bool = False
+) -> Checkpoint:
+    """Copy the adapter of a PEFT directory to a sampler checkpoint of a run, durably and all at once.
+
+    The checkpoint belongs to the run's tenant. The trainer may be running. Nothing but the weights and their
+    configuration is copied. Raises RunNotFound, InvalidName, CheckpointExists, InvalidDtype, ChecksumMismatch,
+    DiskFull, and CheckpointMismatch when a file is missing or rank or scaling are not the run's. Whether the modules
+    are the run's, LoadCheckpoint checks.
+    """
+    run = _read_run(volume, run_id)
+    _check_files(source, run)
+
+    async def copy(directory: Path) -> None:
+        for file in _FILES:
+            await asyncio.to_thread(shutil.copyfile, source / file, directory / file)
+
+    return await CheckpointStore(volume).save(
+        layout.CheckpointPath(run_id, CheckpointKind.SAMPLER, layout.check_name(name)),
+        copy,
+        base_model=run.base_model,
+        tenant=run.tenant,
+        step=0,
+        ttl_seconds=None,
+        overwrite=overwrite,
+    )
+
+
+def _read_run(volume: layout.Volume, run_id: str) -> RunOrigin:
+    try:
+        return RunOrigin.from_json((volume.run(run_id) / RUN_FILE).read_bytes())
+    except FileNotFoundError:
+        raise errors.RunNotFound("no such run on this volume; make one with the adapter's configuration") from None
+
+
+def _check_files(source: Path, run: RunOrigin) -> None:
+    for file in _FILES:
+        if not (source / file).is_file():
+            raise errors.CheckpointMismatch(f"{source} has no {file}; save the adapter with PEFT as safetensors")
+    try:
+        config = msgspec.json.decode((source / layout.CONFIG_FILE).read_bytes(), type=dict[str, Any])
+        weights.read_tensor_entries(source / layout.WEIGHTS_FILE)
+    except (msgspec.MsgspecError, ValueError, struct.error) as error:
+        raise errors.CheckpointMismatch(f"{source} holds no adapter that can be read: {error}") from error
+    check_adapter_config(run.lora, config)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer_service.import_adapter", description="Make a PEFT directory a sampler checkpoint."
+    )
+    parser.add_argument("directory", type=Path, help="adapter_model.safetensors and adapter_config.json lie in it")
+    parser.add_argument("--checkpoint-dir", type=Path, required=True, help="the trainer's checkpoint volume")
+    parser.add_argument("--run", required=True, help="run_id of a run with the adapter's rank, alpha and modules")
+    parser.add_argument("--name", required=True, help="name of the checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint of this name")
+    given = parser.parse_args(arguments)
+    volume = layout.Volume(given.checkpoint_dir)
+    try:
+        made = asyncio.run(import_adapter(given.directory, volume, given.run, given.name, overwrite=given.overwrite))
+    except errors.PacelineError as error:
+        raise SystemExit(str(error)) from error
+    sys.stdout.write(made.path + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Snapshots of a run, from which its journal is replayed.
+
+<run>/snapshots/<seq_id>/   what the engine's save_state wrote, answers, facts.json, SHA256SUMS
+<run>/loads/<seq_id>/       the checkpoint that command `seq_id` loads, linked, so that a replay finds the same
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from paceline import layout, weights
+from trainer_service.checkpoints.store import SUMS_FILE, staged_directory
+from trainer_service.failpoints import Failpoints
+from trainer_service.journal.records import MAGIC, AnswerRecord, Facts, JournalDamagedError, decode, encode
+
+_ANSWERS, _FACTS = "answers", "facts.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run's state after command `seq_id`."""
+
+    seq_id: int
+    directory: Path
+    facts: Facts
+    answers: list[AnswerRecord]
+    """Of that command and those before it, as far as they are kept."""
+
+
+class SnapshotStore:
+    """One run's snapshots."""
+
+    def __init__(self, run_directory: Path, failpoints: Failpoints) -> None:
+        self._root = run_directory / "snapshots"
+        self._loads = run_directory / "loads"
+        self._failpoints = failpoints
+
+    def newest(self, above: int) -> Snapshot | None:
+        """Read and verify the newest snapshot, unless it is older than command `above`.
+
+        Raises JournalDamagedError.
+        """
+        seq_id = max(self._numbers(self._root), default=-1)
+        if seq_id < above:
+            return None
+        directory = self._root / str(seq_id)
+        try:
+            _verify(directory)
+            facts = msgspec.json.decode((directory / _FACTS).read_bytes(), type=Facts)
+            records = decode((directory / _ANSWERS).read_bytes()).records
+        except (OSError, msgspec.MsgspecError) as error:
+            raise JournalDamagedError(f"snapshot {seq_id} cannot be read: {error}") from error
+        answers = [record for record in records if isinstance(record, AnswerRecord)]
+        return Snapshot(seq_id, directory, facts, answers)
+
+    async def save(
+        self,
+        seq_id: int,
+        write: Callable[[Path], Awaitable[None]],
+        facts: Facts,
+        answers: Iterable[AnswerRecord],
+        written: asyncio.Event,
+    ) -> None:
+        """Let `write` save the run's state, set `written`, and make the snapshot durable.
+
+        Raises what `write` raised, or DiskFull.
+        """
+        try:
+            async with staged_directory(self._root / str(seq_id)) as staging:
+                await write(staging)
+                written.set()
+                await asyncio.to_thread(_seal, staging, facts, list(answers))
+                self._failpoints.hit("during_snapshot")
+            self._failpoints.hit("after_snapshot")
+        finally:
+            written.set()
+
+    def drop_before(self, seq_id: int) -> None:
+        """Remove what a snapshot after command `seq_id` makes superfluous."""
+        old = [self._root / str(number) for number in self._numbers(self._root) if number < seq_id]
+        old += [self._loads / str(number) for number in self._numbers(self._loads) if number <= seq_id]
+        for directory in old:
+            layout.remove_directory(directory)
+
+    async def pin(self, seq_id: int, directory: Path) -> Path:
+        """Keep a checkpoint as it is now for the replay of the command that loads it; return where. Raises DiskFull."""
+        pinned = self._loads / str(seq_id)
+        if not pinned.exists():
+            async with staged_directory(pinned) as staging:
+                await asyncio.to_thread(_link_files, directory, staging)
+        return pinned
+
+    def pinned(self, seq_id: int) -> Path | None:
+        """Return the checkpoint that was kept for a command."""
+        directory = self._loads / str(seq_id)
+        return directory if directory.exists() else None
+
+    @staticmethod
+    def _numbers(folder: Path) -> list[int]:
+        return [int(path.name) for path in folder.glob("[0-9]*")]
+
+
+def _seal(directory: Path, facts: Facts, answers: list[AnswerRecord]) -> None:
+    (directory / _FACTS).write_bytes(msgspec.json.encode(facts))
+    (directory / _ANSWERS).write_bytes(MAGIC + b"".join(map(encode, answers)))
+    sums = "".join(f"{weights.hash_file(path)}  {path.name}\n" for path in sorted(directory.iterdir()))
+    (directory / SUMS_FILE).write_text(sums)
+
+
+def _verify(directory: Path) -> None:
+    for line in (directory / SUMS_FILE).read_text().splitlines():
+        digest, _, name = line.partition("  ")
+        if weights.hash_file(directory / name) != digest:
+            raise JournalDamagedError(f"{directory.name}/{name} is damaged")
+
+
+def _link_files(source: Path, target: Path) -> None:
+    for path in source.iterdir():
+        try:
+            os.link(path, target / path.name)
+        except OSError:  # some volumes have no hard links
+            shutil.copyfile(path, target / path.name)

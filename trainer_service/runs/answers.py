@@ -1,0 +1,66 @@
+"""What a run's commands answered, so that one sent again gets the first answer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from paceline import errors
+from trainer_service.journal.records import AnswerRecord
+from trainer_service.runs.command import Answer, answer_from_record
+
+_KEPT_BYTES = 64 << 20
+"""Answers kept per run; the newest is kept whatever its size."""
+_KEPT_DIGESTS = 10_000
+"""Digests kept per run, to tell a repeated command from a reused seq_id after its answer is gone."""
+
+
+class Answers:
+    """The newest answers of a run."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[int, AnswerRecord] = OrderedDict()
+        self._kept_bytes = 0
+
+    def __iter__(self) -> Iterator[AnswerRecord]:
+        return iter(list(self._records.values()))
+
+    def keep(self, record: AnswerRecord) -> None:
+        """Keep an answer, and drop the oldest beyond the limits."""
+        self._kept_bytes += _size(record) - _size(self._records.get(record.seq_id))
+        self._records[record.seq_id] = record
+        for seq_id, old in list(self._records.items()):
+            if self._kept_bytes <= _KEPT_BYTES or seq_id == record.seq_id:
+                break
+            self._kept_bytes -= _size(old)
+            self._records[seq_id] = _without_reply(old)
+        while len(self._records) > _KEPT_DIGESTS:
+            self._kept_bytes -= _size(self._records.popitem(last=False)[1])
+
+    def again(self, seq_id: int, digest: bytes, last_seq_id: int) -> Answer:
+        """Return the answer of a command that was executed. Raises SeqIdReused, SeqIdExpired."""
+        record = self._records.get(seq_id)
+        if record is not None:
+            check_digest(digest, record.digest)
+        answer = None if record is None else answer_from_record(record)
+        if answer is None:
+            raise errors.SeqIdExpired(
+                f"was executed, but its answer is no longer kept; go on from {last_seq_id + 1}",
+                field="seq_id",
+                metadata={"last_seq_id": str(last_seq_id)},
+            )
+        return answer
+
+
+def check_digest(given: bytes, known: bytes) -> None:
+    """Raise SeqIdReused unless the two are of the same command."""
+    if given != known:
+        raise errors.SeqIdReused("was used with another payload; take the next one", field="seq_id")
+
+
+def _size(record: AnswerRecord | None) -> int:
+    return len(record.reply) if record is not None and record.reply is not None else 0
+
+
+def _without_reply(record: AnswerRecord) -> AnswerRecord:
+    return AnswerRecord(record.seq_id, record.digest, record.method, None, record.failure, record.facts)

@@ -1,0 +1,78 @@
+"""A run's command: what it is, whose it is, and how it stands in the journal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from google.protobuf.message import Message
+
+from paceline import errors
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from trainer_service.engine.wire import Failure
+from trainer_service.journal.records import AnswerRecord, CommandRecord, Facts
+
+Answer = Message | errors.PacelineError
+"""What a command answers: a reply or a refusal."""
+
+_REPLIES: dict[str, Any] = {
+    method: getattr(pb, f"{method}Response")
+    for method in ("ForwardBackward", "OptimStep", "SaveCheckpoint", "LoadCheckpoint", "PublishWeights")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of a run, decoded and as bytes."""
+
+    seq_id: int
+    method: str
+    """Name of its RPC."""
+    tenant: str
+    """The caller's; empty for a service."""
+    request: Any
+    """Message of the RPC."""
+    payload: bytes
+    """`request`, serialised."""
+    digest: bytes
+    """SHA-256 that tells a repeated command from another one with the same seq_id."""
+
+    @classmethod
+    def of(cls, request: Any, tenant: str) -> Command:
+        """Make the command of a request, whose type is named for its RPC."""
+        payload = request.SerializeToString(deterministic=True)
+        method = type(request).__name__.removesuffix("Request")
+        return cls(request.seq_id, method, tenant, request, payload, _digest(method, payload))
+
+    @classmethod
+    def from_record(cls, record: CommandRecord) -> Command:
+        """Read a command back from the journal."""
+        request = getattr(pb, f"{record.method}Request").FromString(record.request)
+        digest = _digest(record.method, record.request)
+        return cls(record.seq_id, record.method, record.tenant, request, record.request, digest)
+
+    def to_record(self) -> CommandRecord:
+        """Return what the journal keeps."""
+        return CommandRecord(self.seq_id, self.method, self.tenant, self.payload)
+
+
+def answer_to_record(command: Command, answer: Answer, facts: Facts) -> AnswerRecord:
+    """Return what the journal keeps of an answer, with what is known of the run after it."""
+    if isinstance(answer, errors.PacelineError):
+        return AnswerRecord(command.seq_id, command.digest, command.method, None, Failure.of(answer), facts)
+    return AnswerRecord(command.seq_id, command.digest, command.method, answer.SerializeToString(), None, facts)
+
+
+def answer_from_record(record: AnswerRecord) -> Answer | None:
+    """Read an answer back; None when it was no longer kept."""
+    if record.failure is not None:
+        return record.failure.error()
+    if record.reply is None:
+        return None
+    reply: Message = _REPLIES[record.method].FromString(record.reply)
+    return reply
+
+
+def _digest(method: str, payload: bytes) -> bytes:
+    return sha256(f"{method}Request".encode() + payload).digest()

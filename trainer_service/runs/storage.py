@@ -1,0 +1,135 @@
+"""Where a run's journal and snapshots lie, and what is read from them when the service starts."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from paceline import layout
+from paceline.log import get_logger
+from trainer_service.failpoints import Failpoints
+from trainer_service.journal.history import History, highest_seq_id, read_history
+from trainer_service.journal.journal import RunJournal
+from trainer_service.journal.records import AnswerRecord, Facts, JournalDamagedError
+from trainer_service.journal.snapshots import Snapshot, SnapshotStore
+from trainer_service.runs.answers import Answers
+from trainer_service.runs.command import Command
+from trainer_service.runs.sequencer import Sequencer
+from trainer_service.settings import TrainerSettings
+
+_JOURNAL, _DAMAGED = "journal", "journal.damaged"
+_SYNCING_THREADS = 8
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What the volume says of a run's commands."""
+
+    snapshot: Snapshot | None
+    history: History
+
+    @property
+    def first(self) -> int:
+        """First command to execute again: after the snapshot, or the newest load that succeeded."""
+        after = self.snapshot.seq_id + 1 if self.snapshot else self.history.base
+        loads = [seq_id for seq_id, command in self.history.commands.items() if command.method == "LoadCheckpoint"]
+        return max([after, *(seq_id for seq_id in loads if self.succeeded(seq_id))])
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the run's state can be rebuilt."""
+        first = self.history.commands.get(self.first)
+        is_load = first is not None and first.method == "LoadCheckpoint" and self.succeeded(self.first)
+        return self.snapshot is not None or is_load or self.history.base == 1
+
+    @property
+    def facts(self) -> Facts | None:
+        """What was known of the run after the last command that was answered."""
+        known = self.snapshot.facts if self.snapshot else None
+        return self.history.answers[max(self.history.answers)].facts if self.history.answers else known
+
+    @property
+    def executed(self) -> int:
+        """Highest seq_id that was answered."""
+        after_snapshot = self.snapshot.seq_id if self.snapshot else self.history.base - 1
+        return max([after_snapshot, *self.history.answers])
+
+    def succeeded(self, seq_id: int) -> bool:
+        """Whether a command was answered with a reply."""
+        answer = self.history.answers.get(seq_id)
+        return answer is not None and answer.failure is None
+
+
+class RunStorage:
+    """Makes and reads the files of runs."""
+
+    def __init__(self, volume: layout.Volume, settings: TrainerSettings, failpoints: Failpoints) -> None:
+        self._volume = volume
+        self._settings = settings
+        self._failpoints = failpoints
+        self._threads = ThreadPoolExecutor(_SYNCING_THREADS, thread_name_prefix="journal")
+
+    def make(self, run_id: str) -> None:
+        """Make a new run's journal."""
+        RunJournal.make(self._volume.run(run_id) / _JOURNAL, base=1)
+
+    def snapshots(self, run_id: str) -> SnapshotStore:
+        """Return a run's snapshots."""
+        return SnapshotStore(self._volume.run(run_id), self._failpoints)
+
+    def read(self, run_id: str) -> Past:
+        """Read what the volume says of a run. Raises JournalDamagedError."""
+        history = read_history(self._volume.run(run_id) / _JOURNAL)
+        return Past(self.snapshots(run_id).newest(above=history.base - 1), history)
+
+    def read_or_restart(self, run_id: str, last_seq_id: int) -> Past:
+        """Read what the volume says of a run; where that is damaged, put it aside and begin a journal without state."""
+        try:
+            return self.read(run_id)
+        except JournalDamagedError as damage:
+            folder = self._volume.run(run_id)
+            _log.error("run's state lost: its journal cannot be replayed", run=run_id, damage=str(damage))
+            base = max(last_seq_id, highest_seq_id(folder / _JOURNAL)) + 1
+            shutil.rmtree(folder / _DAMAGED, ignore_errors=True)
+            if (folder / _JOURNAL).exists():
+                shutil.copytree(folder / _JOURNAL, folder / _DAMAGED)
+            shutil.rmtree(folder / "snapshots", ignore_errors=True)
+            # The base of a journal with state is 1, or stands behind a snapshot.
+            RunJournal.make(folder / _JOURNAL, base=max(base, 2))
+            return self.read(run_id)
+
+    def open(self, run_id: str, past: Past) -> Sequencer:
+        """Make a run's sequencer, with the answers that it gave and the commands that it has still to execute."""
+        sequencer = Sequencer(
+            RunJournal(self._volume.run(run_id) / _JOURNAL, past.history.last_seq_id, self._threads, self._failpoints),
+            _answers(past),
+            past.executed,
+            gap_wait_seconds=self._settings.gap_wait_seconds,
+            max_attempts=self._settings.max_attempts,
+            failpoints=self._failpoints,
+        )
+        sequencer.attempts = past.history.attempts
+        for seq_id, record in past.history.commands.items():
+            if seq_id > past.executed:
+                sequencer.restore(Command.from_record(record))
+        return sequencer
+
+    def remove(self, run_id: str) -> None:
+        """Remove a deleted run's journal and snapshots."""
+        for name in (_JOURNAL, _DAMAGED, "snapshots", "loads"):
+            shutil.rmtree(self._volume.run(run_id) / name, ignore_errors=True)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+
+
+def _answers(past: Past) -> Answers:
+    answers = Answers()
+    known: list[AnswerRecord] = list(past.snapshot.answers) if past.snapshot else []
+    before = past.snapshot.seq_id if past.snapshot else 0
+    for record in [*known, *(record for seq_id, record in past.history.answers.items() if seq_id > before)]:
+        answers.keep(record)
+    return answers
