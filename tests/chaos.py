@@ -24,7 +24,17 @@ from trainer_service.failpoints import SERVICE_POINTS
 ENGINE_POINTS = ("ForwardBackward", "OptimStep", "SaveState", "SaveAdapter", "LoadState", "CreateRun")
 WINDOW = 4
 """Commands that a client has under way."""
-VOLATILE = {"milliseconds", "stage_milliseconds", "total_milliseconds", "create_time", "sha256", "run", "path"}
+# A time is written with as many digits as it needs, so a checkpoint's size varies with the moment.
+VOLATILE = {
+    "milliseconds",
+    "stage_milliseconds",
+    "total_milliseconds",
+    "create_time",
+    "size_bytes",
+    "sha256",
+    "run",
+    "path",
+}
 
 
 def command(seed, run_id, seq_id):
