@@ -79,6 +79,32 @@ def plan_packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return packs
 
 
+def plan_rounds(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
+    """Group sequences into packs as `plan_packs` does, a multiple of `ranks` of them and alike in size if they can be.
+
+    Packs [0, ranks) run at the same time, then the next ones. For one rank the packs are those of `plan_packs`.
+    """
+    packs = plan_packs(lengths, budget)
+    if ranks == 1 or not packs:
+        return packs
+    levelled: list[list[int]] = [[] for _ in range(-(-len(packs) // ranks) * ranks)]
+    loads = [0] * len(levelled)
+    for index in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
+        lightest = min(range(len(loads)), key=loads.__getitem__)
+        levelled[lightest].append(index)
+        loads[lightest] += lengths[index]
+        if loads[lightest] > budget and len(levelled[lightest]) > 1:
+            return packs
+    return [pack for pack in levelled if pack]
+
+
+def one_token_pack(device: torch.device) -> Pack:
+    """Make a pack of a single token that belongs to no datum."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    segment = Segment(0, 1, np.zeros(1, np.int64))
+    return Pack((segment,), zero[None], zero[None], zero, {"target_tokens": zero}, torch.zeros(1, device=device))
+
+
 def datum_weights(data: Sequence[Datum], reduction: Reduction, count: int | None) -> list[float]:
     """Return what the losses of each datum's positions are multiplied by, so that their sum is the reduced loss.
 
@@ -98,8 +124,9 @@ def make_packs(
     *,
     fills: Mapping[str, float] | None = None,
     weights: Sequence[float] | None = None,
+    ranks: int = 1,
 ) -> list[Pack]:
-    """Pack `data`, with the loss inputs named. The packs' tensors are on `device`.
+    """Pack `data`, with the loss inputs named, for `ranks` packs at a time. The packs' tensors are on `device`.
 
     `fills` names further inputs, which are left out if no datum has them, and gives their value where a datum lacks
     them. `weights` multiply the losses of each datum; without them all are 1.
@@ -109,7 +136,7 @@ def make_packs(
     return [
         _make_pack([alike[i] for i in indices], data, columns, device)
         for alike in _of_equal_width(segments, data)
-        for indices in plan_packs([segment.length for segment in alike], budget)
+        for indices in plan_rounds([segment.length for segment in alike], budget, ranks)
     ]
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from peft.functional import set_adapter
-from torch import Tensor
 
 from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, RunNotFound
 from paceline.types import (
@@ -24,24 +23,31 @@ from paceline.types import (
 )
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
-from trainer_service.engine.base_model import backbone, load_base_model, output_head
-from trainer_service.engine.logprobs import target_logprobs
+from trainer_service.engine.base_model import load_base_model
+from trainer_service.engine.forward import PackLogprobs
 from trainer_service.engine.loss_specs import LossSpec, loss_spec
 from trainer_service.engine.losses import LOSSES, TokenLoss
 from trainer_service.engine.optimizers.gradients import gradient_norm
 from trainer_service.engine.optimizers.make import check_same, make_optimizer
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.packing import Pack, datum_weights, make_packs, scatter_logprobs
+from trainer_service.engine.packing import Pack, datum_weights, make_packs
+from trainer_service.engine.ranks import Ranks
 from trainer_service.engine.run import EngineRun, seeded_rng_state
+from trainer_service.engine.sharding import Passes
+from trainer_service.engine.tally import Tally
 
 
 class PeftEngine:
     """Trains many LoRA runs on one base model, on one device. Implements `TrainerEngine`."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, ranks: Ranks | None = None) -> None:
+        """Load the base model, dealt over `ranks`, all of which do the same; without them this process is alone."""
+        self._ranks = ranks or Ranks.alone()
         self._options = options
-        self._device = torch.device(options.device)
-        self._model = load_base_model(options)
+        self._device = torch.device(self._ranks.take_device(options.device))
+        self._model = self._ranks.together(lambda: load_base_model(options))
+        self._logprobs = PackLogprobs(self._model, options.logprob_chunk)
+        self._passes = Passes(self._logprobs, self._ranks, self._device)
         self._runs: dict[str, EngineRun] = {}
 
     def describe(self) -> ModelInfo:
@@ -90,18 +96,16 @@ class PeftEngine:
         run, spec = self._run(run_id), loss_spec(loss_fn)
         config = spec.resolve_config(loss_fn_config)
         set_adapter(self._model, run_id)
-        outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
-        totals = _Totals()
-        weights = datum_weights(data, reduction, reduction_count)
+        tally, weights = Tally(data), datum_weights(data, reduction, reduction_count)
+        count = partial(self._count, tally, loss_fn, config, forward_only=forward_only)
         with _out_of_memory_named(), nullcontext() if forward_only else self._gradient(run):
-            for pack in self._packs(data, weights, spec, config):
-                logprobs, token_loss = self._pack_loss(pack, loss_fn, config, forward_only=forward_only)
-                scatter_logprobs(outputs, pack, logprobs.cpu().numpy())
-                totals.add(token_loss)
+            for pack in self._ranks.deal(self._packs(data, weights, spec, config)):
+                self._passes.run(pack, count, with_gradient=not forward_only)
+        tally.pool(self._ranks)
         if not forward_only:
             run.has_gradient = True
-            run.pending_tokens += totals.tokens
-        return ForwardBackwardOutput([{"logprobs": values} for values in outputs], totals.metrics())
+            run.pending_tokens += tally.tokens
+        return tally.output()
 
     def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         run, start = self._run(run_id), time.perf_counter()
@@ -147,57 +151,29 @@ class PeftEngine:
 
     @contextmanager
     def _gradient(self, run: EngineRun) -> Iterator[None]:
-        with run.accumulate(), run.dropout(self._device):
+        with run.accumulate(), run.dropout(self._device, self._ranks):
             yield
+            self._ranks.add_up(run.gradients)
 
     def _packs(
         self, data: Sequence[Datum], weights: Sequence[float], spec: LossSpec, config: Mapping[str, float]
     ) -> list[Pack]:
         names, fills = spec.required_inputs(config), spec.fills(config)
-        return make_packs(data, names, self._options.pack_tokens, self._device, fills=fills, weights=weights)
+        budget, ranks = self._options.pack_tokens, self._ranks.size
+        return make_packs(data, names, budget, self._device, fills=fills, weights=weights, ranks=ranks)
 
-    def _pack_loss(
-        self, pack: Pack, loss_fn: str, config: Mapping[str, float], *, forward_only: bool
-    ) -> tuple[Tensor, TokenLoss]:
-        """Return logprobs and weighted loss at the counted positions, detached; add to the gradient if there is one."""
-        with torch.set_grad_enabled(not forward_only):
-            logprobs = self._logprobs(pack)
-            result = LOSSES[loss_fn](logprobs, pack.loss_inputs, config)
-            loss = result.loss * pack.weights
-        if not forward_only:
-            torch.autograd.backward(loss.sum())
-        return logprobs.detach(), TokenLoss(loss.detach(), result.means)
-
-    def _logprobs(self, pack: Pack) -> Tensor:
-        hidden = backbone(self._model)(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            segment_lengths=pack.segment_lengths,
-        ).last_hidden_state[0]
-        targets = pack.loss_inputs["target_tokens"]
-        counted = hidden.index_select(0, pack.counted)
-        return target_logprobs(output_head(self._model), counted, targets, self._options.logprob_chunk)
-
-
-class _Totals:
-    """Sums over the packs of one request."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._loss = 0.0
-        self._sums: dict[str, float] = {}
-
-    def add(self, token_loss: TokenLoss) -> None:
-        self.tokens += token_loss.loss.numel()
-        self._loss += token_loss.loss.double().sum().item()
-        for name, values in token_loss.means.items():
-            self._sums[name] = self._sums.get(name, 0.0) + values.double().sum().item()
-
-    def metrics(self) -> dict[str, float]:
-        """Named name:reduction. Means over no tokens are left out."""
-        means = {f"{name}:mean": total / self.tokens for name, total in self._sums.items()}
-        return {"loss:sum": self._loss, "tokens:sum": float(self.tokens), **means}
+    def _count(
+        self, tally: Tally, loss_fn: str, config: Mapping[str, float], pack: Pack, *, forward_only: bool
+    ) -> None:
+        """Compute a pack's weighted loss and count it in; unless `forward_only`, add its gradient to the run's."""
+        with _out_of_memory_named():
+            with torch.set_grad_enabled(not forward_only):
+                logprobs = self._logprobs(pack)
+                result = LOSSES[loss_fn](logprobs, pack.loss_inputs, config)
+                loss = result.loss * pack.weights
+            if not forward_only:
+                torch.autograd.backward(loss.sum())
+            tally.add(pack, logprobs.detach(), TokenLoss(loss.detach(), result.means))
 
 
 @contextmanager

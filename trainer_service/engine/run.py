@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.types import LoraConfig
-from trainer_service.engine.optimizers.base import AnyOptimizer
+from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of
+from trainer_service.engine.ranks import Ranks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +49,13 @@ class EngineRun:
         self.rng_state = seeded_rng_state(self.lora.seed, device)
         self.step = 0
 
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of each weight, zeros where there is none yet; not copies."""
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [gradient_of(parameter) for parameter in self.parameters.values()]
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Add the gradients computed inside to the waiting ones; if anything is raised, leave those as they were."""
@@ -71,15 +79,19 @@ class EngineRun:
             parameter.grad = None
 
     @contextmanager
-    def dropout(self, device: torch.device) -> Iterator[None]:
-        """Turn the run's dropout on, drawing from its own generator, which advances only if nothing is raised."""
+    def dropout(self, device: torch.device, ranks: Ranks) -> Iterator[None]:
+        """Turn the run's dropout on, drawing from its own generator, which advances only if nothing is raised.
+
+        Of several ranks each draws masks of its own, from a seed that the run's generator gives them all.
+        """
         for module in self.dropouts:
             module.train()
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 _set_rng_state(self.rng_state, device)
+                after = _part_ways(ranks.rank, device) if ranks.size > 1 and self.lora.dropout else None
                 yield
-                self.rng_state = _get_rng_state(device)
+                self.rng_state = _get_rng_state(device) if after is None else after
         finally:
             for module in self.dropouts:
                 module.eval()
@@ -88,6 +100,14 @@ class EngineRun:
 def seeded_rng_state(seed: int, device: torch.device) -> Tensor:
     """Return the state of a fresh generator."""
     return torch.Generator(device).manual_seed(seed).get_state()
+
+
+def _part_ways(rank: int, device: torch.device) -> Tensor:
+    """Draw a seed, go on from it and the rank, and return the generator's state after the draw."""
+    seed = int(torch.randint(1 << 62, (), device=device))
+    after = _get_rng_state(device)
+    _set_rng_state(seeded_rng_state(seed + rank, device), device)
+    return after
 
 
 def _get_rng_state(device: torch.device) -> Tensor:

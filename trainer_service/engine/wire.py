@@ -133,6 +133,9 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = CreateRun | DeleteRun | ForwardBackward | OptimStep | SaveState | SaveAdapter | LoadState
+READING = (SaveState, SaveAdapter)
+"""Commands that change nothing in the engine; of several ranks only the first executes them."""
+
 Result = ModelInfo | AdapterInfo | ForwardBackwardOutput | OptimStepOutput | LoadedState | None
 
 
@@ -178,8 +181,8 @@ class Reply(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-def encode(message: Request | Reply | Result) -> bytes:
-    """Encode a message, without its length."""
+def encode(message: Any) -> bytes:
+    """Encode a message of this module, or any dataclass of such parts, without its length."""
     return msgspec.msgpack.encode(message, enc_hook=_encode_array)
 
 
