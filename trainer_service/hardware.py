@@ -18,6 +18,7 @@ def choose_options(settings: TrainerSettings) -> EngineOptions:
         model_name=settings.served_name,
         dtype=dtype,
         device=device,
+        ranks=settings.ranks,
         pack_tokens=settings.pack_tokens,
         logprob_chunk=settings.logprob_chunk,
         max_lora_rank=settings.max_lora_rank,

@@ -98,13 +98,6 @@ def plan_rounds(lengths: Sequence[int], budget: int, ranks: int) -> list[list[in
     return [pack for pack in levelled if pack]
 
 
-def one_token_pack(device: torch.device) -> Pack:
-    """Make a pack of a single token that belongs to no datum."""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    segment = Segment(0, 1, np.zeros(1, np.int64))
-    return Pack((segment,), zero[None], zero[None], zero, {"target_tokens": zero}, torch.zeros(1, device=device))
-
-
 def datum_weights(data: Sequence[Datum], reduction: Reduction, count: int | None) -> list[float]:
     """Return what the losses of each datum's positions are multiplied by, so that their sum is the reduced loss.
 

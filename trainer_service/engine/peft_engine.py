@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from peft.functional import set_adapter
+from torch import Tensor
 
 from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, RunNotFound
 from paceline.types import (
@@ -23,17 +24,18 @@ from paceline.types import (
 )
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
-from trainer_service.engine.base_model import load_base_model
-from trainer_service.engine.forward import PackLogprobs
+from trainer_service.engine.base_model import backbone, load_base_model, output_head
+from trainer_service.engine.logprobs import target_logprobs
 from trainer_service.engine.loss_specs import LossSpec, loss_spec
 from trainer_service.engine.losses import LOSSES, TokenLoss
+from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.gradients import gradient_norm
 from trainer_service.engine.optimizers.make import check_same, make_optimizer
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.packing import Pack, datum_weights, make_packs
 from trainer_service.engine.ranks import Ranks
 from trainer_service.engine.run import EngineRun, seeded_rng_state
-from trainer_service.engine.sharding import Passes
+from trainer_service.engine.sharding import ShardedModel
 from trainer_service.engine.tally import Tally
 
 
@@ -45,9 +47,8 @@ class PeftEngine:
         self._ranks = ranks or Ranks.alone()
         self._options = options
         self._device = torch.device(self._ranks.take_device(options.device))
-        self._model = self._ranks.together(lambda: load_base_model(options))
-        self._logprobs = PackLogprobs(self._model, options.logprob_chunk)
-        self._passes = Passes(self._logprobs, self._ranks, self._device)
+        self._sharded = ShardedModel(lambda: load_base_model(options), self._ranks, self._device)
+        self._model = self._sharded.model
         self._runs: dict[str, EngineRun] = {}
 
     def describe(self) -> ModelInfo:
@@ -100,7 +101,7 @@ class PeftEngine:
         count = partial(self._count, tally, loss_fn, config, forward_only=forward_only)
         with _out_of_memory_named(), nullcontext() if forward_only else self._gradient(run):
             for pack in self._ranks.deal(self._packs(data, weights, spec, config)):
-                self._passes.run(pack, count, with_gradient=not forward_only)
+                self._sharded.run(partial(count, pack) if pack else None, with_gradient=not forward_only)
         tally.pool(self._ranks)
         if not forward_only:
             run.has_gradient = True
@@ -119,8 +120,8 @@ class PeftEngine:
         except NonFiniteGradient:
             run.drop_gradient()
             raise
+        optimizer = self._ranks.together(lambda: _ready_optimizer(run, params))
         with _out_of_memory_named():
-            optimizer = run.optimizer or make_optimizer(run.parameters, params)
             learning_rate = optimizer.step(params, run.step + 1, norm)
         run.optimizer = optimizer
         run.drop_gradient()
@@ -168,12 +169,31 @@ class PeftEngine:
         """Compute a pack's weighted loss and count it in; unless `forward_only`, add its gradient to the run's."""
         with _out_of_memory_named():
             with torch.set_grad_enabled(not forward_only):
-                logprobs = self._logprobs(pack)
+                logprobs = self._sharded.inside(partial(self._logprobs, pack))
                 result = LOSSES[loss_fn](logprobs, pack.loss_inputs, config)
                 loss = result.loss * pack.weights
             if not forward_only:
                 torch.autograd.backward(loss.sum())
             tally.add(pack, logprobs.detach(), TokenLoss(loss.detach(), result.means))
+
+    def _logprobs(self, pack: Pack) -> Tensor:
+        hidden = backbone(self._model)(
+            input_ids=pack.input_ids,
+            position_ids=pack.position_ids,
+            use_cache=False,
+            segment_lengths=pack.segment_lengths,
+        ).last_hidden_state[0]
+        targets = pack.loss_inputs["target_tokens"]
+        counted = hidden.index_select(0, pack.counted)
+        return target_logprobs(output_head(self._model), counted, targets, self._options.logprob_chunk)
+
+
+def _ready_optimizer(run: EngineRun, params: OptimizerParams) -> AnyOptimizer:
+    """Return the run's optimizer, made if it has none, with room for its next step."""
+    with _out_of_memory_named():
+        optimizer = run.optimizer or make_optimizer(run.parameters, params)
+        optimizer.reserve()
+        return optimizer
 
 
 @contextmanager

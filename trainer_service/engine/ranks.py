@@ -12,18 +12,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from paceline.errors import Unsupported
 from trainer_service.engine import wire
 from trainer_service.engine.failures import failure_of
-
-IDLE_SECONDS = 60.0
-"""Rank 0 shares something this often, be it nothing, so that waiting ranks can tell waiting from hanging."""
 
 _TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others. A rank that died is noticed by the launcher, long before."""
@@ -63,10 +61,15 @@ class Ranks:
         return self.rank == 0
 
     def take_device(self, device: str) -> str:
-        """Take this rank's own device of the kind `device`: a GPU, or a share of the CPU's cores; returns its name."""
+        """Take this rank's own device of the kind `device`: a GPU, or a share of the CPU's cores; returns its name.
+
+        Raises Unsupported where there are fewer GPUs than ranks.
+        """
         if self.size == 1:
             return device
         if device.startswith("cuda"):
+            if torch.cuda.device_count() < self.size:
+                raise Unsupported(f"{self.size} ranks need a GPU each; set as many as there are.", field="ranks")
             torch.cuda.set_device(self.rank)
             return f"cuda:{self.rank}"
         if sys.platform == "linux":
@@ -85,6 +88,13 @@ class Ranks:
         if content.numel():
             dist.broadcast(content, source)
         return content.numpy().tobytes()
+
+    def share_all(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the payloads of rank 0; those of the others are ignored."""
+        if self.size == 1:
+            return payloads
+        shared = self.share(b"".join(map(wire.frame, payloads)))
+        return list(wire.frames(shared))
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, by rank."""
@@ -133,6 +143,11 @@ class Ranks:
             raise agreed.error()
         return result[0]
 
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Do `work` on one rank after the other and raise on all of them what it raised on any."""
+        results = [self.together(work if turn == self.rank else _nothing) for turn in range(self.size)]
+        return cast("T", results[self.rank])
+
     def check_alike(self, outcome: str) -> None:
         """Check that a command came to the same end everywhere. Raises OutOfStepError."""
         if self.size == 1:
@@ -161,6 +176,10 @@ def _watch(descriptor: int, launcher: int) -> NoReturn:
     while os.getppid() == launcher and not poll.poll(_WATCH_MILLISECONDS):
         pass
     os._exit(0)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _flattened(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:

@@ -3,65 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from paceline.errors import Unsupported
 from trainer_service.engine.base_model import backbone
-from trainer_service.engine.forward import PackLogprobs
-from trainer_service.engine.packing import Pack, one_token_pack
 from trainer_service.engine.ranks import Ranks
 
+T = TypeVar("T")
 
-class Passes:
-    """Runs forward passes, with or without backward, on all ranks at the same time. One rank alone just runs them."""
 
-    def __init__(self, forward: PackLogprobs, ranks: Ranks, device: torch.device) -> None:
-        """Deal the frozen weights of `forward` over the ranks, onto `device`; all ranks do this together.
+class ShardedModel:
+    """A frozen base model on one rank or dealt over several, which pass through it at the same time."""
+
+    def __init__(self, load: Callable[[], PreTrainedModel], ranks: Ranks, device: torch.device) -> None:
+        """Load the model and deal its weights over `ranks`, onto `device`; all ranks do this together.
 
         Raises Unsupported for models without a list of layers, and for a torch that cannot recover a failed pass.
         """
-        self._ranks, self._forward = ranks, forward
+        self._ranks, self._device = ranks, device
         self._gathers = _Gathers()
-        self._root = _shard(forward, self._gathers, ranks.size, device) if ranks.size > 1 else None
-        self._idle_pack = one_token_pack(device)
-        if ranks.size > 1:
-            # Notes the collectives of each kind of pass, before any can fail.
-            for with_gradient in (True, False):
-                self.run(None, lambda _: None, with_gradient=with_gradient)
+        self._root: Any = None
+        if ranks.size == 1:
+            self.model = load()
+            return
+        mesh = init_device_mesh(device.type, (ranks.size,))
+        # One after the other, so that there is one whole copy in the host's memory, and not one for each rank.
+        self.model = ranks.in_turn(lambda: self._deal(load(), mesh))
+        self._rehearse()
 
-    def run(self, pack: Pack | None, work: Callable[[Pack], None], *, with_gradient: bool) -> None:
-        """Do `work` on this rank's pack, which passes it once through the model; raise what any rank raised.
+    def run(self, work: Callable[[], T] | None, *, with_gradient: bool) -> T | None:
+        """Do `work`, one forward pass, and a backward pass `with_gradient`; raise on all ranks what any of them raised.
 
-        A rank without a pack passes a single token through, for the collectives alone.
+        A rank whose `work` is None passes a single token through the model, for the collectives alone.
         """
         if self._root is None:
-            if pack is not None:
-                work(pack)
-            return
+            return work() if work is not None else None
         self._gathers.begin(with_gradient=with_gradient)
         try:
-            self._ranks.together(lambda: self._idle(with_gradient) if pack is None else work(pack), self._catch_up)
+            return self._ranks.together(work or (lambda: self._idle(with_gradient)), self._catch_up)
         finally:
             # After a pass without backward the weights outside the layers are still whole.
             self._root.reset_iter_state()
 
+    def inside(self, compute: Callable[[], T]) -> T:
+        """Do the forward part of a pass, the output head's too; returns the tensors that its backward part begins with.
+
+        Only inside are the weights outside the layers whole.
+        """
+        return compute() if self._root is None else self._root(compute)
+
+    def _deal(self, model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
+        """Shard each layer by itself, and what is outside them, the head too, together: there weights may be shared."""
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise Unsupported("several ranks need a torch whose FSDPModule has reset_iter_state.", field="ranks")
+        for part in (*_decoder_layers(model), _Root(model)):
+            self._root = fully_shard(part, mesh=mesh)
+            self._root.set_custom_all_gather(self._gathers)
+        # Every layer then takes part in every backward pass, whichever of them a run has adapters in.
+        model.get_input_embeddings().register_forward_hook(_require_gradient)
+        return model
+
     def _idle(self, with_gradient: bool) -> None:
         with torch.set_grad_enabled(with_gradient):
-            logprobs = self._forward(self._idle_pack)
+            hidden = self.inside(self._pass_token)
         if with_gradient:
-            torch.autograd.backward((logprobs * 0.0).sum())
+            torch.autograd.backward((hidden * 0.0).sum())
+
+    def _pass_token(self) -> Tensor:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        layers = backbone(self.model)
+        return layers(input_ids=token, position_ids=token, use_cache=False, segment_lengths=(1,)).last_hidden_state  # type: ignore[no-any-return]
 
     def _catch_up(self) -> None:
-        if self._root is not None:
-            self._root.reset_iter_state()
-            self._gathers.complete()
+        self._root.reset_iter_state()
+        self._gathers.complete()
+
+    def _rehearse(self) -> None:
+        """Note the collectives of each kind of pass, before any can fail."""
+        for with_gradient in (True, False):
+            self.run(None, with_gradient=with_gradient)
+
+
+class _Root(nn.Module):
+    """What FSDP2 takes for the model: its forward pass is whatever is to be computed with the model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        return compute()
 
 
 class _Gathers:
@@ -83,6 +121,7 @@ class _Gathers:
         self._done = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make the tensor that weights are gathered into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -97,22 +136,9 @@ class _Gathers:
         """Take part in what is left of the pass, with zeros; its results are given up on every rank."""
         for count, dtype, device in self._plan[self._done :]:
             zeros = torch.zeros(count, dtype=dtype, device=device)
-            dist.all_gather_single(torch.empty(count * dist.get_world_size(), dtype=dtype, device=device), zeros)
+            whole = torch.empty(count * dist.get_world_size(), dtype=dtype, device=device)
+            dist.all_gather_single(whole, zeros)
         self._done = len(self._plan)
-
-
-def _shard(forward: PackLogprobs, gathers: _Gathers, size: int, device: torch.device) -> FSDPModule:
-    """Shard each layer by itself, and what is outside the layers together with the head, which may share weights."""
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise Unsupported("several ranks need a torch whose FSDPModule has reset_iter_state.", field="ranks")
-    mesh = init_device_mesh(device.type, (size,))
-    parts: list[nn.Module] = [*_decoder_layers(forward.model), forward]
-    for part in parts:
-        sharded = fully_shard(part, mesh=mesh)
-        sharded.set_custom_all_gather(gathers)  # type: ignore[arg-type]
-    # Every layer then takes part in every backward pass, whichever of them a run has adapters in.
-    forward.model.get_input_embeddings().register_forward_hook(_require_gradient)
-    return sharded
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

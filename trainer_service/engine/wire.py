@@ -6,6 +6,7 @@ holds dtype, shape and bytes. Replies carry the id of their command.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -194,6 +195,15 @@ def decode(data: bytes | msgspec.Raw, kind: type[R]) -> R:
 def frame(payload: bytes) -> bytes:
     """Put the length before a payload."""
     return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def frames(data: bytes) -> Iterator[bytes]:
+    """Return the payloads of frames that stand one after the other."""
+    start = 0
+    while start < len(data):
+        begin = start + LENGTH_BYTES
+        start = begin + int.from_bytes(data[start:begin], "little")
+        yield data[begin:start]
 
 
 def _encode_array(value: Any) -> msgspec.msgpack.Ext:

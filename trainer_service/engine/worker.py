@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
-from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 import msgspec
@@ -14,8 +12,9 @@ import msgspec
 from trainer_service.engine import wire
 from trainer_service.engine.base import TrainerEngine
 from trainer_service.engine.failures import failure_of
+from trainer_service.engine.intake import Intake
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.ranks import IDLE_SECONDS, Ranks
+from trainer_service.engine.ranks import Ranks
 from trainer_service.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)
@@ -29,41 +28,20 @@ class Worker:
     def __init__(self, connection: socket.socket, ranks: Ranks) -> None:
         self._connection = connection
         self._ranks = ranks
-        self._requests: SimpleQueue[bytes] = SimpleQueue()
+        self._intake = Intake(connection, ranks)
         self._failpoints = Failpoints("")
 
     def serve(self) -> NoReturn:
         """Answer commands for ever. The process ends, whatever it is doing, when the other end closes."""
-        if self._ranks.leads:
-            threading.Thread(target=self._receive, daemon=True).start()
+        self._intake.start()
         try:
             while True:
-                if payload := self._ranks.share(self._next()):
-                    self._serve(wire.decode(payload, wire.Request))
+                for request in self._intake.take(wait=True):
+                    self._serve(request)
         except Exception:
             # Other ranks died or went another way. What this one would answer may be wrong.
             _log.exception("the engine cannot go on")
             os._exit(1)
-
-    def _receive(self) -> None:
-        # Waiting here, beside the engine, an orphan notices at once and frees its memory.
-        try:
-            with self._connection.makefile("rb") as stream:
-                while header := stream.read(wire.LENGTH_BYTES):
-                    self._requests.put(stream.read(int.from_bytes(header, "little")))
-        except Exception:
-            _log.exception("the pipe to the service broke")
-            os._exit(1)
-        os._exit(0)
-
-    def _next(self) -> bytes:
-        """Wait for a request; only rank 0 gets any, and nothing now and then."""
-        if not self._ranks.leads:
-            return b""
-        try:
-            return self._requests.get(timeout=IDLE_SECONDS)
-        except Empty:
-            return b""
 
     def _serve(self, request: wire.Request) -> None:
         if not self._ranks.leads and isinstance(request.command, wire.READING):
