@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_cases import ADAM, MAKERS, gradients, make_data, warmed, weights
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from engine_cases import MAKERS, gradients, make_data, warmed, weights
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from paceline.errors import OutOfMemory
 from paceline.types import AdamParams, LoraConfig
@@ -149,7 +149,7 @@ def test_the_order_of_arrival_changes_no_result(make_engine, order):
         engine = make_engine(names, pack_tokens=64)
         warm = [begin(engine, name, 0) for name in names]
         engine.advance(lambda _: None)
-        assert {job for job in advance_all(engine)} <= set(warm)
+        assert set(advance_all(engine)) <= set(warm)
         results.append({name: gradients(engine, name) for name in order})
     for name in order:
         assert difference(results[0][name], results[1][name]) <= 1e-5
