@@ -20,6 +20,7 @@ def choose_options(settings: TrainerSettings) -> EngineOptions:
         device=device,
         ranks=settings.ranks,
         pack_tokens=settings.pack_tokens,
+        joint_passes=settings.joint_passes,
         logprob_chunk=settings.logprob_chunk,
         max_lora_rank=settings.max_lora_rank,
         failpoints=settings.failpoints,

@@ -18,9 +18,8 @@ from engine_cases import ADAM, make_data
 from safetensors.numpy import load_file
 from tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen3
 
-from paceline.errors import Internal, NonFiniteGradient, OutOfMemory
+from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory
 from paceline.types import Datum, LoraConfig, Reduction
-from trainer_service.engine.base import EngineDiedError
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.process import EngineProcess
@@ -32,6 +31,7 @@ LENGTHS = (5, 17, 9, 30, 50, 61, 12, 44)
 LORAS = {
     "all": LoraConfig(rank=4, seed=3),
     "upper layer": LoraConfig(rank=2, seed=4, layers=(1,), train_attn=False),
+    "dropout": LoraConfig(rank=4, seed=6, dropout=0.3),
     "head": LoraConfig(rank=4, seed=5, train_attn=False, train_mlp=False, train_unembed=True),
 }
 
@@ -148,7 +148,7 @@ async def test_two_ranks_train_as_one(pair, tmp_path):
         assert_close(*await saved(pair, tmp_path, command))
 
 
-@pytest.mark.parametrize("name", ["upper layer", "head"])
+@pytest.mark.parametrize("name", [*LORAS][1:])
 async def test_ranks_stay_together_whatever_a_run_trains(pair, tmp_path, name):
     two, one = pair
     one.create_run(name, LORAS[name])
@@ -158,6 +158,7 @@ async def test_ranks_stay_together_whatever_a_run_trains(pair, tmp_path, name):
         await step_alike(pair, name)
         await train_alike(pair, make_data(lengths))
     assert_close(*await saved(pair, tmp_path, run_id=name))
+    await two.delete_run(name)
 
 
 async def test_several_targets_and_packs_without_any_go_side_by_side(pair):
@@ -190,18 +191,20 @@ async def test_a_checkpoint_of_either_loads_in_the_other(pair, tmp_path):
     await train_alike(pair, make_data(LENGTHS, seed=2))
 
 
-async def test_dropout_goes_on_alike_from_a_checkpoint(process, tmp_path):
-    await process.create_run("drops", replace(LORAS["all"], dropout=0.3))
-    await process.forward_backward("drops", make_data(LENGTHS), "ppo", {}, forward_only=False)
-    await process.optim_step("drops", ADAM)
-    await process.save_state("drops", tmp_path)
-    results = []
+async def test_runs_side_by_side_stay_their_own(pair):
+    two, one = pair
+    names = [*LORAS][1:]
+    for name in names:
+        one.create_run(name, LORAS[name])
+        await two.create_run(name, LORAS[name])
     for _ in range(2):
-        await process.load_state("drops", tmp_path, with_optimizer=True)
-        results.append(await process.forward_backward("drops", make_data(LENGTHS), "ppo", {}, forward_only=False))
-    fresh = await process.forward_backward("drops", make_data(LENGTHS), "ppo", {}, forward_only=False)
-    assert results[0].metrics == results[1].metrics != fresh.metrics
-    await process.delete_run("drops")
+        await asyncio.gather(
+            *(train_alike(pair, make_data(LENGTHS, seed=seed), name) for seed, name in enumerate([*names, "run"]))
+        )
+        for name in names:
+            await step_alike(pair, name)
+    for name in names:
+        await two.delete_run(name)
 
 
 async def test_what_fails_on_one_rank_fails_on_both_and_changes_nothing(pair, tmp_path):
@@ -256,7 +259,7 @@ async def test_the_death_of_any_process_is_that_of_the_engine(tmp_path):
         call = asyncio.create_task(work)
         await asyncio.sleep(0)  # Lets the call be sent.
         os.kill(processes.ranks[1], signal.SIGKILL)
-        with pytest.raises(EngineDiedError):
+        with pytest.raises(EngineUnavailable):
             await call
         await two.restart()
         processes.wait()

@@ -1,18 +1,18 @@
-"""The engine for LoRA runs: one frozen base model, one PEFT adapter for each run."""
+"""The engine for LoRA runs: one frozen base model, one adapter for each run."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft.functional import set_adapter
-from torch import Tensor
 
-from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, RunNotFound
+from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, PacelineError, RunNotFound
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
@@ -24,19 +24,21 @@ from paceline.types import (
 )
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
-from trainer_service.engine.base_model import backbone, load_base_model, output_head
-from trainer_service.engine.logprobs import target_logprobs
-from trainer_service.engine.loss_specs import LossSpec, loss_spec
-from trainer_service.engine.losses import LOSSES, TokenLoss
+from trainer_service.engine.base_model import load_base_model
+from trainer_service.engine.jobs import Job
+from trainer_service.engine.loss_specs import loss_spec
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.gradients import gradient_norm
 from trainer_service.engine.optimizers.make import check_same, make_optimizer
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.packing import Pack, datum_weights, make_packs
+from trainer_service.engine.packing import Batch, datum_weights
+from trainer_service.engine.passes import PassRunner, Result, Share
 from trainer_service.engine.ranks import Ranks
 from trainer_service.engine.run import EngineRun, seeded_rng_state
+from trainer_service.engine.scheduler import Scheduler
 from trainer_service.engine.sharding import ShardedModel
-from trainer_service.engine.tally import Tally
+
+_log = logging.getLogger(__name__)
 
 
 class PeftEngine:
@@ -49,7 +51,13 @@ class PeftEngine:
         self._device = torch.device(self._ranks.take_device(options.device))
         self._sharded = ShardedModel(lambda: load_base_model(options), self._ranks, self._device)
         self._model = self._sharded.model
+        routing = adapters.adapt(self._model)
+        self._passes = PassRunner(self._sharded, routing, self._device, options.logprob_chunk)
         self._runs: dict[str, EngineRun] = {}
+        self._jobs: list[Job] = []
+        self._scheduler: Scheduler[Job] = Scheduler(
+            options.pack_tokens, joint=options.joint_passes, ranks=self._ranks.size
+        )
 
     def describe(self) -> ModelInfo:
         config = self._model.config
@@ -74,7 +82,6 @@ class PeftEngine:
             lora=lora,
             targets=targets,
             parameters=parameters,
-            dropouts=[layer.lora_dropout[run_id] for _, layer in adapters.layers_of(self._model, run_id)],
             rng_state=seeded_rng_state(lora.seed, self._device),
         )
         return AdapterInfo(sum(parameter.numel() for parameter in parameters.values()))
@@ -82,8 +89,9 @@ class PeftEngine:
     def delete_run(self, run_id: str) -> None:
         if self._runs.pop(run_id, None) is not None:
             adapters.remove_adapter(self._model, run_id)
+            self._scheduler.forget(run_id)
 
-    def forward_backward(
+    def begin(
         self,
         run_id: str,
         data: Sequence[Datum],
@@ -93,20 +101,39 @@ class PeftEngine:
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
-    ) -> ForwardBackwardOutput:
+        alone: bool = False,
+    ) -> Job:
         run, spec = self._run(run_id), loss_spec(loss_fn)
         config = spec.resolve_config(loss_fn_config)
-        set_adapter(self._model, run_id)
-        tally, weights = Tally(data), datum_weights(data, reduction, reduction_count)
-        count = partial(self._count, tally, loss_fn, config, forward_only=forward_only)
-        with _out_of_memory_named(), nullcontext() if forward_only else self._gradient(run):
-            for pack in self._ranks.deal(self._packs(data, weights, spec, config)):
-                self._sharded.run(partial(count, pack) if pack else None, with_gradient=not forward_only)
-        tally.pool(self._ranks)
-        if not forward_only:
-            run.has_gradient = True
-            run.pending_tokens += tally.tokens
-        return tally.output()
+        weights = datum_weights(data, reduction, reduction_count)
+        batch = Batch(data, spec.required_inputs(config), fills=spec.fills(config), weights=weights)
+        job = Job(run, data, batch, loss_fn, config, forward_only=forward_only, alone=alone)
+        self._jobs.append(job)
+        return job
+
+    def advance(self, announce: Callable[[Sequence[str]], None]) -> list[Job]:
+        passes = self._scheduler.next_passes(self._jobs)
+        if any(passes):
+            self._compute(passes, announce)
+        done = [job for job in self._jobs if job.is_done]
+        self._jobs = [job for job in self._jobs if not job.is_done]
+        for job in done:
+            self._finish(job)
+        return done
+
+    def forward_backward(
+        self,
+        run_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        **options: Any,
+    ) -> ForwardBackwardOutput:
+        """Begin a job, with the options of `begin`, and advance until it is done."""
+        job = self.begin(run_id, data, loss_fn, loss_fn_config, **options)
+        while job not in self.advance(lambda _: None):
+            pass
+        return job.output()
 
     def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         run, start = self._run(run_id), time.perf_counter()
@@ -150,42 +177,43 @@ class PeftEngine:
             raise RunNotFound("the engine holds no such run; create it first.", field="run_id")
         return self._runs[run_id]
 
-    @contextmanager
-    def _gradient(self, run: EngineRun) -> Iterator[None]:
-        with run.accumulate(), run.dropout(self._device, self._ranks):
-            yield
-            self._ranks.add_up(run.gradients)
+    def _compute(self, passes: Sequence[Sequence[Share]], announce: Callable[[Sequence[str]], None]) -> None:
+        """Do one pass on each rank."""
+        jobs = list({job.run_id: job for shares in passes for job, _ in shares}.values())
+        announce([job.run_id for job in jobs])
+        if self._try(passes, jobs):
+            return
+        for job in jobs:
+            self._compute([[share for share in shares if share[0] is job] for shares in passes], announce)
 
-    def _packs(
-        self, data: Sequence[Datum], weights: Sequence[float], spec: LossSpec, config: Mapping[str, float]
-    ) -> list[Pack]:
-        names, fills = spec.required_inputs(config), spec.fills(config)
-        budget, ranks = self._options.pack_tokens, self._ranks.size
-        return make_packs(data, names, budget, self._device, fills=fills, weights=weights, ranks=ranks)
+    def _try(self, passes: Sequence[Sequence[Share]], jobs: Sequence[Job]) -> bool:
+        """Do passes. If any fails, that is noted if they are of one job, else there is more to try."""
+        own = passes[self._ranks.rank]
+        work = partial(self._results, own) if own else None
+        try:
+            results = self._sharded.run(work, with_gradient=not jobs[0].forward_only)
+        except Exception as error:
+            if len(jobs) > 1:
+                _log.warning("a pass of %d runs failed; each is tried by itself: %s", len(jobs), error)
+                return False
+            jobs[0].fail(error)
+        else:
+            for result in results or ():
+                result.give()
+        return True
 
-    def _count(
-        self, tally: Tally, loss_fn: str, config: Mapping[str, float], pack: Pack, *, forward_only: bool
-    ) -> None:
-        """Compute a pack's weighted loss and count it in; unless `forward_only`, add its gradient to the run's."""
+    def _results(self, shares: Sequence[Share]) -> list[Result]:
         with _out_of_memory_named():
-            with torch.set_grad_enabled(not forward_only):
-                logprobs = self._sharded.inside(partial(self._logprobs, pack))
-                result = LOSSES[loss_fn](logprobs, pack.loss_inputs, config)
-                loss = result.loss * pack.weights
-            if not forward_only:
-                torch.autograd.backward(loss.sum())
-            tally.add(pack, logprobs.detach(), TokenLoss(loss.detach(), result.means))
+            return self._passes.compute(shares)
 
-    def _logprobs(self, pack: Pack) -> Tensor:
-        hidden = backbone(self._model)(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            segment_lengths=pack.segment_lengths,
-        ).last_hidden_state[0]
-        targets = pack.loss_inputs["target_tokens"]
-        counted = hidden.index_select(0, pack.counted)
-        return target_logprobs(output_head(self._model), counted, targets, self._options.logprob_chunk)
+    def _finish(self, job: Job) -> None:
+        try:
+            if job.error is None:
+                job.pool(self._ranks)
+                with _out_of_memory_named():
+                    job.finish()
+        except PacelineError as error:
+            job.fail(error)
 
 
 def _ready_optimizer(run: EngineRun, params: OptimizerParams) -> AnyOptimizer:

@@ -9,7 +9,7 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar, cast
@@ -107,20 +107,15 @@ class Ranks:
         dist.all_gather(padded, _as_tensor(payload.ljust(longest)))
         return [content[: int(n)].numpy().tobytes() for content, n in zip(padded, lengths, strict=True)]
 
-    def add_up(self, list_tensors: Callable[[], Sequence[Tensor]]) -> None:
-        """Replace each of the float32 tensors by its sum over the ranks, the same bits on each of them."""
-        if self.size == 1:
-            return
-        tensors, flat = self.together(lambda: _flattened(list_tensors()))
+    def total(self, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+        """Sum float32 tensors over the ranks, None being zeros `like` the others; the same bits on each of them."""
+        pairs = list(zip(tensors, like, strict=True))
+        flat = self.together(
+            lambda: torch.cat([(torch.zeros_like(shape) if own is None else own).reshape(-1) for own, shape in pairs])
+        )
         dist.all_reduce(flat)
-        for tensor, total in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(total.view_as(tensor))
-
-    def deal(self, packs: Sequence[T]) -> Iterator[T | None]:
-        """Give each rank one of `packs` at a time: this rank's, or None while only others have one."""
-        for start in range(0, len(packs), self.size):
-            mine = start + self.rank
-            yield packs[mine] if mine < len(packs) else None
+        parts = torch.split(flat, [shape.numel() for shape in like])
+        return [part.view_as(shape) for part, shape in zip(parts, like, strict=True)]
 
     def together(self, work: Callable[[], T], catch_up: Callable[[], None] | None = None) -> T:
         """Do `work` on every rank and raise on all of them what it raised on any.
@@ -180,10 +175,6 @@ def _watch(descriptor: int, launcher: int) -> NoReturn:
 
 def _nothing() -> None:
     pass
-
-
-def _flattened(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-    return tensors, torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _as_tensor(payload: bytes) -> Tensor:

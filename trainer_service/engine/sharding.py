@@ -30,6 +30,8 @@ class ShardedModel:
         self._ranks, self._device = ranks, device
         self._gathers = _Gathers()
         self._root: Any = None
+        self.entrances: list[Tensor] = []
+        """What entered the layers of this pass, if every backward pass has to reach it."""
         if ranks.size == 1:
             self.model = load()
             return
@@ -49,6 +51,7 @@ class ShardedModel:
         try:
             return self._ranks.together(work or (lambda: self._idle(with_gradient)), self._catch_up)
         finally:
+            self.entrances.clear()
             # After a pass without backward the weights outside the layers are still whole.
             self._root.reset_iter_state()
 
@@ -66,20 +69,28 @@ class ShardedModel:
         for part in (*_decoder_layers(model), _Root(model)):
             self._root = fully_shard(part, mesh=mesh)
             self._root.set_custom_all_gather(self._gathers)
-        # Every layer then takes part in every backward pass, whichever of them a run has adapters in.
-        model.get_input_embeddings().register_forward_hook(_require_gradient)
+        model.get_input_embeddings().register_forward_hook(self._enter)
         return model
+
+    def _enter(self, _embedding: nn.Module, _tokens: Any, hidden: Tensor) -> Tensor:
+        # So that every layer takes part in every backward pass, whichever of them a run has adapters in.
+        if torch.is_grad_enabled():
+            self.entrances.append(hidden.requires_grad_())
+        return hidden
 
     def _idle(self, with_gradient: bool) -> None:
         with torch.set_grad_enabled(with_gradient):
-            hidden = self.inside(self._pass_token)
+            total = self.inside(self._pass_token)
         if with_gradient:
-            torch.autograd.backward((hidden * 0.0).sum())
+            torch.autograd.grad(total, self.entrances)
 
     def _pass_token(self) -> Tensor:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         layers = backbone(self.model)
-        return layers(input_ids=token, position_ids=token, use_cache=False, segment_lengths=(1,)).last_hidden_state  # type: ignore[no-any-return]
+        hidden: Tensor = layers(
+            input_ids=token, position_ids=token, use_cache=False, segment_lengths=(1,)
+        ).last_hidden_state
+        return hidden.sum()
 
     def _catch_up(self) -> None:
         self._root.reset_iter_state()
@@ -147,7 +158,3 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise Unsupported(f"{type(model).__name__} has no list of {count} layers to deal over ranks.", field="ranks")
-
-
-def _require_gradient(_module: nn.Module, _inputs: Any, hidden: Tensor) -> Tensor:
-    return hidden.requires_grad_() if torch.is_grad_enabled() else hidden

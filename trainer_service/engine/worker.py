@@ -1,10 +1,11 @@
-"""The engine's side of the pipe: executes commands one at a time, in order of arrival."""
+"""The engine's side of the pipe: a loop of turns, each of them the commands that wait and one pass."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -19,9 +20,16 @@ from trainer_service.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)
 
+_NOTHING = msgspec.Raw(wire.encode(None))
+
 
 class Worker:
-    """Serves one engine to the process at the other end of `connection`, together with the other ranks."""
+    """Serves one engine to the process at the other end of `connection`, together with the other ranks.
+
+    A turn takes every command that waits. Those that are no ForwardBackward are executed at once; a ForwardBackward is
+    begun, and the turn ends with one pass over all that were. What a turn does depends on the commands and their order
+    alone. Commands of a run are executed in the order in which they came.
+    """
 
     _engine: TrainerEngine
 
@@ -29,6 +37,10 @@ class Worker:
         self._connection = connection
         self._ranks = ranks
         self._intake = Intake(connection, ranks)
+        self._held: list[wire.Request] = []
+        """Commands of runs that have a job."""
+        self._jobs: dict[str, wire.Request] = {}
+        """Requests of the jobs that were begun, by run."""
         self._failpoints = Failpoints("")
 
     def serve(self) -> NoReturn:
@@ -36,33 +48,72 @@ class Worker:
         self._intake.start()
         try:
             while True:
-                for request in self._intake.take(wait=True):
-                    self._serve(request)
+                self._turn()
         except Exception:
-            # Other ranks died or went another way. What this one would answer may be wrong.
+            # Other ranks died or went another way; what this one would answer may be wrong.
             _log.exception("the engine cannot go on")
             os._exit(1)
 
-    def _serve(self, request: wire.Request) -> None:
-        if not self._ranks.leads and isinstance(request.command, wire.READING):
-            return
-        reply = self._answer(request)
-        if not isinstance(request.command, wire.READING):
-            self._ranks.check_alike(reply.failure.reason if reply.failure else "")
-        self._failpoints.hit(f"engine_{type(request.command).__name__}")
-        if self._ranks.leads:
-            self._connection.sendall(wire.frame(wire.encode(reply)))
+    def _turn(self) -> None:
+        self._take()
+        if self._jobs:
+            for job in self._engine.advance(self._announce):
+                self._answer(self._jobs.pop(job.run_id), job.output)
 
-    def _answer(self, request: wire.Request) -> wire.Reply:
+    def _take(self) -> None:
+        """Execute or begin the commands that wait; wait for one if there is nothing else to do."""
+        waiting, self._held = self._held, []
+        waiting += self._intake.take(wait=not self._jobs and not waiting)
+        busy = set(self._jobs)
+        for request in waiting:
+            if request.run_id in busy:
+                self._held.append(request)
+            elif isinstance(request.command, wire.ForwardBackward):
+                self._begin(request, request.command)
+                busy.update(self._jobs)
+            else:
+                self._execute(request, request.command)
+
+    def _begin(self, request: wire.Request, command: wire.ForwardBackward) -> None:
         try:
-            return wire.Reply(request.id, msgspec.Raw(wire.encode(self._execute(request.command))))
+            command.begin(self._engine, alone=request.alone)
         except Exception as error:
-            failure = failure_of(error, type(request.command).__name__)
-            return wire.Reply(request.id, msgspec.Raw(wire.encode(None)), failure)
+            self._send(wire.Reply(request.id, _NOTHING, failure_of(error, _name(request))))
+        else:
+            self._jobs[command.run_id] = request
 
-    def _execute(self, command: wire.Start | wire.Command) -> wire.Result:
+    def _execute(self, request: wire.Request, command: wire.Start | wire.Command) -> None:
+        if isinstance(command, wire.READING) and not self._ranks.leads:
+            return
+        self._send(wire.Began([request.id]))
+        self._answer(request, lambda: self._result(command))
+
+    def _announce(self, run_ids: Sequence[str]) -> None:
+        self._send(wire.Began([self._jobs[run_id].id for run_id in run_ids]))
+        for run_id in run_ids:
+            self._failpoints.hit(f"engine_pass_{run_id}")
+
+    def _result(self, command: wire.Start | wire.Command) -> wire.Result:
         if isinstance(command, wire.Start):
             self._failpoints = Failpoints(command.options.failpoints)
             self._engine = PeftEngine(command.options, self._ranks)
             return self._engine.describe()
         return command.execute(self._engine)
+
+    def _answer(self, request: wire.Request, result: Callable[[], wire.Result]) -> None:
+        try:
+            reply = wire.Reply(request.id, msgspec.Raw(wire.encode(result())))
+        except Exception as error:
+            reply = wire.Reply(request.id, _NOTHING, failure_of(error, _name(request)))
+        if not isinstance(request.command, wire.READING):
+            self._ranks.check_alike(reply.failure.reason if reply.failure else "")
+        self._failpoints.hit(f"engine_{_name(request)}")
+        self._send(reply)
+
+    def _send(self, report: wire.Report) -> None:
+        if self._ranks.leads:
+            self._connection.sendall(wire.frame(wire.encode(report)))
+
+
+def _name(request: wire.Request) -> str:
+    return type(request.command).__name__
