@@ -12,11 +12,8 @@ help: ## List the targets
 $(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml scripts/install.sh
 	@scripts/install.sh $(PYTHON) $(VENV)
 
-deploy/secrets/keys.json: $(VENV)/.installed
-	@$(RUN)/python scripts/make_secrets.py
-
-proto: $(VENV)/.installed deploy/secrets/keys.json ## Generate the typed gRPC stubs
-	@$(RUN)/python scripts/gen_protos.py
+proto: $(VENV)/.installed ## Generate the typed gRPC stubs, and the secrets of a deployment
+	@$(RUN)/python scripts/gen_protos.py && $(RUN)/python scripts/make_secrets.py
 
 demo: proto ## Train the embedded model by reinforcement learning, end to end
 	@$(RUN)/python scripts/demo.py
