@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, autograd, nn
 from torch.nn import functional
 
@@ -27,19 +28,23 @@ class LowRank:
     """Probability with which an element of the input is dropped in training."""
 
 
-class AdaptedLinear(nn.Module):
-    """A frozen linear layer with the low-rank parts of any number of runs.
+class AdaptedLinear(PeftLinear):
+    """PEFT's LoRA layer, its adapters those of runs, computed for the rows of many of them at once.
 
     Whose rows come in the routing says; a row of a run without a part here passes the frozen layer alone. The parts
     stay float32; each pass rounds them once to the dtype of the input, with the scaling folded into B.
     """
 
-    def __init__(self, base_layer: nn.Linear, routing: Routing, index: int) -> None:
-        """Wrap a layer; `index` tells its dropout from that of other layers."""
-        super().__init__()
-        self.base_layer, self.routing, self.index = base_layer, routing, index
-        self.parts: dict[str, LowRank] = {}
-        """By run. Not among the module's parameters: these belong to the runs."""
+    routing: Routing
+    index: int
+    """Tells its dropout from that of other layers."""
+
+    def part(self, run_id: str) -> LowRank | None:
+        """Return what a run adds here, if anything."""
+        if run_id not in self.lora_A:
+            return None
+        dropout = getattr(self.lora_dropout[run_id], "p", 0.0)  # PEFT has an Identity for 0.
+        return LowRank(self.lora_A[run_id].weight, self.lora_B[run_id].weight, self.scaling[run_id], dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x`, [..., in], the rows of the pass; returns [..., out] in the dtype of `x`."""
@@ -84,10 +89,9 @@ def _parts(x: Tensor, adapted: Mapping[int, AdaptedLinear], spans: Sequence[Span
     first = next(iter(adapted.values()))
     parts = []
     for span in first.routing.spans if spans is None else spans:
-        places = tuple(place for place, layer in adapted.items() if span.run_id in layer.parts)
-        if places:
-            lows = tuple(adapted[place].parts[span.run_id] for place in places)
-            parts.append(_Part(span, places, lows, first.index))
+        lows = {place: low for place, layer in adapted.items() if (low := layer.part(span.run_id)) is not None}
+        if lows:
+            parts.append(_Part(span, tuple(lows), tuple(lows.values()), first.index))
     if parts and (spans or first.routing.spans)[-1].stop != len(x):
         raise Unsupported("a layer of this model does not see the rows of a pass in order; adapt other layers.")
     return parts
