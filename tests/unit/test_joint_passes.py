@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_cases import ADAM, MAKERS, gradients, make_data, warmed, weights
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from engine_cases import MAKERS, gradients, make_data, warmed, weights
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from paceline.errors import OutOfMemory
 from paceline.types import AdamParams, LoraConfig

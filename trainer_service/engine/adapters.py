@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,7 +39,10 @@ def adapt(model: PreTrainedModel) -> Routing:
     """
     routing, last_names = Routing(), {name for names in _GROUPS.values() for name in names}
     present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    _inject(model, _NOBODY, LoraConfig(rank=1), sorted(last_names & present))
+    with warnings.catch_warnings():
+        # Of embeddings tied to the head, which stay as they are: an adapter there is the head's alone.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings")
+        _inject(model, _NOBODY, LoraConfig(rank=1), sorted(last_names & present))
     for index, (_, layer) in enumerate(layers_of(model, _NOBODY)):
         layer.routing, layer.index = routing, index
     remove_adapter(model, _NOBODY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import Linear as PeftLinear
@@ -44,7 +44,8 @@ class AdaptedLinear(PeftLinear):
         if run_id not in self.lora_A:
             return None
         dropout = getattr(self.lora_dropout[run_id], "p", 0.0)  # PEFT has an Identity for 0.
-        return LowRank(self.lora_A[run_id].weight, self.lora_B[run_id].weight, self.scaling[run_id], dropout)
+        a, b = cast("nn.Linear", self.lora_A[run_id]), cast("nn.Linear", self.lora_B[run_id])
+        return LowRank(a.weight, b.weight, self.scaling[run_id], dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x`, [..., in], the rows of the pass; returns [..., out] in the dtype of `x`."""
