@@ -18,7 +18,7 @@ class Demand(Protocol):
 
     @property
     def waiting(self) -> list[Segment]:
-        """What it may have in the next pass, longest first; the scheduler takes from it."""
+        """What it may have in the next pass, longest first: a list that the scheduler takes from."""
         ...
 
     @property
@@ -38,10 +38,10 @@ D = TypeVar("D", bound=Demand)
 class Scheduler(Generic[D]):
     """Fair queueing by tokens (start-time fair queueing: Goyal et al., SIGCOMM 1996).
 
-    Each run has a level, the tokens that it was served. The lowest goes first; one that comes begins at the level of
-    the pass before, so that waiting earns nothing and a long command holds up nobody. What is in a pass depends on the
-    demands and their order alone. The passes of a demand that nothing else waits beside are its segments, first fit by
-    decreasing length.
+    Each run has a level, the tokens that it was served. The lowest goes first; one that comes begins no lower than the
+    lowest of those that wait, so that idling earns nothing and a long command holds up nobody. What is in a pass
+    depends on the demands and their order alone. The passes of a demand that nothing else waits beside are its
+    segments, first fit by decreasing length.
     """
 
     def __init__(self, pack_tokens: int, *, joint: bool = True) -> None:
@@ -49,40 +49,47 @@ class Scheduler(Generic[D]):
         self._pack_tokens = pack_tokens
         self._joint = joint
         self._levels: dict[str, int] = {}
+        self._waiting: set[str] = set()
+        """Runs that waited for more when the last pass was full."""
         self._now = 0
+        """The lowest level of those, or where all were served, the highest."""
 
     def next_pass(self, demands: Sequence[D]) -> list[tuple[D, list[Segment]]]:
         """Take the next pass's segments from the demands; empty when nothing waits."""
         waiting = [demand for demand in demands if demand.waiting]
-        for demand in waiting:
-            self._levels[demand.run_id] = max(self._now, self._levels.get(demand.run_id, 0))
         if not waiting:
             return []
+        for demand in waiting:
+            if demand.run_id not in self._waiting:
+                self._levels[demand.run_id] = max(self._now, self._levels.get(demand.run_id, 0))
         first = min(waiting, key=self._level)
-        self._now = self._level(first)
-        return self._fill(first, [demand for demand in waiting if demand is first or self._may_join(demand, first)])
+        taken = self._fill([each for each in waiting if each is first or self._may_join(each, first)])
+        left = [demand for demand in waiting if demand.waiting]
+        self._waiting = {demand.run_id for demand in left}
+        self._now = min(map(self._level, left)) if left else max(map(self._level, waiting))
+        return taken
 
     def forget(self, run_id: str) -> None:
         """Forget a run that is gone."""
         self._levels.pop(run_id, None)
 
-    def _fill(self, first: D, sharing: list[D]) -> list[tuple[D, list[Segment]]]:
-        taken: dict[str, tuple[D, list[Segment]]] = {first.run_id: (first, [])}
-        room = self._pack_tokens - self._take(first, first.waiting[0], taken)
+    def _fill(self, sharing: list[D]) -> list[tuple[D, list[Segment]]]:
+        queues = {demand.run_id: demand.waiting for demand in sharing}
+        taken: dict[str, tuple[D, list[Segment]]] = {}
+        room = self._pack_tokens
         while sharing:
             demand = min(sharing, key=self._level)
-            segment = next((segment for segment in demand.waiting if segment.length <= room), None)
+            queue = queues[demand.run_id]
+            # The first segment goes however long it is; none fits beside one that is longer than a pass.
+            segment = next((each for each in queue if each.length <= room or not taken), None)
             if segment is None:
                 sharing.remove(demand)
-            else:
-                room -= self._take(demand, segment, taken)
+                continue
+            queue.remove(segment)
+            taken.setdefault(demand.run_id, (demand, []))[1].append(segment)
+            self._levels[demand.run_id] += segment.length
+            room -= segment.length
         return list(taken.values())
-
-    def _take(self, demand: D, segment: Segment, taken: dict[str, tuple[D, list[Segment]]]) -> int:
-        demand.waiting.remove(segment)
-        taken.setdefault(demand.run_id, (demand, []))[1].append(segment)
-        self._levels[demand.run_id] += segment.length
-        return segment.length
 
     def _may_join(self, demand: D, first: D) -> bool:
         return self._joint and not demand.alone and not first.alone and demand.forward_only == first.forward_only
