@@ -19,9 +19,9 @@ from trainer_service.engine.routing import Routing, Span
 class LowRank:
     """A run's part in one layer: x W^T becomes x W^T + scaling (dropout(x) A^T) B^T (LoRA, arXiv 2106.09685, eq. 3)."""
 
-    a: nn.Parameter
+    a: Tensor
     """A, float32, [rank, in]."""
-    b: nn.Parameter
+    b: Tensor
     """B, float32, [out, rank]."""
     scaling: float
     dropout: float
