@@ -24,9 +24,9 @@ def varlen_attention(
     number of latest positions that a position sees, None for all. Returns [T, heads, head_dim].
     """
     offsets, longest = segment_offsets(lengths, query.device), max(lengths)
-    rows = (x.transpose(0, 1) for x in (query, key, value))
-    return varlen_attn(
-        *rows, offsets, offsets, longest, longest, scale=scaling, window_size=reach(window), **_GROUPED
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    return varlen_attn(  # type: ignore[return-value]  # without the statistics that were not asked for
+        query, key, value, offsets, offsets, longest, longest, scale=scaling, window_size=reach(window), **_GROUPED
     )
 
 
