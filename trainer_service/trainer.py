@@ -31,6 +31,7 @@ from trainer_service.publish.feed import AckPolicy
 from trainer_service.publish.publisher import Publication, Publisher
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
+from trainer_service.runs.turn import Turn
 from trainer_service.settings import TrainerSettings
 
 _log = get_logger(__name__)
@@ -163,14 +164,19 @@ class Trainer:
         seq_id: int,
         ttl_seconds: int | None,
         overwrite: bool,
+        turn: Turn,
     ) -> Checkpoint:
-        """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is."""
+        """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is.
+
+        The run goes on when its state is captured. Checkpoints of a run appear in the order of its commands.
+        """
         self._check_ready(record)
         path = CheckpointPath(record.run_id, kind, layout.check_name(name))
 
         async def write(directory: Path) -> None:
             save = self._engine.save_state if kind is CheckpointKind.STATE else self._engine.save_adapter
-            await save(record.run_id, directory)
+            await save(record.run_id, directory, turn.capture)
+            turn.release()
 
         checkpoint = await self._checkpoints.save(
             path,
@@ -181,6 +187,7 @@ class Trainer:
             seq_id=seq_id,
             ttl_seconds=ttl_seconds,
             overwrite=overwrite,
+            earlier=turn.wait_for_earlier,
         )
         if kind is CheckpointKind.STATE:
             record.latest_state_checkpoint = checkpoint.path
@@ -215,12 +222,15 @@ class Trainer:
         _log.info("checkpoint loaded", path=str(path), run=record.run_id, with_optimizer=with_optimizer)
 
     async def publish(
-        self, record: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float
+        self, record: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float, turn: Turn
     ) -> Publication:
-        """Make the run's weights its next version; one that command `seq_id` made before a crash is used again."""
+        """Make the run's weights its next version; one that command `seq_id` made before a crash is used again.
+
+        The run goes on when its weights are captured.
+        """
         self._check_ready(record)
         return await self._publisher.publish(
-            record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds
+            record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds, turn=turn
         )
 
     async def expire_checkpoints(self) -> None:

@@ -15,6 +15,7 @@ from tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.errors import (
     CheckpointMismatch,
+    DiskFull,
     EngineUnavailable,
     Internal,
     ModelNotFound,
@@ -120,6 +121,53 @@ async def test_queued_commands_are_executed_in_order(engine):
     ]
     _, first, _, second = await asyncio.gather(*calls)
     assert (first.step, second.step) == (1, 2)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_commands_go_on_while_what_was_captured_is_written(engine, tmp_path):
+    await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+    await engine.optim_step("run", ADAM)
+    await engine.save_state("run", new(tmp_path / "at once"))
+    order = []
+    pipe = new(tmp_path / "later") / "adapter_model.safetensors"
+    os.mkfifo(pipe)  # whoever writes into it waits for a reader
+    saving = asyncio.ensure_future(engine.save_state("run", pipe.parent, lambda: order.append("captured")))
+    await asyncio.sleep(0)
+    await engine.forward_backward("run", make_data(seed=3), "ppo", {}, forward_only=False)
+    order.append((await engine.optim_step("run", ADAM)).step)
+    assert order == ["captured", 2]
+    assert not saving.done()
+    written = await asyncio.to_thread(pipe.read_bytes)
+    await saving
+    expected = files(tmp_path / "at once")
+    assert written == expected.pop(pipe.name)
+    pipe.unlink()
+    assert files(pipe.parent) == expected
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_full_disk_is_the_answer_of_what_was_written_and_the_engine_goes_on(engine, tmp_path):
+    (tmp_path / "adapter_model.safetensors").symlink_to("/dev/full")
+    with pytest.raises(DiskFull):
+        await engine.save_state("run", tmp_path)
+    await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+    assert (await engine.optim_step("run", ADAM)).step == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_death_is_put_down_to_what_was_executed_and_to_what_was_written(options, tmp_path):
+    async with EngineProcess(options) as engine:
+        await engine.create_run("run", LORA)
+        os.mkfifo(tmp_path / "adapter_model.safetensors")
+        captured = asyncio.Event()
+        saving = asyncio.ensure_future(engine.save_state("run", tmp_path, captured.set))
+        await captured.wait()
+        long = ("run", make_data([64] * 99), "ppo", {})
+        passes = [asyncio.ensure_future(engine.forward_backward(*long, forward_only=True)) for _ in range(2)]
+        await asyncio.sleep(0)
+        os.kill(engine.pid, signal.SIGKILL)
+        died = [type(error) for error in await asyncio.gather(saving, *passes, return_exceptions=True)]
+        assert died == [EngineDiedError, EngineDiedError, EngineUnavailable]
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -210,11 +210,10 @@ async def test_a_snapshot_comes_back_whole_or_not_at_all(tmp_path):
 
     async def write(directory):
         (directory / "weights").write_bytes(b"w" * 100)
+        return Facts(step=seq_id), answers
 
     for seq_id in (3, 5):
-        saved = asyncio.Event()
-        await store.save(seq_id, write, Facts(step=seq_id), answers, saved)
-        assert saved.is_set()
+        await store.save(seq_id, write)
     store.drop_before(5)
     assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["5"]
     snapshot = store.newest(above=0)

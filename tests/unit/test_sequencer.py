@@ -89,7 +89,7 @@ async def test_a_command_that_the_engine_dies_of_is_refused_for_good_and_the_nex
         run.start()
         with pytest.raises(errors.EngineUnavailable):
             await waiting
-        await run.sequencer.idle()
+        await run.sequencer.recover()
         await run.sequencer.close(errors.ShuttingDown("test"))
     run = JournaledRun(directory)
     with pytest.raises(errors.PoisonedCommand) as caught:

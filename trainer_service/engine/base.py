@@ -38,12 +38,20 @@ class EngineDiedError(EngineUnavailable):
     """The engine's process died while it executed this very command."""
 
 
+class StateCapture(Protocol):
+    """A run's state at one moment. Safe to use from another thread than the engine's."""
+
+    def write(self, directory: Path) -> None:
+        """Write it into an existing, empty directory, once. Raises DiskFull."""
+        ...
+
+
 class TrainerEngine(Protocol):
     """Executes commands of runs, one at a time. Not thread-safe.
 
     Every call either happens wholly or, when it raises, leaves the run as it was. Inputs have been validated by the
     caller against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient, NonFiniteGradient,
-    OptimizerChanged, CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument, Unsupported.
+    OptimizerChanged, CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument, Unsupported, DiskFull.
     """
 
     def describe(self) -> ModelInfo:
@@ -80,6 +88,14 @@ class TrainerEngine(Protocol):
 
         Raises OptimizerChanged when the run has state of another one.
         """
+        ...
+
+    def capture_state(self, run_id: str) -> StateCapture:
+        """Take what `save_state` writes, to write it while later commands execute."""
+        ...
+
+    def capture_adapter(self, run_id: str) -> StateCapture:
+        """Take what `save_adapter` writes, to write it while later commands execute."""
         ...
 
     def save_state(self, run_id: str, directory: Path) -> None:

@@ -25,6 +25,7 @@ from paceline.types import (
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.base_model import backbone, load_base_model, output_head
+from trainer_service.engine.captures import Capture, StagingMemory
 from trainer_service.engine.logprobs import target_logprobs
 from trainer_service.engine.loss_specs import LossSpec, loss_spec
 from trainer_service.engine.losses import LOSSES, TokenLoss
@@ -43,6 +44,7 @@ class PeftEngine:
         self._device = torch.device(options.device)
         self._model = load_base_model(options)
         self._runs: dict[str, EngineRun] = {}
+        self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
 
     def describe(self) -> ModelInfo:
         config = self._model.config
@@ -115,6 +117,7 @@ class PeftEngine:
         except NonFiniteGradient:
             run.drop_gradient()
             raise
+        run.before_change()
         with _out_of_memory_named():
             optimizer = run.optimizer or make_optimizer(run.parameters, params)
             learning_rate = optimizer.step(params, run.step + 1, norm)
@@ -124,12 +127,18 @@ class PeftEngine:
         milliseconds = (time.perf_counter() - start) * 1e3
         return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
 
+    def capture_state(self, run_id: str) -> Capture:
+        return state.capture(self._run(run_id), self._options.model_name, self._staging)
+
+    def capture_adapter(self, run_id: str) -> Capture:
+        dtype = getattr(torch, self._options.adapter_dtype or self._options.dtype)
+        return state.capture_adapter(self._run(run_id), self._options.model_name, dtype, self._staging)
+
     def save_state(self, run_id: str, directory: Path) -> None:
-        state.save(self._run(run_id), directory, self._options.model_name)
+        self.capture_state(run_id).write(directory)
 
     def save_adapter(self, run_id: str, directory: Path) -> None:
-        dtype = getattr(torch, self._options.adapter_dtype or self._options.dtype)
-        state.save_adapter(self._run(run_id), directory, self._options.model_name, dtype)
+        self.capture_adapter(run_id).write(directory)
 
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         run = self._run(run_id)

@@ -8,7 +8,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Self, TypeVar
@@ -32,6 +32,9 @@ from trainer_service.failpoints import Failpoints
 
 R = TypeVar("R")
 
+Captured = Callable[[], None]
+"""Called when a command has taken a run's state, so that the next may change it."""
+
 _log = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 5.0
@@ -41,13 +44,18 @@ _STREAM_LIMIT = 16 * 1024 * 1024
 """Bytes that may wait unread before the pipe is paused."""
 
 
+def _ignore() -> None:
+    pass
+
+
 class EngineProcess:
     """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
 
     Commands are executed one at a time in order of their calls; any number may wait. A call whose waiting is cancelled
-    is executed all the same. When the process dies, the call that it was executing raises EngineDiedError, calls that
-    wait and later ones raise EngineUnavailable until `restart`, and the runs in its memory are gone. Until then the
-    errors are the engine's own.
+    is executed all the same. One that saves calls `captured` when it has taken the run's state: the next command is
+    executed while the files are written. When the process dies, the call that it was executing and those that it was
+    writing raise EngineDiedError, calls that wait and later ones raise EngineUnavailable until `restart`, and the runs
+    in its memory are gone. Until then the errors are the engine's own.
     """
 
     def __init__(self, options: EngineOptions, *, on_exit: Callable[[int], None] | None = None) -> None:
@@ -122,11 +130,11 @@ class EngineProcess:
     async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         return await self._call(wire.OptimStep.of(run_id, params), OptimStepOutput)
 
-    async def save_state(self, run_id: str, directory: Path) -> None:
-        await self._call(wire.SaveState(run_id, str(directory)), NoneType)
+    async def save_state(self, run_id: str, directory: Path, captured: Captured = _ignore) -> None:
+        await self._running().call(wire.SaveState(run_id, str(directory)), NoneType, captured)
 
-    async def save_adapter(self, run_id: str, directory: Path) -> None:
-        await self._call(wire.SaveAdapter(run_id, str(directory)), NoneType)
+    async def save_adapter(self, run_id: str, directory: Path, captured: Captured = _ignore) -> None:
+        await self._running().call(wire.SaveAdapter(run_id, str(directory)), NoneType, captured)
 
     async def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         return await self._call(wire.LoadState(run_id, str(directory), with_optimizer), LoadedState)
@@ -138,6 +146,13 @@ class EngineProcess:
 
     async def _call(self, command: wire.Command, kind: type[R]) -> R:
         return await self._running().call(command, kind)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    answer: asyncio.Future[msgspec.Raw]
+    captured: Captured
+    is_captured: bool = False
 
 
 class _Link:
@@ -153,7 +168,7 @@ class _Link:
         self.process = process
         self._reader, self._writer = reader, writer
         self._on_exit = on_exit
-        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._waiting: dict[int, _Call] = {}
         self._ids = itertools.count(1)
         self._dead = self._closing = False
         self._receiving = asyncio.create_task(self._receive())
@@ -175,14 +190,13 @@ class _Link:
             raise
         return cls(process, reader, writer, on_exit)
 
-    async def call(self, command: wire.Start | wire.Command, kind: type[R]) -> R:
+    async def call(self, command: wire.Start | wire.Command, kind: type[R], captured: Captured = _ignore) -> R:
         if self._dead:
             raise _unavailable()
         request = wire.Request(next(self._ids), command)
         self._writer.write(wire.frame(wire.encode(request)))
-        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = answer
-        return wire.decode(await answer, kind)
+        call = self._waiting[request.id] = _Call(asyncio.get_running_loop().create_future(), captured)
+        return wire.decode(await call.answer, kind)
 
     async def close(self) -> None:
         self._closing = True
@@ -201,7 +215,12 @@ class _Link:
             await self._end()
 
     def _settle(self, reply: wire.Reply) -> None:
-        answer = self._waiting.pop(reply.id)
+        if not reply.is_last:
+            call = self._waiting[reply.id]
+            call.is_captured = True
+            call.captured()
+            return
+        answer = self._waiting.pop(reply.id).answer
         if answer.cancelled():
             return
         if reply.failure is None:
@@ -212,10 +231,12 @@ class _Link:
     async def _end(self) -> None:
         self._dead, by_itself = True, not self._closing
         self._writer.close()
-        # Commands are executed in order of sending: the first without an answer is the one that it died of.
-        for place, answer in enumerate(self._waiting.values()):
-            if not answer.done():
-                answer.set_exception(_died() if by_itself and place == 0 else _unavailable())
+        # Commands are executed in order of sending: it died of the first that it had not captured, or of one captured.
+        executing = next((call for call in self._waiting.values() if not call.is_captured), None)
+        for call in self._waiting.values():
+            if not call.answer.done():
+                is_cause = by_itself and (call is executing or call.is_captured)
+                call.answer.set_exception(_died() if is_cause else _unavailable())
         self._waiting.clear()
         status = await self._wait_for_exit()
         if by_itself:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from paceline.types import LoraConfig
+from trainer_service.engine.captures import Capture
 from trainer_service.engine.optimizers.base import AnyOptimizer
 
 
@@ -34,6 +35,19 @@ class EngineRun:
     """Whether a gradient waits for the optimizer, be it zero."""
     pending_tokens: int = 0
     """Tokens whose loss went into the waiting gradient."""
+    captures: list[Capture] = field(default_factory=list)
+    """What was taken of the run since it last changed."""
+
+    def hold(self, capture: Capture) -> Capture:
+        """Note that a capture holds the run's tensors; return it."""
+        self.captures.append(capture)
+        return capture
+
+    def before_change(self) -> None:
+        """Wait until tensors of the run may be changed in place: call it before weights, moments or gradients are."""
+        for capture in self.captures:
+            capture.secure()
+        self.captures.clear()
 
     def drop_gradient(self) -> None:
         """Forget the waiting gradient."""
@@ -60,6 +74,7 @@ class EngineRun:
             for parameter, gradient in zip(parameters, waiting, strict=True):
                 parameter.grad = gradient
             raise
+        self.before_change()
         for parameter, gradient in zip(parameters, waiting, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

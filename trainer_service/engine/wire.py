@@ -1,11 +1,14 @@
 """What travels between the service and the engine's process: commands, replies and errors as length-prefixed msgpack.
 
 A frame is its length (8 bytes, little-endian) and that many bytes of msgpack. Numpy arrays are an extension type that
-holds dtype, shape and bytes. Replies carry the id of their command.
+holds dtype, shape and bytes. Replies carry the id of their command. One that saves is answered twice: when it has taken
+the run's state, and when that is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +37,14 @@ LENGTH_BYTES = 8
 R = TypeVar("R")
 
 _ARRAY_CODE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What is left of a command that has taken from its run all that it needs."""
+
+    finish: Callable[[], None]
+    """Does the rest, in any thread. Raises PacelineError."""
 
 
 class CreateRun(msgspec.Struct, frozen=True, tag=True):
@@ -99,25 +110,27 @@ class OptimStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveState(msgspec.Struct, frozen=True, tag=True):
-    """TrainerEngine.save_state."""
+    """TrainerEngine.save_state, in the background."""
 
     run_id: str
     directory: str
 
-    def execute(self, engine: TrainerEngine) -> None:
-        """Execute the command."""
-        engine.save_state(self.run_id, Path(self.directory))
+    def execute(self, engine: TrainerEngine) -> Unfinished:
+        """Execute the command up to what may be done while later ones execute."""
+        capture = engine.capture_state(self.run_id)
+        return Unfinished(lambda: capture.write(Path(self.directory)))
 
 
 class SaveAdapter(msgspec.Struct, frozen=True, tag=True):
-    """TrainerEngine.save_adapter."""
+    """TrainerEngine.save_adapter, in the background."""
 
     run_id: str
     directory: str
 
-    def execute(self, engine: TrainerEngine) -> None:
-        """Execute the command."""
-        engine.save_adapter(self.run_id, Path(self.directory))
+    def execute(self, engine: TrainerEngine) -> Unfinished:
+        """Execute the command up to what may be done while later ones execute."""
+        capture = engine.capture_adapter(self.run_id)
+        return Unfinished(lambda: capture.write(Path(self.directory)))
 
 
 class LoadState(msgspec.Struct, frozen=True, tag=True):
@@ -176,6 +189,8 @@ class Reply(msgspec.Struct, frozen=True):
     id: int
     result: msgspec.Raw
     failure: Failure | None = None
+    is_last: bool = True
+    """False when the command goes on in the background, and will be answered again."""
 
 
 def encode(message: Request | Reply | Result) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,27 +60,16 @@ class SnapshotStore:
         answers = [record for record in records if isinstance(record, AnswerRecord)]
         return Snapshot(seq_id, directory, facts, answers)
 
-    async def save(
-        self,
-        seq_id: int,
-        write: Callable[[Path], Awaitable[None]],
-        facts: Facts,
-        answers: Iterable[AnswerRecord],
-        written: asyncio.Event,
-    ) -> None:
-        """Let `write` save the run's state, set `written`, and make the snapshot durable.
+    async def save(self, seq_id: int, write: Callable[[Path], Awaitable[tuple[Facts, list[AnswerRecord]]]]) -> None:
+        """Make a snapshot, durably: `write` saves the run's state and returns what is known of the run.
 
         Raises what `write` raised, or DiskFull.
         """
-        try:
-            async with staged_directory(self._root / str(seq_id)) as staging:
-                await write(staging)
-                written.set()
-                await asyncio.to_thread(_seal, staging, facts, list(answers))
-                self._failpoints.hit("during_snapshot")
-            self._failpoints.hit("after_snapshot")
-        finally:
-            written.set()
+        async with staged_directory(self._root / str(seq_id)) as staging:
+            facts, answers = await write(staging)
+            await asyncio.to_thread(_seal, staging, facts, answers)
+            self._failpoints.hit("during_snapshot")
+        self._failpoints.hit("after_snapshot")
 
     def drop_before(self, seq_id: int) -> None:
         """Remove what a snapshot after command `seq_id` makes superfluous."""

@@ -57,11 +57,11 @@ class Command:
         return CommandRecord(self.seq_id, self.method, self.tenant, self.payload)
 
 
-def answer_to_record(command: Command, answer: Answer, facts: Facts) -> AnswerRecord:
-    """Return what the journal keeps of an answer, with what is known of the run after it."""
-    if isinstance(answer, errors.PacelineError):
-        return AnswerRecord(command.seq_id, command.digest, command.method, None, Failure.of(answer), facts)
-    return AnswerRecord(command.seq_id, command.digest, command.method, answer.SerializeToString(), None, facts)
+def answer_to_record(command: Command, answer: Answer, facts: Facts, version: int = 0) -> AnswerRecord:
+    """Return what the journal keeps of an answer, with what is known of the run and the version that was made."""
+    failure = Failure.of(answer) if isinstance(answer, errors.PacelineError) else None
+    reply = None if isinstance(answer, errors.PacelineError) else answer.SerializeToString()
+    return AnswerRecord(command.seq_id, command.digest, command.method, reply, failure, facts, version)
 
 
 def answer_from_record(record: AnswerRecord) -> Answer | None:

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.types import LoraConfig, Run, RunState
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
+from trainer_service.runs.line import Line
 from trainer_service.runs.sequencer import Sequencer
 
 _FORMAT = 1
@@ -59,6 +60,10 @@ class RunRecord:
     """Whether the engine holds an adapter for it."""
     recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while its state is being rebuilt."""
+    persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while run.json is written, so that what is known last is written last."""
+    announcing: Line = field(default_factory=Line)
+    """The publishes that have captured their weights: versions are announced in order."""
 
     @property
     def list_key(self) -> str:
@@ -73,6 +78,10 @@ class RunRecord:
         """Take over what a journal says."""
         self.step, self.latest_version, self.next_version = facts.step, facts.latest_version, facts.next_version
         self.latest_state_checkpoint = facts.latest_state_checkpoint
+
+    def go_to(self, facts: Facts) -> None:
+        """Take over what held at a place in the run's order; what is known at any time stays."""
+        self.step, self.next_version = facts.step, facts.next_version
 
     def public(self) -> Run:
         """Return what clients see."""

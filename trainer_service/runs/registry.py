@@ -97,8 +97,9 @@ class RunRegistry:
         self._runs[record.run_id] = record
 
     async def persist(self, record: RunRecord) -> None:
-        """Write what must survive a restart."""
-        await asyncio.to_thread(layout.write_file, self._volume.run(record.run_id) / RUN_FILE, record.to_json())
+        """Write what must survive a restart, as it is when this is its turn."""
+        async with record.persisting:
+            await asyncio.to_thread(layout.write_file, self._volume.run(record.run_id) / RUN_FILE, record.to_json())
 
     async def remove(self, record: RunRecord, *, keep_checkpoints: bool) -> None:
         """Forget a run. Checkpoints that are kept stay loadable by their owner's other runs."""
