@@ -21,7 +21,16 @@ from paceline.types import Datum
 from paceline.types.v1 import lora_pb2
 from trainer_service.failpoints import SERVICE_POINTS
 
-ENGINE_POINTS = ("ForwardBackward", "OptimStep", "SaveState", "SaveAdapter", "LoadState", "CreateRun")
+ENGINE_POINTS = (
+    "ForwardBackward",
+    "OptimStep",
+    "SaveState",
+    "SaveState_written",
+    "SaveAdapter",
+    "SaveAdapter_written",
+    "LoadState",
+    "CreateRun",
+)
 WINDOW = 4
 """Commands that a client has under way."""
 # A time is written with as many digits as it needs, so a checkpoint's size varies with the moment.
@@ -40,7 +49,7 @@ VOLATILE = {
 def command(seed, run_id, seq_id):
     """Return the method and request of a run's command; what it is depends on `seed` and `seq_id` alone."""
     rng = Random(seed * 1_000_003 + seq_id)
-    kind = rng.choices(("forward", "step", "state", "sampler", "publish", "load", "bad"), (10, 8, 1, 1, 2, 1, 1))[0]
+    kind = rng.choices(("forward", "step", "state", "sampler", "publish", "load", "bad"), (10, 8, 2, 1, 3, 1, 1))[0]
     common = {"run_id": run_id, "seq_id": seq_id}
     if kind == "forward":
         datum = Datum.from_completion([rng.randrange(250) for _ in range(6)], [rng.randrange(250) for _ in range(6)])
@@ -230,10 +239,12 @@ class Chaos:
         engine = self.random.random() < 0.25
         name = f"engine_{self.random.choice(ENGINE_POINTS)}" if engine else self.random.choice(SERVICE_POINTS)
         service = self.start(f"{name}:{self.random.randint(1, 8)}")
-        deadline = time.monotonic() + self.random.uniform(1.0, 4.0)
+        life, deadline = self.random.uniform(0.0, 3.0), float("inf")
         first: list[int] = []
         while not service.wait(0.02):
             first = first or service.engines()
+            if deadline == float("inf") and self._is_up():
+                deadline = time.monotonic() + life
             if engine and first and service.engines() != first:
                 self.kills[name] += 1
                 engine = False
@@ -244,6 +255,10 @@ class Chaos:
                 self.kills["at any moment"] += 1
                 return
         self.kills[name] += 1
+
+    def _is_up(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     async def _compare(self, theirs: Client, ours: Client) -> list[str]:
         """Return how a run with faults differs from the same run without."""

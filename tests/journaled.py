@@ -4,6 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from paceline.trainer.v1 import trainer_service_pb2 as pb
+from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
@@ -13,6 +14,7 @@ from trainer_service.runs.command import Command
 from trainer_service.runs.sequencer import Sequencer
 
 NO_FAILPOINTS = Failpoints("")
+NO_GUARD = DiskGuard(0)
 
 
 class Executor:
@@ -48,13 +50,13 @@ class Executor:
 class JournaledRun:
     """A run's sequencer and executor on a directory."""
 
-    def __init__(self, directory, gap_wait=10.0, max_attempts=2, *, started=True):
+    def __init__(self, directory, gap_wait=10.0, max_attempts=2, *, started=True, guard=NO_GUARD):
         self.directory = directory
         if not directory.exists():
             RunJournal.make(directory, 1)
         self.executor = Executor()
         history = read_history(directory)
-        self.journal = RunJournal(directory, history.last_seq_id, ThreadPoolExecutor(2), NO_FAILPOINTS)
+        self.journal = RunJournal(directory, history.last_seq_id, ThreadPoolExecutor(2), NO_FAILPOINTS, guard)
         answers = Answers()
         for record in history.answers.values():
             answers.keep(record)

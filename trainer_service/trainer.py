@@ -25,6 +25,7 @@ from paceline.types import (
 )
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.disk import DiskGuard
 from trainer_service.engine.optimizers.specs import spec_of
 from trainer_service.engine.process import EngineProcess
 from trainer_service.publish.feed import AckPolicy
@@ -56,6 +57,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._publisher = publisher
         self._start_run = start_run
+        self._guard = DiskGuard(settings.min_free_bytes)
         self._creating = asyncio.Lock()
 
     async def create_run(
@@ -168,10 +170,13 @@ class Trainer:
     ) -> Checkpoint:
         """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is.
 
-        The run goes on when its state is captured. Checkpoints of a run appear in the order of its commands.
+        The run goes on when its state is captured; its checkpoints appear in the order of its commands. Raises DiskFull
+        before it begins where too little room would be left, and later when the disk fills up all the same; either way
+        the run is as it was.
         """
         self._check_ready(record)
         path = CheckpointPath(record.run_id, kind, layout.check_name(name))
+        self._guard.check(self._settings.checkpoint_dir, record.state_bytes(kind))
 
         async def write(directory: Path) -> None:
             save = self._engine.save_state if kind is CheckpointKind.STATE else self._engine.save_adapter
@@ -226,9 +231,10 @@ class Trainer:
     ) -> Publication:
         """Make the run's weights its next version; one that command `seq_id` made before a crash is used again.
 
-        The run goes on when its weights are captured.
+        The run goes on when its weights are captured. Raises DiskFull, when nothing was begun, as `save_checkpoint`.
         """
         self._check_ready(record)
+        self._guard.check(self._settings.checkpoint_dir, record.state_bytes(CheckpointKind.SAMPLER))
         return await self._publisher.publish(
             record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds, turn=turn
         )

@@ -17,6 +17,7 @@ import msgspec
 
 from paceline import layout, weights
 from trainer_service.checkpoints.store import SUMS_FILE, staged_directory
+from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import MAGIC, AnswerRecord, Facts, JournalDamagedError, decode, encode
 
@@ -37,7 +38,9 @@ class Snapshot:
 class SnapshotStore:
     """One run's snapshots."""
 
-    def __init__(self, run_directory: Path, failpoints: Failpoints) -> None:
+    def __init__(self, run_directory: Path, failpoints: Failpoints, guard: DiskGuard) -> None:
+        self._directory = run_directory
+        self._guard = guard
         self._root = run_directory / "snapshots"
         self._loads = run_directory / "loads"
         self._failpoints = failpoints
@@ -60,11 +63,14 @@ class SnapshotStore:
         answers = [record for record in records if isinstance(record, AnswerRecord)]
         return Snapshot(seq_id, directory, facts, answers)
 
-    async def save(self, seq_id: int, write: Callable[[Path], Awaitable[tuple[Facts, list[AnswerRecord]]]]) -> None:
-        """Make a snapshot, durably: `write` saves the run's state and returns what is known of the run.
+    async def save(
+        self, seq_id: int, size: int, write: Callable[[Path], Awaitable[tuple[Facts, list[AnswerRecord]]]]
+    ) -> None:
+        """Make a snapshot, durably: `write` saves the run's state, `size` bytes, and returns what is known of the run.
 
         Raises what `write` raised, or DiskFull.
         """
+        self._guard.check(self._directory, size)
         async with staged_directory(self._root / str(seq_id)) as staging:
             facts, answers = await write(staging)
             await asyncio.to_thread(_seal, staging, facts, answers)

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from paceline import errors
 from paceline.log import get_logger
-from paceline.types import RunState
+from paceline.types import CheckpointKind, RunState
 from trainer_service.engine.process import Captured
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import AnswerRecord, Facts
@@ -121,7 +121,7 @@ class RunExecutor:
 
         try:
             await sequencer.journal.rotate()
-            await snapshots.save(seq_id, write)
+            await snapshots.save(seq_id, self._run.state_bytes(CheckpointKind.STATE), write)
             await self._settled(self._run.run_id)
             await asyncio.to_thread(snapshots.drop_before, seq_id)
             await sequencer.journal.drop(seq_id)

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
-from paceline.types import LoraConfig, Run, RunState
+from paceline.types import CheckpointKind, LoraConfig, Run, RunState
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.runs.line import Line
 from trainer_service.runs.sequencer import Sequencer
 
 _FORMAT = 1
+_WEIGHT_BYTES, _STATE_BYTES = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,10 @@ class RunRecord:
         """Take over what a journal says."""
         self.step, self.latest_version, self.next_version = facts.step, facts.latest_version, facts.next_version
         self.latest_state_checkpoint = facts.latest_state_checkpoint
+
+    def state_bytes(self, kind: CheckpointKind) -> int:
+        """Bytes that a checkpoint takes at most: float32 weights; for a state also gradient and two moments of each."""
+        return self.trainable_parameters * (_STATE_BYTES if kind is CheckpointKind.STATE else _WEIGHT_BYTES)
 
     def go_to(self, facts: Facts) -> None:
         """Take over what held at a place in the run's order; what is known at any time stays."""

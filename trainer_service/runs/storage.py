@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paceline import layout
 from paceline.log import get_logger
+from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import History, highest_seq_id, read_history
 from trainer_service.journal.journal import RunJournal
@@ -85,6 +86,7 @@ class RunStorage:
         self._volume = volume
         self._settings = settings
         self._failpoints = failpoints
+        self._guard = DiskGuard(settings.min_free_bytes)
         self._threads = ThreadPoolExecutor(_SYNCING_THREADS, thread_name_prefix="journal")
 
     def make(self, run_id: str) -> None:
@@ -93,7 +95,7 @@ class RunStorage:
 
     def snapshots(self, run_id: str) -> SnapshotStore:
         """Return a run's snapshots."""
-        return SnapshotStore(self._volume.run(run_id), self._failpoints)
+        return SnapshotStore(self._volume.run(run_id), self._failpoints, self._guard)
 
     def read(self, run_id: str) -> Past:
         """Read what the volume says of a run. Raises JournalDamagedError."""
@@ -119,7 +121,13 @@ class RunStorage:
     def open(self, run_id: str, past: Past) -> Sequencer:
         """Make a run's sequencer, with the answers that it gave and the commands that it has still to execute."""
         sequencer = Sequencer(
-            RunJournal(self._volume.run(run_id) / _JOURNAL, past.history.last_seq_id, self._threads, self._failpoints),
+            RunJournal(
+                self._volume.run(run_id) / _JOURNAL,
+                past.history.last_seq_id,
+                self._threads,
+                self._failpoints,
+                self._guard,
+            ),
             _answers(past),
             past.executed,
             gap_wait_seconds=self._settings.gap_wait_seconds,
