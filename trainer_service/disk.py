@@ -20,9 +20,9 @@ class DiskGuard:
         free = shutil.disk_usage(directory).free
         needed = size + self.min_free_bytes
         if free < needed:
-            raise errors.DiskFull(
-                f"{free} bytes are free on the checkpoint volume and {needed} are needed, of which {self.min_free_bytes} "
-                "stay free (min_free_bytes); delete checkpoints or grow it",
-                metadata={"free_bytes": str(free), "needed_bytes": str(needed)},
-                retry_after=retry_after,
+            message = (
+                f"{free} bytes are free on the checkpoint volume and {needed} are needed, with the {self.min_free_bytes} "
+                "that stay free (min_free_bytes); delete checkpoints or grow it"
             )
+            facts = {"free_bytes": str(free), "needed_bytes": str(needed)}
+            raise errors.DiskFull(message, metadata=facts, retry_after=retry_after)

@@ -66,16 +66,14 @@ class Trainer:
         request_id: str,
         digest: bytes,
         base_model: str,
-        lora: LoraConfig,
+        parameters: LoraConfig | CheckpointPath,
         user_metadata: Mapping[str, str],
     ) -> RunRecord:
-        """Make a run, or return the one that the same request made. Raises RequestIdReused for another request."""
+        """Make a run, or return the one that the same request made. Raises RequestIdReused for another request.
+
+        A checkpoint stands for the configuration of its run.
+        """
         validation.check_request_id(request_id)
-        model = self._engine.describe()
-        if base_model not in {"", model.name}:
-            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
-        validation.check_lora(lora, model)
-        validation.check_user_metadata(user_metadata)
         async with self._creating:
             made = self._registry.find_request(identity.tenant, request_id)
             known = made.request_digest if made else self._registry.find_deleted(identity.tenant, request_id)
@@ -83,7 +81,23 @@ class Trainer:
                 raise errors.RequestIdReused("was used with another payload; make a new one", field="request_id")
             if known and made is None:
                 raise errors.RunNotFound("the run that this request made was deleted", field="request_id")
-            return made or await self._make_run(identity, request_id, digest, lora, user_metadata)
+            if made is not None:
+                return made
+            lora = parameters
+            if isinstance(lora, CheckpointPath):
+                self._checkpoints.find(lora, identity, "like_checkpoint")
+                origin = await self._registry.origin(lora.run_id)
+                base_model, user_metadata = base_model or origin.base_model, user_metadata or origin.user_metadata
+                lora = origin.lora
+            self._check_run(base_model, lora, user_metadata)
+            return await self._make_run(identity, request_id, digest, lora, user_metadata)
+
+    def _check_run(self, base_model: str, lora: LoraConfig, user_metadata: Mapping[str, str]) -> None:
+        model = self._engine.describe()
+        if base_model not in {"", model.name}:
+            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        validation.check_lora(lora, model)
+        validation.check_user_metadata(user_metadata)
 
     async def _make_run(
         self, identity: Identity, request_id: str, digest: bytes, lora: LoraConfig, user_metadata: Mapping[str, str]

@@ -25,12 +25,13 @@ class RunOrigin:
     tenant: str
     base_model: str
     lora: LoraConfig
+    user_metadata: dict[str, str]
 
     @classmethod
     def from_json(cls, text: bytes) -> RunOrigin:
         """Read it from run.json."""
         facts = json.loads(text)
-        return cls(facts["tenant"], facts["base_model"], _lora_from_json(facts["lora"]))
+        return cls(facts["tenant"], facts["base_model"], _lora_from_json(facts["lora"]), facts["user_metadata"])
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,11 +14,11 @@ from paceline.types import RunState
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.runs.deleted import DeletedRuns
-from trainer_service.runs.record import RunRecord
+from trainer_service.runs.record import RunOrigin, RunRecord
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.storage import Past, RunStorage
 
-RUN_FILE = "run.json"
+RUN_FILE, DELETED_FILE = "run.json", "deleted.json"
 _CLOSE_SECONDS = 5.0
 
 _log = get_logger(__name__)
@@ -79,6 +78,12 @@ class RunRegistry:
         """Return the digest of the CreateRun request that made a run which was deleted since; empty if none did."""
         return self._deleted.find(tenant, request_id)
 
+    async def origin(self, run_id: str) -> RunOrigin:
+        """Read what never changes of a run, also of one that was deleted and whose checkpoints were kept."""
+        folder = self._volume.run(run_id)
+        file = folder / RUN_FILE if run_id in self._runs else folder / DELETED_FILE
+        return RunOrigin.from_json(await asyncio.to_thread(file.read_bytes))
+
     async def make_journal(self, run_id: str) -> tuple[Sequencer, SnapshotStore]:
         """Make a new run's folder, with an empty journal."""
 
@@ -106,7 +111,7 @@ class RunRegistry:
         del self._runs[record.run_id]
         folder = self._volume.run(record.run_id)
         await asyncio.to_thread(self._deleted.add, record.tenant, record.request_id, record.request_digest)
-        await asyncio.to_thread(_remove_files, folder, keep_checkpoints=keep_checkpoints, tenant=record.tenant)
+        await asyncio.to_thread(_remove_files, folder, keep_checkpoints=keep_checkpoints)
         await asyncio.to_thread(self._storage.remove, record.run_id)
 
     def hold_all(self, error: errors.PacelineError) -> None:
@@ -139,10 +144,10 @@ def _kind_folders(folder: Path) -> Iterable[Path]:
     return (child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
 
 
-def _remove_files(folder: Path, *, keep_checkpoints: bool, tenant: str) -> None:
+def _remove_files(folder: Path, *, keep_checkpoints: bool) -> None:
     if not keep_checkpoints:
         layout.remove_directory(folder)
         return
-    layout.write_file(folder / "deleted.json", json.dumps({"tenant": tenant}).encode())
-    (folder / RUN_FILE).unlink()
+    (folder / RUN_FILE).rename(folder / DELETED_FILE)
+    layout.sync_directory(folder)
     shutil.rmtree(folder / "versions", ignore_errors=True)
