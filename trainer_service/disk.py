@@ -21,8 +21,8 @@ class DiskGuard:
         needed = size + self.min_free_bytes
         if free < needed:
             message = (
-                f"{free} bytes are free on the checkpoint volume and {needed} are needed, with the {self.min_free_bytes} "
-                "that stay free (min_free_bytes); delete checkpoints or grow it"
+                f"{free} bytes are free on the checkpoint volume and {needed} are needed, "
+                f"{self.min_free_bytes} of which stay free (min_free_bytes); delete checkpoints or grow it"
             )
             facts = {"free_bytes": str(free), "needed_bytes": str(needed)}
             raise errors.DiskFull(message, metadata=facts, retry_after=retry_after)

@@ -9,11 +9,13 @@ others need nothing.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Lock
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -59,12 +61,11 @@ class StagingMemory:
 class Capture:
     """What a run was when this was made. Any thread may call any method."""
 
-    def __init__(self, files: Sequence[TensorFile], texts: Mapping[str, str], memory: StagingMemory) -> None:
-        """Take tensors for files, which must not be changed in place before `secure`, and the text of other files."""
+    def __init__(self, files: Sequence[TensorFile], texts: Mapping[str, Any], memory: StagingMemory) -> None:
+        """Take tensors for files, which must not be changed in place before `secure`, and what JSON files hold."""
         self._files = files
         self._texts = texts
         self._memory = memory
-        self._ends = list(itertools.accumulate(_aligned(file.size()) for file in files))
         self._buffer: Tensor | None = None
         self._lock = Lock()
         self._written = Event()
@@ -93,28 +94,31 @@ class Capture:
     def _copy(self) -> bool:
         """Copy the tensors, unless that was done; return whether there was room."""
         if self._buffer is None:
-            self._buffer = self._memory.take(self._ends[-1])
+            self._buffer = self._memory.take(sum(_aligned(file.size()) for file in self._files))
             if self._buffer is not None:
                 for file, part in zip(self._files, self._parts(self._buffer), strict=True):
                     _copy_file(file, part, self._ready)
         return self._buffer is not None
 
     def _parts(self, buffer: Tensor) -> Iterator[Tensor]:
-        for file, start in zip(self._files, (0, *self._ends), strict=False):
+        start = 0
+        for file in self._files:
             yield buffer[start : start + file.size()]
+            start += _aligned(file.size())
 
     @staticmethod
     def _bytes_of_tensors(file: TensorFile) -> Iterator[memoryview]:
         for _, tensor in file.ordered():
-            yield tensor.to("cpu", file.dtype_of(tensor)).contiguous().view(-1).view(torch.uint8).numpy().data
+            yield tensor.detach().to("cpu", file.dtype_of(tensor)).contiguous().view(-1).view(torch.uint8).numpy().data
 
     def _write_files(self, directory: Path, contents: Iterable[Iterable[memoryview]]) -> None:
         for file, content in zip(self._files, contents, strict=True):
             with (directory / file.name).open("wb", buffering=0) as target:
                 for part in (memoryview(file.header()), *content):
                     _write_all(target, part)
-        for name, text in self._texts.items():
-            (directory / name).write_text(text)
+        for name, content in self._texts.items():
+            text = json.dumps(msgspec.to_builtins(content), indent=2, sort_keys=True)
+            (directory / name).write_text(text + "\n")
 
     def _end(self) -> None:
         buffer, self._buffer, self._files = self._buffer, None, ()
@@ -123,6 +127,7 @@ class Capture:
             self._memory.give_back(buffer)
 
 
+@torch.no_grad()
 def _copy_file(file: TensorFile, target: Tensor, ready: torch.cuda.Event | None) -> None:
     """Copy tensors one after the other into `target` (uint8, of exactly their bytes)."""
     offset = 0
@@ -141,7 +146,6 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     return torch.split(tensor.view(-1), _PIECE)
 
 
-@torch.no_grad()
 def _copy_pieces(targets: list[Tensor], sources: list[Tensor], ready: torch.cuda.Event | None) -> None:
     if ready is None:
         torch._foreach_copy_(targets, sources)
@@ -155,7 +159,7 @@ def _copy_pieces(targets: list[Tensor], sources: list[Tensor], ready: torch.cuda
 
 def _event_now(files: Sequence[TensorFile]) -> torch.cuda.Event | None:
     """Return what marks the work queued so far on the GPU where the tensors are; None on a CPU."""
-    if not any(tensor.is_cuda for file in files for tensor in file.tensors.values()):
+    if not any(tensor.is_cuda for tensor in files[0].tensors.values()):
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()

@@ -10,7 +10,6 @@ Format 1 knew AdamW alone and did not name it; it is still read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 from paceline.errors import CheckpointMismatch, ChecksumMismatch, InvalidArgument
 from trainer_service.engine.adapters import adapter_config
 from trainer_service.engine.captures import Capture, StagingMemory
-from trainer_service.engine.optimizers.base import AnyOptimizer
+from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.optimizers.specs import make_params, settings_of, spec_of
 from trainer_service.engine.peft_format import check_adapter_config
@@ -72,14 +71,12 @@ def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> Capture:
         optimizer=_saved_optimizer(run.optimizer),
     )
     files = (_adapter_file(run, torch.float32), TensorFile(OPTIMIZER, _optimizer_tensors(run)))
-    texts = {ADAPTER_CONFIG: _adapter_text(run, base_model), TRAINER_STATE: _json_text(msgspec.to_builtins(state))}
-    return run.hold(Capture(files, texts, memory))
+    return run.hold(Capture(files, {ADAPTER_CONFIG: _adapter_config(run, base_model), TRAINER_STATE: state}, memory))
 
 
 def capture_adapter(run: EngineRun, base_model: str, dtype: torch.dtype, memory: StagingMemory) -> Capture:
     """Take the weights, to be written in PEFT's layout. The same weights give the same bytes."""
-    texts = {ADAPTER_CONFIG: _adapter_text(run, base_model)}
-    return run.hold(Capture((_adapter_file(run, dtype),), texts, memory))
+    return run.hold(Capture((_adapter_file(run, dtype),), {ADAPTER_CONFIG: _adapter_config(run, base_model)}, memory))
 
 
 def load_adapter(run: EngineRun, directory: Path) -> None:
@@ -157,19 +154,17 @@ def _optimizer_tensors(run: EngineRun) -> dict[str, Tensor]:
     tensors = {"rng_state": run.rng_state}
     if run.optimizer is not None:
         tensors |= run.optimizer.tensors
-    for name, parameter in run.parameters.items():
-        if parameter.grad is not None:
-            tensors[f"{_GRADIENT}.{name}"] = parameter.grad
+    if run.has_gradient:
+        tensors |= {f"{_GRADIENT}.{name}": gradient_of(parameter) for name, parameter in run.parameters.items()}
     return tensors
 
 
 def _adapter_file(run: EngineRun, dtype: torch.dtype) -> TensorFile:
-    weights = {name: parameter.detach() for name, parameter in run.parameters.items()}
-    return TensorFile(ADAPTER_WEIGHTS, weights, dtype, {"format": "pt"})
+    return TensorFile(ADAPTER_WEIGHTS, run.parameters, dtype, {"format": "pt"})
 
 
-def _adapter_text(run: EngineRun, base_model: str) -> str:
-    return _json_text(adapter_config(run.lora, run.targets, base_model))
+def _adapter_config(run: EngineRun, base_model: str) -> dict[str, Any]:
+    return adapter_config(run.lora, run.targets, base_model)
 
 
 def _shapes(run: EngineRun) -> dict[str, torch.Size]:
@@ -212,7 +207,3 @@ def _read_json(path: Path, kind: type[T]) -> T:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except msgspec.MsgspecError as error:
         raise CheckpointMismatch(f"{path.name} cannot be read: {error}.") from error
-
-
-def _json_text(content: Any) -> str:
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
