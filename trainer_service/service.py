@@ -107,6 +107,9 @@ class TrainerService:
         weights = WeightServicer(self._feed, self._publisher, self._registry, self._checkpoints)
         add_WeightServiceServicer_to_server(weights, server)
 
+    def drain(self) -> None:
+        self._registry.drain()
+
     async def stop(self) -> None:
         for task in list(self._tasks):
             task.cancel()

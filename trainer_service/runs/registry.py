@@ -120,13 +120,21 @@ class RunRegistry:
             record.in_engine = False
             record.sequencer.hold(error)
 
+    def drain(self) -> None:
+        """Refuse commands that have not begun; those in a journal execute after the next start."""
+        for record in self._runs.values():
+            record.sequencer.drain(_stopping())
+
     async def close(self) -> None:
         """Close every run's journal."""
-        stopping = errors.ShuttingDown("the service is stopping")
-        closing = [asyncio.create_task(record.sequencer.close(stopping)) for record in self._runs.values()]
+        closing = [asyncio.create_task(record.sequencer.close(_stopping())) for record in self._runs.values()]
         if closing:  # one that still waits for acknowledgements is in the journal, and goes on after the next start
             await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
         self._storage.close()
+
+
+def _stopping() -> errors.ShuttingDown:
+    return errors.ShuttingDown("the service is stopping; send the command again, and the next one answers it")
 
 
 def lost(record: RunRecord) -> errors.RunStateLost:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from uuid import uuid4
 
 from google.protobuf.message import Message
 
@@ -35,7 +34,7 @@ from trainer_service.failpoints import Failpoints
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import AttemptRecord, Facts, RebaseRecord
 from trainer_service.runs.answers import Answers, check_digest
-from trainer_service.runs.command import Answer, Command, answer_to_record
+from trainer_service.runs.command import Answer, Command, answer_to_record, internal_error, poisoned
 from trainer_service.runs.turn import Executor, Turn
 from trainer_service.runs.waiting import Pending, Waiting
 
@@ -76,7 +75,8 @@ class Sequencer:
         self._task: asyncio.Task[None] | None = None
         self._finishing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._closed: errors.PacelineError | None = None
+        self._refusal: errors.PacelineError | None = None
+        self._is_closed = False
 
     @property
     def last_seq_id(self) -> int:
@@ -99,8 +99,8 @@ class Sequencer:
         SeqIdReused, SeqIdExpired, DiskFull when it cannot be journaled, EngineUnavailable when the engine dies while it
         waits, or SeqIdGap when those before it do not come in time.
         """
-        if self._closed is not None:
-            raise self._closed
+        if self._refusal is not None:
+            raise self._refusal
         if command.seq_id == 0:
             raise errors.MissingField("is not set; a run's commands count from 1", field="seq_id")
         pending = self._waiting.get(command.seq_id)
@@ -117,7 +117,7 @@ class Sequencer:
 
     def start(self, executor: Executor) -> None:
         """Execute commands with `executor` from now on."""
-        if self._closed is not None:
+        if self._refusal is not None:
             return
         self._executor = executor
         self._advance()
@@ -146,7 +146,8 @@ class Sequencer:
 
     async def replay(self, seq_id: int, executor: Executor) -> None:
         """Execute a command again whose place has come, up to where the next may begin. Raises EngineUnavailable."""
-        if not await self._begin(self._waiting[seq_id], executor):
+        pending = self._waiting.get(seq_id)
+        if pending is not None and not await self._begin(pending, executor):
             raise errors.EngineUnavailable("the engine died while the run was restored")
 
     def place(self, seq_id: int) -> Facts | None:
@@ -182,12 +183,17 @@ class Sequencer:
         _log.error("engine died of a command", seq_id=command.seq_id, attempts=self.attempts[command.seq_id])
         await self.journal.append(AttemptRecord(command.seq_id), sync=True)
 
-    async def close(self, error: errors.PacelineError) -> None:
-        """Refuse what has not started and what comes, and wait for what has started."""
-        if self._closed is not None:
-            return
-        self._closed = error
+    def drain(self, error: errors.PacelineError) -> None:
+        """Refuse what has not started and what comes; what has started goes on."""
+        self._refusal = error
         self._waiting.drop(lambda _: True, error)
+
+    async def close(self, error: errors.PacelineError) -> None:
+        """Drain, and wait for what has started."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.drain(error)
         executor, self._executor = self._executor, None
         self._notify()
         await self._left_engine()
@@ -266,7 +272,7 @@ class Sequencer:
 
     async def _answer(self, command: Command, turn: Turn, executor: Executor) -> Answer:
         if self.is_poisoned(command):
-            return _poisoned(self.attempts[command.seq_id])
+            return poisoned(self.attempts[command.seq_id])
         self._failpoints.hit("before_execute")
         try:
             return await executor.execute(command, turn)
@@ -274,11 +280,9 @@ class Sequencer:
             return error
         except Exception:
             # Whatever it was, its answer is kept like any other, so that the commands after it are not held up.
-            error_id = uuid4().hex
-            _log.exception("command failed", seq_id=command.seq_id, error_id=error_id)
-            return errors.Internal(
-                f"internal error; the service's log has it under {error_id}", metadata={"error_id": error_id}
-            )
+            answer = internal_error()
+            _log.exception("command failed", seq_id=command.seq_id, **answer.metadata)
+            return answer
 
     async def _not_executed(self, command: Command, error: errors.EngineUnavailable) -> None:
         """Keep a command that the engine did not execute until the run is back."""
@@ -306,8 +310,3 @@ class Sequencer:
         """Wake up a command that waits for others to end."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _poisoned(deaths: int) -> errors.PoisonedCommand:
-    message = f"the engine died {deaths} time(s) while it executed this; it is not tried again"
-    return errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": str(deaths)})

@@ -56,9 +56,6 @@ class Waiting:
     def __iter__(self) -> Iterator[Pending]:
         return iter(list(self._pending.values()))
 
-    def __getitem__(self, seq_id: int) -> Pending:
-        return self._pending[seq_id]
-
     def get(self, seq_id: int) -> Pending | None:
         """Return a command; None when it was answered or has not come."""
         return self._pending.get(seq_id)
