@@ -132,28 +132,6 @@ async def test_commands_that_executed_last_execute_again_in_order_without_a_repl
     assert run.executor.ran == [1, 1, 2]
 
 
-async def test_what_the_engine_died_near_executes_alone_so_that_the_cause_shows(directory):
-    died = EngineDiedError("the engine died")
-    run = JournaledRun(directory)
-    lost = run.executor.rest[1] = Background(died)
-    run.executor.act[2] = refusal(died)
-    saving, innocent = run.save(1), run.send(2)
-    await lost.began.wait()
-    lost.may_end.set()
-    await asyncio.wait({saving, innocent})
-    await run.sequencer.recover()
-    assert run.sequencer.attempts == {1: 1, 2: 1}
-    again = run.executor.rest[1] = Background()
-    run.executor.act.clear()
-    saving, innocent = run.save(1), run.send(2)
-    run.start()
-    await again.began.wait()
-    await asyncio.wait({innocent}, timeout=0.1)
-    assert run.executor.ran == [1, 1], "the second waits for the first to end"
-    again.may_end.set()
-    await asyncio.gather(saving, innocent)
-
-
 async def test_a_command_of_the_same_kind_can_wait_until_those_before_it_are_answered(run):
     first = run.executor.rest[1] = Background()
     second = run.executor.rest[2] = Background(ordered=True)

@@ -1,18 +1,17 @@
-"""The engine for LoRA runs: one frozen base model, one PEFT adapter for each run."""
+"""The engine for LoRA runs: one frozen base model, one adapter for each run."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from peft.functional import set_adapter
-from torch import Tensor
 
-from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, RunNotFound
+from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, PacelineError, RunNotFound
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
@@ -24,16 +23,19 @@ from paceline.types import (
 )
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
-from trainer_service.engine.base_model import backbone, load_base_model, output_head
+from trainer_service.engine.base_model import load_base_model
 from trainer_service.engine.captures import Capture, StagingMemory
-from trainer_service.engine.logprobs import target_logprobs
-from trainer_service.engine.loss_specs import LossSpec, loss_spec
-from trainer_service.engine.losses import LOSSES, TokenLoss
+from trainer_service.engine.jobs import Job
+from trainer_service.engine.loss_specs import loss_spec
 from trainer_service.engine.optimizers.gradients import gradient_norm
 from trainer_service.engine.optimizers.make import check_same, make_optimizer
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.packing import Pack, datum_weights, make_packs, scatter_logprobs
+from trainer_service.engine.packing import Batch, datum_weights
+from trainer_service.engine.passes import PassRunner, Share
 from trainer_service.engine.run import EngineRun, seeded_rng_state
+from trainer_service.engine.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
 
 
 class PeftEngine:
@@ -43,8 +45,12 @@ class PeftEngine:
         self._options = options
         self._device = torch.device(options.device)
         self._model = load_base_model(options)
+        routing = adapters.adapt(self._model)
+        self._passes = PassRunner(self._model, routing, self._device, options.logprob_chunk)
         self._runs: dict[str, EngineRun] = {}
         self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
+        self._jobs: list[Job] = []
+        self._scheduler: Scheduler[Job] = Scheduler(options.pack_tokens, joint=options.joint_passes)
 
     def describe(self) -> ModelInfo:
         config = self._model.config
@@ -69,7 +75,6 @@ class PeftEngine:
             lora=lora,
             targets=targets,
             parameters=parameters,
-            dropouts=[layer.lora_dropout[run_id] for _, layer in adapters.layers_of(self._model, run_id)],
             rng_state=seeded_rng_state(lora.seed, self._device),
         )
         return AdapterInfo(sum(parameter.numel() for parameter in parameters.values()))
@@ -77,8 +82,9 @@ class PeftEngine:
     def delete_run(self, run_id: str) -> None:
         if self._runs.pop(run_id, None) is not None:
             adapters.remove_adapter(self._model, run_id)
+            self._scheduler.forget(run_id)
 
-    def forward_backward(
+    def begin(
         self,
         run_id: str,
         data: Sequence[Datum],
@@ -88,22 +94,39 @@ class PeftEngine:
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
-    ) -> ForwardBackwardOutput:
+        alone: bool = False,
+    ) -> Job:
         run, spec = self._run(run_id), loss_spec(loss_fn)
         config = spec.resolve_config(loss_fn_config)
-        set_adapter(self._model, run_id)
-        outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
-        totals = _Totals()
         weights = datum_weights(data, reduction, reduction_count)
-        with _out_of_memory_named(), nullcontext() if forward_only else self._gradient(run):
-            for pack in self._packs(data, weights, spec, config):
-                logprobs, token_loss = self._pack_loss(pack, loss_fn, config, forward_only=forward_only)
-                scatter_logprobs(outputs, pack, logprobs.cpu().numpy())
-                totals.add(token_loss)
-        if not forward_only:
-            run.has_gradient = True
-            run.pending_tokens += totals.tokens
-        return ForwardBackwardOutput([{"logprobs": values} for values in outputs], totals.metrics())
+        batch = Batch(data, spec.required_inputs(config), fills=spec.fills(config), weights=weights)
+        job = Job(run, data, batch, loss_fn, config, forward_only=forward_only, alone=alone)
+        self._jobs.append(job)
+        return job
+
+    def advance(self, announce: Callable[[Sequence[str]], None]) -> list[Job]:
+        shares = self._scheduler.next_pass(self._jobs)
+        if shares:
+            self._compute(shares, announce)
+        done = [job for job in self._jobs if job.is_done]
+        self._jobs = [job for job in self._jobs if not job.is_done]
+        for job in done:
+            _finish(job)
+        return done
+
+    def forward_backward(
+        self,
+        run_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        **options: Any,
+    ) -> ForwardBackwardOutput:
+        """Begin a job, with the options of `begin`, and advance until it is done."""
+        job = self.begin(run_id, data, loss_fn, loss_fn_config, **options)
+        while job not in self.advance(lambda _: None):
+            pass
+        return job.output()
 
     def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         run, start = self._run(run_id), time.perf_counter()
@@ -154,59 +177,33 @@ class PeftEngine:
             raise RunNotFound("the engine holds no such run; create it first.", field="run_id")
         return self._runs[run_id]
 
-    @contextmanager
-    def _gradient(self, run: EngineRun) -> Iterator[None]:
-        with run.accumulate(), run.dropout(self._device):
-            yield
+    def _compute(self, shares: Sequence[Share], announce: Callable[[Sequence[str]], None]) -> None:
+        announce([job.run_id for job, _ in shares])
+        if self._try(shares):
+            return
+        for share in shares:
+            self._compute([share], announce)
 
-    def _packs(
-        self, data: Sequence[Datum], weights: Sequence[float], spec: LossSpec, config: Mapping[str, float]
-    ) -> list[Pack]:
-        names, fills = spec.required_inputs(config), spec.fills(config)
-        return make_packs(data, names, self._options.pack_tokens, self._device, fills=fills, weights=weights)
-
-    def _pack_loss(
-        self, pack: Pack, loss_fn: str, config: Mapping[str, float], *, forward_only: bool
-    ) -> tuple[Tensor, TokenLoss]:
-        """Return logprobs and weighted loss at the counted positions, detached; add to the gradient if there is one."""
-        with torch.set_grad_enabled(not forward_only):
-            logprobs = self._logprobs(pack)
-            result = LOSSES[loss_fn](logprobs, pack.loss_inputs, config)
-            loss = result.loss * pack.weights
-        if not forward_only:
-            torch.autograd.backward(loss.sum())
-        return logprobs.detach(), TokenLoss(loss.detach(), result.means)
-
-    def _logprobs(self, pack: Pack) -> Tensor:
-        hidden = backbone(self._model)(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            segment_lengths=pack.segment_lengths,
-        ).last_hidden_state[0]
-        targets = pack.loss_inputs["target_tokens"]
-        counted = hidden.index_select(0, pack.counted)
-        return target_logprobs(output_head(self._model), counted, targets, self._options.logprob_chunk)
+    def _try(self, shares: Sequence[Share]) -> bool:
+        """Do a pass. One that fails is noted if it is of one job, else there is more to try."""
+        try:
+            with _out_of_memory_named():
+                self._passes.run(shares)
+        except Exception as error:
+            if len(shares) > 1:
+                _log.warning("a pass of %d runs failed; each is tried by itself: %s", len(shares), error)
+                return False
+            shares[0][0].fail(error)
+        return True
 
 
-class _Totals:
-    """Sums over the packs of one request."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._loss = 0.0
-        self._sums: dict[str, float] = {}
-
-    def add(self, token_loss: TokenLoss) -> None:
-        self.tokens += token_loss.loss.numel()
-        self._loss += token_loss.loss.double().sum().item()
-        for name, values in token_loss.means.items():
-            self._sums[name] = self._sums.get(name, 0.0) + values.double().sum().item()
-
-    def metrics(self) -> dict[str, float]:
-        """Named name:reduction. Means over no tokens are left out."""
-        means = {f"{name}:mean": total / self.tokens for name, total in self._sums.items()}
-        return {"loss:sum": self._loss, "tokens:sum": float(self.tokens), **means}
+def _finish(job: Job) -> None:
+    try:
+        if job.error is None:
+            with _out_of_memory_named():
+                job.finish()
+    except PacelineError as error:
+        job.fail(error)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from paceline.types import (
 from trainer_service.engine import wire
 from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState
 from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.suspects import Suspects
 from trainer_service.failpoints import Failpoints
 
 R = TypeVar("R")
@@ -51,11 +52,12 @@ def _ignore() -> None:
 class EngineProcess:
     """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
 
-    Commands are executed one at a time in order of their calls; any number may wait. A call whose waiting is cancelled
-    is executed all the same. One that saves calls `captured` when it has taken the run's state: the next command is
-    executed while the files are written. When the process dies, the call that it was executing and those that it was
-    writing raise EngineDiedError, calls that wait and later ones raise EngineUnavailable until `restart`, and the runs
-    in its memory are gone. Until then the errors are the engine's own.
+    A run's commands are executed in order of their calls, those of other runs beside them; any number may wait. A call
+    whose waiting is cancelled is executed all the same. When the process dies, the call that it was certainly executing
+    raises EngineDiedError; calls that wait and later ones raise EngineUnavailable until `restart`, and the runs in its
+    memory are gone. Where it did several things at the same time, a pass of several calls or a pass and what is saved,
+    these raise EngineUnavailable too, and are executed alone when they are made again. Until then the errors are the
+    engine's own. A call that saves calls `captured` when it has taken the run's state: the next one may change it.
     """
 
     def __init__(self, options: EngineOptions, *, on_exit: Callable[[int], None] | None = None) -> None:
@@ -64,6 +66,7 @@ class EngineProcess:
         self._on_exit = on_exit
         self._link: _Link | None = None
         self._info: ModelInfo | None = None
+        self._suspects = Suspects()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -79,7 +82,7 @@ class EngineProcess:
 
     async def start(self) -> ModelInfo:
         """Start the process and load the model. Raises what loading raised, or EngineUnavailable."""
-        link = self._link = await _Link.open(self._on_exit)
+        link = self._link = await _Link.open(self._on_exit, self._suspects)
         try:
             self._info = await link.call(wire.Start(self._options), ModelInfo)
         except BaseException:
@@ -144,15 +147,19 @@ class EngineProcess:
             raise EngineUnavailable("the engine is not running.")
         return self._link
 
-    async def _call(self, command: wire.Command, kind: type[R]) -> R:
+    async def _call(self, command: wire.AnyCommand, kind: type[R]) -> R:
         return await self._running().call(command, kind)
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _Waiting:
+    """A call without an answer."""
+
+    command: wire.Start | wire.AnyCommand
     answer: asyncio.Future[msgspec.Raw]
     captured: Captured
     is_captured: bool = False
+    """Whether the engine writes what it took, while it executes other commands."""
 
 
 class _Link:
@@ -164,17 +171,21 @@ class _Link:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         on_exit: Callable[[int], None] | None,
+        suspects: Suspects,
     ) -> None:
         self.process = process
         self._reader, self._writer = reader, writer
         self._on_exit = on_exit
-        self._waiting: dict[int, _Call] = {}
+        self._suspects = suspects
+        self._waiting: dict[int, _Waiting] = {}
+        self._executing: set[int] = set()
+        """Ids of the requests that the engine said it began and did not answer."""
         self._ids = itertools.count(1)
         self._dead = self._closing = False
         self._receiving = asyncio.create_task(self._receive())
 
     @classmethod
-    async def open(cls, on_exit: Callable[[int], None] | None) -> _Link:
+    async def open(cls, on_exit: Callable[[int], None] | None, suspects: Suspects) -> _Link:
         ours, theirs = socket.socketpair()
         command = (sys.executable, "-m", "trainer_service.engine", "--fd", str(theirs.fileno()))
         try:
@@ -188,15 +199,17 @@ class _Link:
         except BaseException:
             ours.close()
             raise
-        return cls(process, reader, writer, on_exit)
+        return cls(process, reader, writer, on_exit, suspects)
 
-    async def call(self, command: wire.Start | wire.Command, kind: type[R], captured: Captured = _ignore) -> R:
+    async def call(self, command: wire.Start | wire.AnyCommand, kind: type[R], captured: Captured = _ignore) -> R:
         if self._dead:
             raise _unavailable()
-        request = wire.Request(next(self._ids), command)
+        alone = isinstance(command, wire.Overlapping) and command in self._suspects
+        request = wire.Request(next(self._ids), command, alone)
         self._writer.write(wire.frame(wire.encode(request)))
-        call = self._waiting[request.id] = _Call(asyncio.get_running_loop().create_future(), captured)
-        return wire.decode(await call.answer, kind)
+        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = _Waiting(command, answer, captured)
+        return wire.decode(await answer, kind)
 
     async def close(self) -> None:
         self._closing = True
@@ -208,35 +221,51 @@ class _Link:
             while True:
                 header = await self._reader.readexactly(wire.LENGTH_BYTES)
                 payload = await self._reader.readexactly(int.from_bytes(header, "little"))
-                self._settle(wire.decode(payload, wire.Reply))
+                report = wire.decode_report(payload)
+                match report:
+                    case wire.Began():
+                        self._executing = set(report.ids)
+                    case wire.Captured():
+                        self._capture(report.id)
+                    case wire.Reply():
+                        self._settle(report)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # The pipe is closed, here or by the death of the process.
         finally:
             await self._end()
 
+    def _capture(self, request_id: int) -> None:
+        self._executing.discard(request_id)
+        waiting = self._waiting[request_id]
+        waiting.is_captured = True
+        waiting.captured()
+
     def _settle(self, reply: wire.Reply) -> None:
-        if not reply.is_last:
-            call = self._waiting[reply.id]
-            call.is_captured = True
-            call.captured()
-            return
-        answer = self._waiting.pop(reply.id).answer
-        if answer.cancelled():
+        self._executing.discard(reply.id)
+        waiting = self._waiting.pop(reply.id)
+        if isinstance(waiting.command, wire.Overlapping):
+            self._suspects.acquit(waiting.command)
+        if waiting.answer.cancelled():
             return
         if reply.failure is None:
-            answer.set_result(reply.result)
+            waiting.answer.set_result(reply.result)
         else:
-            answer.set_exception(reply.failure.error())
+            waiting.answer.set_exception(reply.failure.error())
 
     async def _end(self) -> None:
         self._dead, by_itself = True, not self._closing
         self._writer.close()
-        # Commands are executed in order of sending: it died of the first that it had not captured, or of one captured.
-        executing = next((call for call in self._waiting.values() if not call.is_captured), None)
-        for call in self._waiting.values():
-            if not call.answer.done():
-                is_cause = by_itself and (call is executing or call.is_captured)
-                call.answer.set_exception(_died() if is_cause else _unavailable())
+        executing = {
+            key: waiting
+            for key, waiting in self._waiting.items()
+            if by_itself and (key in self._executing or waiting.is_captured)
+        }
+        if len(executing) > 1:
+            commands = (waiting.command for waiting in executing.values())
+            self._suspects.add([command for command in commands if isinstance(command, wire.Overlapping)])
+        for key, waiting in self._waiting.items():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(_died() if {key} == executing.keys() else _unavailable())
         self._waiting.clear()
         status = await self._wait_for_exit()
         if by_itself:

@@ -1,9 +1,8 @@
-"""What the engine holds of one run, and how its dropout and gradient stay its own."""
+"""What the engine holds of one run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +23,8 @@ class EngineRun:
     """target_modules of the adapter."""
     parameters: dict[str, nn.Parameter]
     """float32 weights by the names that PEFT gives them."""
-    dropouts: list[nn.Module]
     rng_state: Tensor
-    """uint8; state of the generator that dropout draws from."""
+    """uint8; state of the generator that dropout's seeds are drawn from, one for each forward_backward."""
     optimizer: AnyOptimizer | None = None
     """Made by the first step; None before it."""
     step: int = 0
@@ -62,55 +60,33 @@ class EngineRun:
         self.rng_state = seeded_rng_state(self.lora.seed, device)
         self.step = 0
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Add the gradients computed inside to the waiting ones; if anything is raised, leave those as they were."""
-        parameters = list(self.parameters.values())
-        waiting = [parameter.grad for parameter in parameters]
-        self._clear_gradients()
-        try:
-            yield
-        except BaseException:
-            for parameter, gradient in zip(parameters, waiting, strict=True):
-                parameter.grad = gradient
-            raise
+    def add_gradient(self, gradients: Sequence[Tensor | None], tokens: int) -> None:
+        """Add gradients, None where there is none, over `tokens` tokens to the waiting ones; takes them over."""
+        pairs = list(zip(self.parameters.values(), gradients, strict=True))
+        # What can run out of memory comes before anything is changed.
+        new = [torch.zeros_like(p) if p.grad is None and gradient is None else gradient for p, gradient in pairs]
         self.before_change()
-        for parameter, gradient in zip(parameters, waiting, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for (parameter, _), gradient in zip(pairs, new, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad.add_(gradient)
+        self.has_gradient = True
+        self.pending_tokens += tokens
+
+    def draw_seed(self) -> tuple[int, Tensor]:
+        """Draw a seed for dropout; returns it and the state in which the generator is then."""
+        device = next(iter(self.parameters.values())).device
+        generator = torch.Generator(device)
+        generator.set_state(self.rng_state)
+        seed = torch.randint(1 << 62, (1,), generator=generator, device=device)
+        return int(seed.item()), generator.get_state()
 
     def _clear_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    @contextmanager
-    def dropout(self, device: torch.device) -> Iterator[None]:
-        """Turn the run's dropout on, drawing from its own generator, which advances only if nothing is raised."""
-        for module in self.dropouts:
-            module.train()
-        try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                _set_rng_state(self.rng_state, device)
-                yield
-                self.rng_state = _get_rng_state(device)
-        finally:
-            for module in self.dropouts:
-                module.eval()
-
 
 def seeded_rng_state(seed: int, device: torch.device) -> Tensor:
     """Return the state of a fresh generator."""
     return torch.Generator(device).manual_seed(seed).get_state()
-
-
-def _get_rng_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_rng_state(state: Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

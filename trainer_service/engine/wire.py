@@ -1,8 +1,8 @@
 """What travels between the service and the engine's process: commands, replies and errors as length-prefixed msgpack.
 
 A frame is its length (8 bytes, little-endian) and that many bytes of msgpack. Numpy arrays are an extension type that
-holds dtype, shape and bytes. Replies carry the id of their command. One that saves is answered twice: when it has taken
-the run's state, and when that is written.
+holds dtype, shape and bytes. Replies carry the id of their command. A command that saves reports when it has taken the
+run's state, and is answered when that is written.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DeleteRun(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
-    """TrainerEngine.forward_backward."""
+    """TrainerEngine.begin."""
 
     run_id: str
     data: list[Datum]
@@ -79,9 +79,9 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
     reduction: Reduction
     reduction_count: int | None
 
-    def execute(self, engine: TrainerEngine) -> ForwardBackwardOutput:
-        """Execute the command."""
-        return engine.forward_backward(
+    def begin(self, engine: TrainerEngine, *, alone: bool) -> None:
+        """Begin the command."""
+        engine.begin(
             self.run_id,
             self.data,
             self.loss_fn,
@@ -89,6 +89,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
             forward_only=self.forward_only,
             reduction=self.reduction,
             reduction_count=self.reduction_count,
+            alone=alone,
         )
 
 
@@ -145,7 +146,10 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
         return engine.load_state(self.run_id, Path(self.directory), with_optimizer=self.with_optimizer)
 
 
-Command = CreateRun | DeleteRun | ForwardBackward | OptimStep | SaveState | SaveAdapter | LoadState
+Command = CreateRun | DeleteRun | OptimStep | SaveState | SaveAdapter | LoadState
+AnyCommand = Command | ForwardBackward
+Overlapping = ForwardBackward | SaveState | SaveAdapter
+"""Commands that the engine executes at the same time as others, unless they are told to be alone."""
 Result = ModelInfo | AdapterInfo | ForwardBackwardOutput | OptimStepOutput | LoadedState | None
 
 
@@ -159,7 +163,14 @@ class Request(msgspec.Struct, frozen=True):
     """A command on its way to the engine."""
 
     id: int
-    command: Start | Command
+    command: Start | AnyCommand
+    alone: bool = False
+    """Whether a ForwardBackward shares no pass with other runs, and what is saved is written at once."""
+
+    @property
+    def run_id(self) -> str:
+        """Whose it is; empty for Start."""
+        return "" if isinstance(self.command, Start) else self.command.run_id
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -183,17 +194,32 @@ class Failure(msgspec.Struct, frozen=True):
         )
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """What the engine executes from now on: one command, or those that have a part in a pass."""
+
+    ids: list[int]
+    """Of their requests."""
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
     """The answer to a command: a failure, or a result of the kind that the command gives."""
 
     id: int
     result: msgspec.Raw
     failure: Failure | None = None
-    is_last: bool = True
-    """False when the command goes on in the background, and will be answered again."""
 
 
-def encode(message: Request | Reply | Result) -> bytes:
+class Captured(msgspec.Struct, frozen=True, tag=True):
+    """A command that saves has taken its run's state; the next may change it."""
+
+    id: int
+
+
+Report = Began | Captured | Reply
+"""What the engine sends."""
+
+
+def encode(message: Request | Report | AnyCommand | Result) -> bytes:
     """Encode a message, without its length."""
     return msgspec.msgpack.encode(message, enc_hook=_encode_array)
 
@@ -201,6 +227,12 @@ def encode(message: Request | Reply | Result) -> bytes:
 def decode(data: bytes | msgspec.Raw, kind: type[R]) -> R:
     """Decode a message of type `kind`. Raises msgspec.DecodeError. Arrays in it are read-only views of `data`."""
     return msgspec.msgpack.decode(data, type=kind, ext_hook=_decode_array, dec_hook=_check_array)
+
+
+def decode_report(data: bytes) -> Report:
+    """Decode what the engine sent. Raises msgspec.DecodeError."""
+    report: Report = msgspec.msgpack.decode(data, type=Report)
+    return report
 
 
 def frame(payload: bytes) -> bytes:

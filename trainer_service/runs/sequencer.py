@@ -11,8 +11,7 @@ state, so answers may come out of order. What holds all the same:
 - Commands capture in order of seq_id: each sees the run as the commands before it left it, and no later one.
 - A command is answered, in the journal, before one of the same kind that comes after it shows what it did where both
   do that in order (`Turn.wait_for_earlier`).
-- A command that changes the run otherwise than by a step (LoadCheckpoint) begins when all before it are answered. So
-  does one that the engine died near, and it ends before the next begins: what it died of shows.
+- A command that replaces the run's state (LoadCheckpoint) begins when all before it are answered.
 - When engine or service die, a command without an answer executes again at its place: `recover` leaves those that
   others have overtaken to `replay`, which runs between the repetition of the commands around it.
 - What the journal says of the run with an answer is what held at the command's place (`Facts`).
@@ -227,15 +226,14 @@ class Sequencer:
     def _must_wait(self, command: Command) -> bool:
         """Whether a command whose turn has come may not begin beside those that are under way."""
         under_way = len(self._waiting.under_way())
-        alone = self._is_suspect(command) or command.method not in _READING | _REPEATABLE
+        alone = command.method not in _READING | _REPEATABLE
         return under_way > 0 if alone else under_way >= _MAX_UNDER_WAY
 
     async def _begin(self, pending: Pending, executor: Executor) -> bool:
         """Execute a command up to where the next may begin; return whether it came so far."""
         command = pending.command
         earlier = [turn for other, turn in self._waiting.under_way() if other.method == command.method]
-        may_overlap = command.method in _READING and not self._is_suspect(command)
-        turn = pending.turn = Turn(earlier, may_overlap=may_overlap)
+        turn = pending.turn = Turn(earlier, may_overlap=command.method in _READING)
         pending.place = None
         task = asyncio.create_task(self._finish(pending, turn, executor))
         self._finishing.add(task)
@@ -301,10 +299,6 @@ class Sequencer:
         """Whether a command has no answer, and will have none unless it executes again."""
         pending = self._waiting.get(seq_id)
         return pending is not None and pending.turn is None
-
-    def _is_suspect(self, command: Command) -> bool:
-        """Whether the engine died when this command was in it."""
-        return self.attempts[command.seq_id] > 0
 
     def _notify(self) -> None:
         """Wake up a command that waits for others to end."""
