@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-train bench-journal chaos images clean
+.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-train bench-journal bench-saves chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ bench-train: proto $(VENV)/trl ## Time the trainer beside transformers and PEFT,
 
 bench-journal: proto ## Measure what the journal costs a training step
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/journal_cost.py
+
+bench-saves: proto ## Measure how long a save and a publish hold up training
+	@OMP_NUM_THREADS=1 $(RUN)/python bench/saves.py
 
 chaos: proto ## Kill the trainer 1,000 times while it trains, and check that nothing is lost
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/chaos.py $(KILLS)

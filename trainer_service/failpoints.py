@@ -18,6 +18,9 @@ SERVICE_POINTS = (
     "after_append",
     "after_sync",
     "before_execute",
+    "after_capture",
+    "before_checkpoint",
+    "before_announce",
     "after_execute",
     "after_answer",
     "before_ack",
@@ -60,6 +63,9 @@ class Failpoints:
         self._left[name] -= 1
         if self._left[name] == 0:
             die()
+
+
+NO_FAILPOINTS = Failpoints("")
 
 
 def die() -> NoReturn:

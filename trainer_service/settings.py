@@ -61,6 +61,8 @@ class TrainerSettings(PeerSettings):
     """Seconds of execution after which it is saved: what a replay may take."""
     max_attempts: int = Field(2, ge=1)
     """How often the engine may die of a command before the command is refused."""
+    min_free_bytes: int = Field(256 << 20, ge=0)
+    """Bytes of the checkpoint volume that commands, checkpoints and versions leave free for answers and small files."""
     failpoints: str = ""
     """Points at which the service kills itself, for tests; see trainer_service/failpoints.py."""
     expiry_check_seconds: float = Field(60.0, gt=0)

@@ -25,12 +25,14 @@ from paceline.types import (
 )
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.disk import DiskGuard
 from trainer_service.engine.optimizers.specs import spec_of
 from trainer_service.engine.process import EngineProcess
 from trainer_service.publish.feed import AckPolicy
 from trainer_service.publish.publisher import Publication, Publisher
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
+from trainer_service.runs.turn import Turn
 from trainer_service.settings import TrainerSettings
 
 _log = get_logger(__name__)
@@ -55,6 +57,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._publisher = publisher
         self._start_run = start_run
+        self._guard = DiskGuard(settings.min_free_bytes)
         self._creating = asyncio.Lock()
 
     async def create_run(
@@ -63,16 +66,14 @@ class Trainer:
         request_id: str,
         digest: bytes,
         base_model: str,
-        lora: LoraConfig,
+        parameters: LoraConfig | CheckpointPath,
         user_metadata: Mapping[str, str],
     ) -> RunRecord:
-        """Make a run, or return the one that the same request made. Raises RequestIdReused for another request."""
+        """Make a run, or return the one that the same request made. Raises RequestIdReused for another request.
+
+        A checkpoint stands for the configuration of its run.
+        """
         validation.check_request_id(request_id)
-        model = self._engine.describe()
-        if base_model not in {"", model.name}:
-            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
-        validation.check_lora(lora, model)
-        validation.check_user_metadata(user_metadata)
         async with self._creating:
             made = self._registry.find_request(identity.tenant, request_id)
             known = made.request_digest if made else self._registry.find_deleted(identity.tenant, request_id)
@@ -80,7 +81,23 @@ class Trainer:
                 raise errors.RequestIdReused("was used with another payload; make a new one", field="request_id")
             if known and made is None:
                 raise errors.RunNotFound("the run that this request made was deleted", field="request_id")
-            return made or await self._make_run(identity, request_id, digest, lora, user_metadata)
+            if made is not None:
+                return made
+            lora = parameters
+            if isinstance(lora, CheckpointPath):
+                self._checkpoints.find(lora, identity, "like_checkpoint")
+                origin = await self._registry.origin(lora.run_id)
+                base_model, user_metadata = base_model or origin.base_model, user_metadata or origin.user_metadata
+                lora = origin.lora
+            self._check_run(base_model, lora, user_metadata)
+            return await self._make_run(identity, request_id, digest, lora, user_metadata)
+
+    def _check_run(self, base_model: str, lora: LoraConfig, user_metadata: Mapping[str, str]) -> None:
+        model = self._engine.describe()
+        if base_model not in {"", model.name}:
+            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        validation.check_lora(lora, model)
+        validation.check_user_metadata(user_metadata)
 
     async def _make_run(
         self, identity: Identity, request_id: str, digest: bytes, lora: LoraConfig, user_metadata: Mapping[str, str]
@@ -163,14 +180,22 @@ class Trainer:
         seq_id: int,
         ttl_seconds: int | None,
         overwrite: bool,
+        turn: Turn,
     ) -> Checkpoint:
-        """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is."""
+        """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is.
+
+        The run goes on when its state is captured; its checkpoints appear in the order of its commands. Raises DiskFull
+        before it begins where too little room would be left, and later when the disk fills up all the same; either way
+        the run is as it was.
+        """
         self._check_ready(record)
         path = CheckpointPath(record.run_id, kind, layout.check_name(name))
+        self._guard.check(self._settings.checkpoint_dir, record.state_bytes(kind))
 
         async def write(directory: Path) -> None:
             save = self._engine.save_state if kind is CheckpointKind.STATE else self._engine.save_adapter
-            await save(record.run_id, directory)
+            await save(record.run_id, directory, turn.capture)
+            turn.release()
 
         checkpoint = await self._checkpoints.save(
             path,
@@ -181,6 +206,7 @@ class Trainer:
             seq_id=seq_id,
             ttl_seconds=ttl_seconds,
             overwrite=overwrite,
+            earlier=turn.wait_for_earlier,
         )
         if kind is CheckpointKind.STATE:
             record.latest_state_checkpoint = checkpoint.path
@@ -215,12 +241,16 @@ class Trainer:
         _log.info("checkpoint loaded", path=str(path), run=record.run_id, with_optimizer=with_optimizer)
 
     async def publish(
-        self, record: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float
+        self, record: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float, turn: Turn
     ) -> Publication:
-        """Make the run's weights its next version; one that command `seq_id` made before a crash is used again."""
+        """Make the run's weights its next version; one that command `seq_id` made before a crash is used again.
+
+        The run goes on when its weights are captured. Raises DiskFull, when nothing was begun, as `save_checkpoint`.
+        """
         self._check_ready(record)
+        self._guard.check(self._settings.checkpoint_dir, record.state_bytes(CheckpointKind.SAMPLER))
         return await self._publisher.publish(
-            record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds
+            record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds, turn=turn
         )
 
     async def expire_checkpoints(self) -> None:

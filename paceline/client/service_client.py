@@ -92,9 +92,9 @@ class ServiceClient(Catalog):
     create_training_run = create_lora_training_client
 
     async def create_training_client_from_state_async(self, path: str) -> TrainingClient:
-        """Make a run with the configuration and the weights of a checkpoint's run, and a fresh optimizer.
+        """Make a run with the configuration and the weights of a checkpoint, and a fresh optimizer.
 
-        Errors: InvalidPath, RunNotFound (the checkpoint's run was deleted), CheckpointNotFound.
+        The checkpoint's run may have been deleted. Errors: InvalidPath, CheckpointNotFound, ModelNotFound.
         """
         return await self._from_state(path, with_optimizer=False)
 
@@ -153,15 +153,16 @@ class ServiceClient(Catalog):
         with sendable("lora"):
             wire_lora = codec.lora_config_to_proto(lora)
         with sendable("user_metadata"):
-            request = pb.CreateRunRequest(
-                request_id=uuid4().hex, base_model=base_model, lora=wire_lora, user_metadata=user_metadata
-            )
+            request = pb.CreateRunRequest(base_model=base_model, lora=wire_lora, user_metadata=user_metadata)
+        return await self._create_run(request)
+
+    async def _create_run(self, request: pb.CreateRunRequest) -> TrainingClient:
+        request.request_id = uuid4().hex
         call = self.transport.call(self.transport.trainer.CreateRun, request, self.transport.timeouts.training)
         return TrainingClient(self.transport, codec.run_from_proto((await self.transport.submit(call)).run))
 
     async def _from_state(self, path: str, *, with_optimizer: bool) -> TrainingClient:
-        source = await self.get_run_async(CheckpointPath.parse(path).run_id)
-        client = await self._create(source.base_model, source.lora, source.user_metadata)
+        client = await self._create_run(pb.CreateRunRequest(like_checkpoint=str(CheckpointPath.parse(path))))
         try:
             await (client.load_state_with_optimizer(path) if with_optimizer else client.load_state(path))
         except errors.PacelineError:

@@ -16,6 +16,7 @@ from tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.errors import (
     CheckpointMismatch,
+    DiskFull,
     EngineUnavailable,
     Internal,
     ModelNotFound,
@@ -121,6 +122,65 @@ async def test_queued_commands_are_executed_in_order(engine):
     ]
     _, first, _, second = await asyncio.gather(*calls)
     assert (first.step, second.step) == (1, 2)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_commands_go_on_while_what_was_captured_is_written(engine, tmp_path):
+    await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+    await engine.optim_step("run", ADAM)
+    await engine.save_state("run", new(tmp_path / "at once"))
+    order = []
+    pipe = new(tmp_path / "later") / "adapter_model.safetensors"
+    os.mkfifo(pipe)  # whoever writes into it waits for a reader
+    saving = asyncio.ensure_future(engine.save_state("run", pipe.parent, lambda: order.append("captured")))
+    await asyncio.sleep(0)
+    await engine.forward_backward("run", make_data(seed=3), "ppo", {}, forward_only=False)
+    order.append((await engine.optim_step("run", ADAM)).step)
+    assert order == ["captured", 2]
+    assert not saving.done()
+    written = await asyncio.to_thread(pipe.read_bytes)
+    await saving
+    expected = files(tmp_path / "at once")
+    assert written == expected.pop(pipe.name)
+    pipe.unlink()
+    assert files(pipe.parent) == expected
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_full_disk_is_the_answer_of_what_was_written_and_the_engine_goes_on(engine, tmp_path):
+    (tmp_path / "adapter_model.safetensors").symlink_to("/dev/full")
+    with pytest.raises(DiskFull):
+        await engine.save_state("run", tmp_path)
+    await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+    assert (await engine.optim_step("run", ADAM)).step == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_death_while_one_command_executes_and_another_is_written_is_charged_to_none_until_it_is_certain(
+    options, tmp_path
+):
+    pipe = tmp_path / "adapter_model.safetensors"
+    os.mkfifo(pipe)  # whoever writes into it waits for a reader
+    async with EngineProcess(replace(options, failpoints="engine_OptimStep:1")) as engine:
+
+        async def begin():
+            await engine.create_run("run", LORA)
+            await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+            saving = asyncio.ensure_future(engine.save_state("run", tmp_path))
+            await asyncio.sleep(0)
+            return saving, asyncio.ensure_future(engine.optim_step("run", ADAM))
+
+        assert await outcomes(await begin()) == [EngineUnavailable, EngineUnavailable]
+        await engine.restart()
+        saving, step = await begin()
+        assert not (await asyncio.wait({step}, timeout=0.5))[0], "what was suspected is written before the next begins"
+        await asyncio.to_thread(pipe.read_bytes)
+        await asyncio.gather(saving, step)
+        captured = asyncio.Event()
+        saving = asyncio.ensure_future(engine.save_state("run", tmp_path, captured.set))
+        await captured.wait()
+        os.kill(engine.pid, signal.SIGKILL)
+        assert await outcomes([saving]) == [EngineDiedError], "it did nothing else"
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -19,17 +19,23 @@ from paceline.codec.times import timestamp_from_proto
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.types import Checkpoint, CheckpointKind, ServedModel
+from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
 
 SUMS_FILE = "SHA256SUMS"
 
 Writer = Callable[[Path], Awaitable[None]]
 
 
+async def _none_earlier() -> None:
+    pass
+
+
 class CheckpointStore:
     """Saves, finds, lists and deletes checkpoints. Every path it touches was taken apart and checked first."""
 
-    def __init__(self, volume: layout.Volume) -> None:
+    def __init__(self, volume: layout.Volume, failpoints: Failpoints = NO_FAILPOINTS) -> None:
         self._volume = volume
+        self._failpoints = failpoints
 
     async def save(
         self,
@@ -42,22 +48,26 @@ class CheckpointStore:
         seq_id: int = 0,
         ttl_seconds: int | None,
         overwrite: bool,
+        earlier: Callable[[], Awaitable[None]] = _none_earlier,
     ) -> Checkpoint:
         """Let `write` fill a directory and make it the checkpoint `path`, durably and all at once.
 
         One that the same command, `seq_id`, made before a crash is returned as it is; 0 stands for no command.
+        `earlier` waits for those that must be there before it, which may have its name.
         Raises CheckpointExists unless `overwrite`, DiskFull, OutOfRange for a TTL of 0.
         """
         expire_time = _expiry(ttl_seconds)
         final = self._volume.checkpoint(path)
         if seq_id and final.exists() and weights.read_manifest(final).seq_id == seq_id:
             return await asyncio.to_thread(_describe, path, final)
-        if final.exists() and not overwrite:
-            raise errors.CheckpointExists("a checkpoint of this name exists; choose another or overwrite", field="name")
+        _check_free(final, overwrite=overwrite)
         async with staged_directory(final, overwrite=overwrite) as staging:
             await write(staging)
             model = ServedModel(base_model, path.run_id, checkpoint=str(path))
             await asyncio.to_thread(_seal, staging, model, tenant, step, seq_id, path.kind)
+            await earlier()
+            _check_free(final, overwrite=overwrite)
+            self._failpoints.hit("before_checkpoint")
             await asyncio.to_thread(_write_expiry, final, expire_time)
         return await asyncio.to_thread(_describe, path, final)
 
@@ -181,6 +191,11 @@ def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
         create_time=timestamp_from_proto(manifest.create_time),
         expire_time=_read_expiry(directory),
     )
+
+
+def _check_free(final: Path, *, overwrite: bool) -> None:
+    if final.exists() and not overwrite:
+        raise errors.CheckpointExists("a checkpoint of this name exists; choose another or overwrite", field="name")
 
 
 def _expiry(ttl_seconds: int | None) -> datetime | None:

@@ -51,6 +51,14 @@ class Job(Protocol):
         ...
 
 
+class StateCapture(Protocol):
+    """A run's state at one moment. Safe to use from another thread than the engine's."""
+
+    def write(self, directory: Path) -> None:
+        """Write it into an existing, empty directory, once. Raises DiskFull."""
+        ...
+
+
 class TrainerEngine(Protocol):
     """Executes commands of runs. Not thread-safe.
 
@@ -59,7 +67,7 @@ class TrainerEngine(Protocol):
     happens wholly or, when it fails, leaves the run as it was, whatever other runs do meanwhile. Inputs have been
     validated by the caller against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient,
     NonFiniteGradient, OptimizerChanged, CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument,
-    Unsupported.
+    Unsupported, DiskFull.
     """
 
     def describe(self) -> ModelInfo:
@@ -106,6 +114,14 @@ class TrainerEngine(Protocol):
 
         Raises OptimizerChanged when the run has state of another one.
         """
+        ...
+
+    def capture_state(self, run_id: str) -> StateCapture:
+        """Take what `save_state` writes, to write it while later commands execute."""
+        ...
+
+    def capture_adapter(self, run_id: str) -> StateCapture:
+        """Take what `save_adapter` writes, to write it while later commands execute."""
         ...
 
     def save_state(self, run_id: str, directory: Path) -> None:

@@ -30,6 +30,8 @@ class EngineOptions:
     """Largest LoRA rank that is advertised."""
     adapter_dtype: Dtype | None = None
     """dtype of published adapters. None means that of the base weights."""
+    staging_bytes: int = 2 << 30
+    """Most memory for copies of what is being saved. A run that changes while its state finds no room there waits."""
     failpoints: str = ""
     """Where the process dies, for tests; see trainer_service/failpoints.py."""
     ranks: int = 1

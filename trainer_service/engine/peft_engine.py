@@ -25,6 +25,7 @@ from paceline.types import (
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.base_model import load_base_model
+from trainer_service.engine.captures import Capture, StagingMemory
 from trainer_service.engine.jobs import Job
 from trainer_service.engine.loss_specs import loss_spec
 from trainer_service.engine.optimizers.base import AnyOptimizer
@@ -54,6 +55,7 @@ class PeftEngine:
         routing = adapters.adapt(self._model)
         self._passes = PassRunner(self._sharded, routing, self._device, options.logprob_chunk)
         self._runs: dict[str, EngineRun] = {}
+        self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
         self._jobs: list[Job] = []
         self._scheduler: Scheduler[Job] = Scheduler(
             options.pack_tokens, joint=options.joint_passes, ranks=self._ranks.size
@@ -148,6 +150,7 @@ class PeftEngine:
             run.drop_gradient()
             raise
         optimizer = self._ranks.together(lambda: _ready_optimizer(run, params))
+        run.before_change()
         with _out_of_memory_named():
             learning_rate = optimizer.step(params, run.step + 1, norm)
         run.optimizer = optimizer
@@ -156,12 +159,18 @@ class PeftEngine:
         milliseconds = (time.perf_counter() - start) * 1e3
         return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
 
+    def capture_state(self, run_id: str) -> Capture:
+        return state.capture(self._run(run_id), self._options.model_name, self._staging)
+
+    def capture_adapter(self, run_id: str) -> Capture:
+        dtype = getattr(torch, self._options.adapter_dtype or self._options.dtype)
+        return state.capture_adapter(self._run(run_id), self._options.model_name, dtype, self._staging)
+
     def save_state(self, run_id: str, directory: Path) -> None:
-        state.save(self._run(run_id), directory, self._options.model_name)
+        self.capture_state(run_id).write(directory)
 
     def save_adapter(self, run_id: str, directory: Path) -> None:
-        dtype = getattr(torch, self._options.adapter_dtype or self._options.dtype)
-        state.save_adapter(self._run(run_id), directory, self._options.model_name, dtype)
+        self.capture_adapter(run_id).write(directory)
 
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         run = self._run(run_id)

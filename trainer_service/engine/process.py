@@ -35,6 +35,9 @@ from trainer_service.failpoints import Failpoints
 
 R = TypeVar("R")
 
+Captured = Callable[[], None]
+"""Called when a command has taken a run's state, so that the next may change it."""
+
 _log = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 5.0
@@ -44,14 +47,19 @@ _STREAM_LIMIT = 16 * 1024 * 1024
 """Bytes that may wait unread before the pipe is paused."""
 
 
+def _ignore() -> None:
+    pass
+
+
 class EngineProcess:
     """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
 
     A run's commands are executed in order of their calls, those of other runs beside them; any number may wait. A call
     whose waiting is cancelled is executed all the same. When the process dies, the call that it was certainly executing
     raises EngineDiedError; calls that wait and later ones raise EngineUnavailable until `restart`, and the runs in its
-    memory are gone. Where several calls had a part in the pass that it died of they raise EngineUnavailable too, and
-    are executed alone when they are made again. Until then the errors are the engine's own.
+    memory are gone. Where it did several things at the same time, a pass of several calls or a pass and what is saved,
+    these raise EngineUnavailable too, and are executed alone when they are made again. Until then the errors are the
+    engine's own. A call that saves calls `captured` when it has taken the run's state: the next one may change it.
     """
 
     def __init__(self, options: EngineOptions, *, on_exit: Callable[[int], None] | None = None) -> None:
@@ -127,11 +135,11 @@ class EngineProcess:
     async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         return await self._call(wire.OptimStep.of(run_id, params), OptimStepOutput)
 
-    async def save_state(self, run_id: str, directory: Path) -> None:
-        await self._call(wire.SaveState(run_id, str(directory)), NoneType)
+    async def save_state(self, run_id: str, directory: Path, captured: Captured = _ignore) -> None:
+        await self._running().call(wire.SaveState(run_id, str(directory)), NoneType, captured)
 
-    async def save_adapter(self, run_id: str, directory: Path) -> None:
-        await self._call(wire.SaveAdapter(run_id, str(directory)), NoneType)
+    async def save_adapter(self, run_id: str, directory: Path, captured: Captured = _ignore) -> None:
+        await self._running().call(wire.SaveAdapter(run_id, str(directory)), NoneType, captured)
 
     async def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         return await self._call(wire.LoadState(run_id, str(directory), with_optimizer), LoadedState)
@@ -145,12 +153,15 @@ class EngineProcess:
         return await self._running().call(command, kind)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """A call without an answer."""
 
     command: wire.Start | wire.AnyCommand
     answer: asyncio.Future[msgspec.Raw]
+    captured: Captured
+    is_captured: bool = False
+    """Whether the engine writes what it took, while it executes other commands."""
 
 
 class _Link:
@@ -197,14 +208,14 @@ class _Link:
             raise
         return cls(process, reader, writer, directory, on_exit, suspects)
 
-    async def call(self, command: wire.Start | wire.AnyCommand, kind: type[R]) -> R:
+    async def call(self, command: wire.Start | wire.AnyCommand, kind: type[R], captured: Captured = _ignore) -> R:
         if self._dead:
             raise _unavailable()
-        alone = isinstance(command, wire.ForwardBackward) and command in self._suspects
+        alone = isinstance(command, wire.Overlapping) and command in self._suspects
         request = wire.Request(next(self._ids), command, alone)
         self._writer.write(wire.frame(wire.encode(request)))
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = _Waiting(command, answer)
+        self._waiting[request.id] = _Waiting(command, answer, captured)
         return wire.decode(await answer, kind)
 
     async def close(self) -> None:
@@ -218,19 +229,28 @@ class _Link:
                 header = await self._reader.readexactly(wire.LENGTH_BYTES)
                 payload = await self._reader.readexactly(int.from_bytes(header, "little"))
                 report = wire.decode_report(payload)
-                if isinstance(report, wire.Began):
-                    self._executing = set(report.ids)
-                else:
-                    self._settle(report)
+                match report:
+                    case wire.Began():
+                        self._executing = set(report.ids)
+                    case wire.Captured():
+                        self._capture(report.id)
+                    case wire.Reply():
+                        self._settle(report)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # The pipe is closed, here or by the death of the process.
         finally:
             await self._end()
 
+    def _capture(self, request_id: int) -> None:
+        self._executing.discard(request_id)
+        waiting = self._waiting[request_id]
+        waiting.is_captured = True
+        waiting.captured()
+
     def _settle(self, reply: wire.Reply) -> None:
         self._executing.discard(reply.id)
         waiting = self._waiting.pop(reply.id)
-        if isinstance(waiting.command, wire.ForwardBackward):
+        if isinstance(waiting.command, wire.Overlapping):
             self._suspects.acquit(waiting.command)
         if waiting.answer.cancelled():
             return
@@ -242,10 +262,14 @@ class _Link:
     async def _end(self) -> None:
         self._dead, by_itself = True, not self._closing
         self._writer.close()
-        executing = {key: self._waiting[key] for key in self._executing} if by_itself else {}
+        executing = {
+            key: waiting
+            for key, waiting in self._waiting.items()
+            if by_itself and (key in self._executing or waiting.is_captured)
+        }
         if len(executing) > 1:
             commands = (waiting.command for waiting in executing.values())
-            self._suspects.add([command for command in commands if isinstance(command, wire.ForwardBackward)])
+            self._suspects.add([command for command in commands if isinstance(command, wire.Overlapping)])
         for key, waiting in self._waiting.items():
             if not waiting.answer.done():
                 waiting.answer.set_exception(_died() if {key} == executing.keys() else _unavailable())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from paceline.types import LoraConfig
+from trainer_service.engine.captures import Capture
 from trainer_service.engine.optimizers.base import AnyOptimizer
 
 
@@ -32,6 +33,19 @@ class EngineRun:
     """Whether a gradient waits for the optimizer, be it zero."""
     pending_tokens: int = 0
     """Tokens whose loss went into the waiting gradient."""
+    captures: list[Capture] = field(default_factory=list)
+    """What was taken of the run since it last changed."""
+
+    def hold(self, capture: Capture) -> Capture:
+        """Note that a capture holds the run's tensors; return it."""
+        self.captures.append(capture)
+        return capture
+
+    def before_change(self) -> None:
+        """Wait until tensors of the run may be changed in place: call it before weights, moments or gradients are."""
+        for capture in self.captures:
+            capture.secure()
+        self.captures.clear()
 
     def drop_gradient(self) -> None:
         """Forget the waiting gradient."""
@@ -51,6 +65,7 @@ class EngineRun:
         pairs = list(zip(self.parameters.values(), gradients, strict=True))
         # What can run out of memory comes before anything is changed.
         new = [torch.zeros_like(p) if p.grad is None and gradient is None else gradient for p, gradient in pairs]
+        self.before_change()
         for (parameter, _), gradient in zip(pairs, new, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient

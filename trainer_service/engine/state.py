@@ -10,7 +10,6 @@ Format 1 knew AdamW alone and did not name it; it is still read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,16 +18,18 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import CheckpointMismatch, ChecksumMismatch, InvalidArgument
 from trainer_service.engine.adapters import adapter_config
-from trainer_service.engine.optimizers.base import AnyOptimizer
+from trainer_service.engine.captures import Capture, StagingMemory
+from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.optimizers.specs import make_params, settings_of, spec_of
 from trainer_service.engine.peft_format import check_adapter_config
 from trainer_service.engine.run import EngineRun
+from trainer_service.engine.tensor_files import TensorFile
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, TRAINER_STATE = "optimizer.safetensors", "trainer_state.json"
@@ -59,10 +60,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """None before the first step, and in format 1."""
 
 
-def save(run: EngineRun, directory: Path, base_model: str) -> None:
-    """Write everything that a run is into an existing, empty directory."""
-    save_adapter(run, directory, base_model, torch.float32)
-    save_file(_optimizer_tensors(run), directory / OPTIMIZER)
+def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> Capture:
+    """Take everything that a run is, to be written into an empty directory."""
     state = TrainerState(
         format_version=FORMAT_VERSION,
         step=run.step,
@@ -71,14 +70,13 @@ def save(run: EngineRun, directory: Path, base_model: str) -> None:
         lora=asdict(run.lora),
         optimizer=_saved_optimizer(run.optimizer),
     )
-    _write_json(directory / TRAINER_STATE, msgspec.to_builtins(state))
+    files = (_adapter_file(run, torch.float32), TensorFile(OPTIMIZER, _optimizer_tensors(run)))
+    return run.hold(Capture(files, {ADAPTER_CONFIG: _adapter_config(run, base_model), TRAINER_STATE: state}, memory))
 
 
-def save_adapter(run: EngineRun, directory: Path, base_model: str, dtype: torch.dtype) -> None:
-    """Write the weights in PEFT's layout. The same weights give the same bytes."""
-    weights = {name: parameter.detach().to("cpu", dtype) for name, parameter in run.parameters.items()}
-    save_file(weights, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    _write_json(directory / ADAPTER_CONFIG, adapter_config(run.lora, run.targets, base_model))
+def capture_adapter(run: EngineRun, base_model: str, dtype: torch.dtype, memory: StagingMemory) -> Capture:
+    """Take the weights, to be written in PEFT's layout. The same weights give the same bytes."""
+    return run.hold(Capture((_adapter_file(run, dtype),), {ADAPTER_CONFIG: _adapter_config(run, base_model)}, memory))
 
 
 def load_adapter(run: EngineRun, directory: Path) -> None:
@@ -93,7 +91,7 @@ def load_adapter(run: EngineRun, directory: Path) -> None:
 
 
 def load(run: EngineRun, directory: Path) -> None:
-    """Replace all of the run's state by what `save` wrote.
+    """Replace all of the run's state by that of a capture.
 
     Raises CheckpointMismatch or ChecksumMismatch before anything is changed.
     """
@@ -156,10 +154,17 @@ def _optimizer_tensors(run: EngineRun) -> dict[str, Tensor]:
     tensors = {"rng_state": run.rng_state}
     if run.optimizer is not None:
         tensors |= run.optimizer.tensors
-    for name, parameter in run.parameters.items():
-        if parameter.grad is not None:
-            tensors[f"{_GRADIENT}.{name}"] = parameter.grad
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    if run.has_gradient:
+        tensors |= {f"{_GRADIENT}.{name}": gradient_of(parameter) for name, parameter in run.parameters.items()}
+    return tensors
+
+
+def _adapter_file(run: EngineRun, dtype: torch.dtype) -> TensorFile:
+    return TensorFile(ADAPTER_WEIGHTS, run.parameters, dtype, {"format": "pt"})
+
+
+def _adapter_config(run: EngineRun, base_model: str) -> dict[str, Any]:
+    return adapter_config(run.lora, run.targets, base_model)
 
 
 def _shapes(run: EngineRun) -> dict[str, torch.Size]:
@@ -168,6 +173,7 @@ def _shapes(run: EngineRun) -> dict[str, torch.Size]:
 
 @torch.no_grad()
 def _copy_weights(run: EngineRun, weights: Mapping[str, Tensor]) -> None:
+    run.before_change()
     for name, parameter in run.parameters.items():
         parameter.copy_(weights[name])
 
@@ -201,7 +207,3 @@ def _read_json(path: Path, kind: type[T]) -> T:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except msgspec.MsgspecError as error:
         raise CheckpointMismatch(f"{path.name} cannot be read: {error}.") from error
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

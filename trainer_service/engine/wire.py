@@ -1,12 +1,14 @@
 """What travels between the service and the engine's process: commands, replies and errors as length-prefixed msgpack.
 
 A frame is its length (8 bytes, little-endian) and that many bytes of msgpack. Numpy arrays are an extension type that
-holds dtype, shape and bytes. Replies carry the id of their command.
+holds dtype, shape and bytes. Replies carry the id of their command. A command that saves reports when it has taken the
+run's state, and is answered when that is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +37,14 @@ LENGTH_BYTES = 8
 R = TypeVar("R")
 
 _ARRAY_CODE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What is left of a command that has taken from its run all that it needs."""
+
+    finish: Callable[[], None]
+    """Does the rest, in any thread. Raises PacelineError."""
 
 
 class CreateRun(msgspec.Struct, frozen=True, tag=True):
@@ -101,25 +111,27 @@ class OptimStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveState(msgspec.Struct, frozen=True, tag=True):
-    """TrainerEngine.save_state."""
+    """TrainerEngine.save_state, in the background."""
 
     run_id: str
     directory: str
 
-    def execute(self, engine: TrainerEngine) -> None:
-        """Execute the command."""
-        engine.save_state(self.run_id, Path(self.directory))
+    def execute(self, engine: TrainerEngine) -> Unfinished:
+        """Execute the command up to what may be done while later ones execute."""
+        capture = engine.capture_state(self.run_id)
+        return Unfinished(lambda: capture.write(Path(self.directory)))
 
 
 class SaveAdapter(msgspec.Struct, frozen=True, tag=True):
-    """TrainerEngine.save_adapter."""
+    """TrainerEngine.save_adapter, in the background."""
 
     run_id: str
     directory: str
 
-    def execute(self, engine: TrainerEngine) -> None:
-        """Execute the command."""
-        engine.save_adapter(self.run_id, Path(self.directory))
+    def execute(self, engine: TrainerEngine) -> Unfinished:
+        """Execute the command up to what may be done while later ones execute."""
+        capture = engine.capture_adapter(self.run_id)
+        return Unfinished(lambda: capture.write(Path(self.directory)))
 
 
 class LoadState(msgspec.Struct, frozen=True, tag=True):
@@ -138,7 +150,8 @@ Command = CreateRun | DeleteRun | OptimStep | SaveState | SaveAdapter | LoadStat
 AnyCommand = Command | ForwardBackward
 READING = (SaveState, SaveAdapter)
 """Commands that change nothing in the engine; of several ranks only the first executes them."""
-
+Overlapping = ForwardBackward | SaveState | SaveAdapter
+"""Commands that the engine executes at the same time as others, unless they are told to be alone."""
 Result = ModelInfo | AdapterInfo | ForwardBackwardOutput | OptimStepOutput | LoadedState | None
 
 
@@ -154,7 +167,7 @@ class Request(msgspec.Struct, frozen=True):
     id: int
     command: Start | AnyCommand
     alone: bool = False
-    """Whether a ForwardBackward shares no pass with other runs."""
+    """Whether a ForwardBackward shares no pass with other runs, and what is saved is written at once."""
 
     @property
     def run_id(self) -> str:
@@ -198,7 +211,13 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     failure: Failure | None = None
 
 
-Report = Began | Reply
+class Captured(msgspec.Struct, frozen=True, tag=True):
+    """A command that saves has taken its run's state; the next may change it."""
+
+    id: int
+
+
+Report = Began | Captured | Reply
 """What the engine sends."""
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import NoReturn
 
 import msgspec
@@ -28,7 +30,8 @@ class Worker:
 
     A turn takes every command that waits. Those that are no ForwardBackward are executed at once; a ForwardBackward is
     begun, and the turn ends with one pass over all that were. What a turn does depends on the commands and their order
-    alone. Commands of a run are executed in the order in which they came.
+    alone. Commands of a run are executed in the order in which they came. A command that saves takes the run's state in
+    its turn; a second thread writes it, in the same order, and answers.
     """
 
     _engine: TrainerEngine
@@ -41,11 +44,14 @@ class Worker:
         """Commands of runs that have a job."""
         self._jobs: dict[str, wire.Request] = {}
         """Requests of the jobs that were begun, by run."""
+        self._unfinished: SimpleQueue[tuple[wire.Request, wire.Unfinished]] = SimpleQueue()
+        self._sending = threading.Lock()
         self._failpoints = Failpoints("")
 
     def serve(self) -> NoReturn:
         """Answer commands for ever. The process ends, whatever it is doing, when the other end closes."""
         self._intake.start()
+        threading.Thread(target=self._finish, daemon=True).start()
         try:
             while True:
                 self._turn()
@@ -93,27 +99,51 @@ class Worker:
         for run_id in run_ids:
             self._failpoints.hit(f"engine_pass_{run_id}")
 
-    def _result(self, command: wire.Start | wire.Command) -> wire.Result:
+    def _finish(self) -> NoReturn:
+        while True:
+            request, rest = self._unfinished.get()
+            self._answer(request, rest.finish, "_written")
+
+    def _result(self, command: wire.Start | wire.Command) -> wire.Result | wire.Unfinished:
         if isinstance(command, wire.Start):
             self._failpoints = Failpoints(command.options.failpoints)
             self._engine = PeftEngine(command.options, self._ranks)
             return self._engine.describe()
         return command.execute(self._engine)
 
-    def _answer(self, request: wire.Request, result: Callable[[], wire.Result]) -> None:
+    def _answer(
+        self, request: wire.Request, execute: Callable[[], wire.Result | wire.Unfinished], point: str = ""
+    ) -> None:
+        rest: wire.Unfinished | None = None
+        report: wire.Report
         try:
-            reply = wire.Reply(request.id, msgspec.Raw(wire.encode(result())))
+            result = execute()
+            if isinstance(result, wire.Unfinished) and request.alone:
+                result.finish()
+                result = None
+            if isinstance(result, wire.Unfinished):
+                rest, report = result, wire.Captured(request.id)
+            else:
+                report = wire.Reply(request.id, msgspec.Raw(wire.encode(result)))
         except Exception as error:
-            reply = wire.Reply(request.id, _NOTHING, failure_of(error, _name(request)))
+            report = wire.Reply(request.id, _NOTHING, failure_of(error, _name(request)))
         if not isinstance(request.command, wire.READING):
-            self._ranks.check_alike(reply.failure.reason if reply.failure else "")
-        self._failpoints.hit(f"engine_{_name(request)}")
-        self._send(reply)
+            self._ranks.check_alike(_outcome(report))
+        self._failpoints.hit(f"engine_{_name(request)}{point}")
+        self._send(report)
+        if rest is not None:
+            self._unfinished.put((request, rest))
 
     def _send(self, report: wire.Report) -> None:
-        if self._ranks.leads:
+        if not self._ranks.leads:
+            return
+        with self._sending:
             self._connection.sendall(wire.frame(wire.encode(report)))
 
 
 def _name(request: wire.Request) -> str:
     return type(request.command).__name__
+
+
+def _outcome(report: wire.Report) -> str:
+    return report.failure.reason if isinstance(report, wire.Reply) and report.failure is not None else ""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+import msgspec
+
 from paceline import errors
-from trainer_service.journal.records import AnswerRecord
+from trainer_service.journal.records import AnswerRecord, Facts
 from trainer_service.runs.command import Answer, answer_from_record
 
 _KEPT_BYTES = 64 << 20
@@ -37,6 +39,11 @@ class Answers:
         while len(self._records) > _KEPT_DIGESTS:
             self._kept_bytes -= _size(self._records.popitem(last=False)[1])
 
+    def facts(self, seq_id: int) -> Facts | None:
+        """Return what the journal keeps with an answer; None when the answer is not known."""
+        record = self._records.get(seq_id)
+        return None if record is None else record.facts
+
     def again(self, seq_id: int, digest: bytes, last_seq_id: int) -> Answer:
         """Return the answer of a command that was executed. Raises SeqIdReused, SeqIdExpired."""
         record = self._records.get(seq_id)
@@ -63,4 +70,4 @@ def _size(record: AnswerRecord | None) -> int:
 
 
 def _without_reply(record: AnswerRecord) -> AnswerRecord:
-    return AnswerRecord(record.seq_id, record.digest, record.method, None, record.failure, record.facts)
+    return msgspec.structs.replace(record, reply=None)

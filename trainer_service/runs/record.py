@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
-from paceline.types import LoraConfig, Run, RunState
+from paceline.types import CheckpointKind, LoraConfig, Run, RunState
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
+from trainer_service.runs.line import Line
 from trainer_service.runs.sequencer import Sequencer
 
 _FORMAT = 1
+_WEIGHT_BYTES, _STATE_BYTES = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +25,13 @@ class RunOrigin:
     tenant: str
     base_model: str
     lora: LoraConfig
+    user_metadata: dict[str, str]
 
     @classmethod
     def from_json(cls, text: bytes) -> RunOrigin:
         """Read it from run.json."""
         facts = json.loads(text)
-        return cls(facts["tenant"], facts["base_model"], _lora_from_json(facts["lora"]))
+        return cls(facts["tenant"], facts["base_model"], _lora_from_json(facts["lora"]), facts["user_metadata"])
 
 
 @dataclass(slots=True)
@@ -59,6 +62,10 @@ class RunRecord:
     """Whether the engine holds an adapter for it."""
     recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while its state is being rebuilt."""
+    persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while run.json is written, so that what is known last is written last."""
+    announcing: Line = field(default_factory=Line)
+    """The publishes that have captured their weights: versions are announced in order."""
 
     @property
     def list_key(self) -> str:
@@ -73,6 +80,14 @@ class RunRecord:
         """Take over what a journal says."""
         self.step, self.latest_version, self.next_version = facts.step, facts.latest_version, facts.next_version
         self.latest_state_checkpoint = facts.latest_state_checkpoint
+
+    def state_bytes(self, kind: CheckpointKind) -> int:
+        """Bytes that a checkpoint takes at most: float32 weights; for a state also gradient and two moments of each."""
+        return self.trainable_parameters * (_STATE_BYTES if kind is CheckpointKind.STATE else _WEIGHT_BYTES)
+
+    def go_to(self, facts: Facts) -> None:
+        """Take over what held at a place in the run's order; what is known at any time stays."""
+        self.step, self.next_version = facts.step, facts.next_version
 
     def public(self) -> Run:
         """Return what clients see."""
