@@ -31,7 +31,7 @@ class RunOrigin:
     def from_json(cls, text: bytes) -> RunOrigin:
         """Read it from run.json."""
         facts = json.loads(text)
-        return cls(facts["tenant"], facts["base_model"], _lora_from_json(facts["lora"]), facts["user_metadata"])
+        return cls(facts["tenant"], facts["base_model"], _lora_from_json(facts["lora"]), facts.get("user_metadata", {}))
 
 
 @dataclass(slots=True)
