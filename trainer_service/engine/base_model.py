@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.errors import ModelNotFound, Unsupported
 from trainer_service.engine.attention import PACKED_ATTENTION
+from trainer_service.engine.fused.blocks import RowWork
+from trainer_service.engine.fused.compiler import check_compiler
 from trainer_service.engine.fused.swap import fuse_layers
 from trainer_service.engine.options import EngineOptions
 
@@ -34,10 +37,27 @@ def load_base_model(options: EngineOptions) -> PreTrainedModel:
         if getattr(model.config, setting, None) not in (None, 1.0):
             raise Unsupported(f"{options.model_name} has {setting}, which this engine does not compute.")
     model.requires_grad_(requires_grad=False)
-    fuse_layers(model)
+    if options.compile:
+        check_compiler(options.device)
+    fuse_layers(model, RowWork("inductor" if options.compile else None))
     nn.Module.to(model, torch.device(options.device))
     model.train(mode=False)
+    if options.activation_checkpointing:
+        _recompute_layers(model)
     return model
+
+
+def _recompute_layers(model: PreTrainedModel) -> None:
+    """Keep only what goes into each decoder layer, and compute the layer again in the backward pass.
+
+    Raises Unsupported. Nothing in a layer draws from torch's generator: dropout has its masks from the routing.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise Unsupported(f"{type(model).__name__} does not support activation_checkpointing.")
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # Of the layer alone, which asks for it; its parts stay in evaluation.
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
