@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -52,12 +55,14 @@ def _recompute_layers(model: PreTrainedModel) -> None:
 
     Raises Unsupported. Nothing in a layer draws from torch's generator: dropout has its masks from the routing.
     """
-    if not model.supports_gradient_checkpointing:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
         raise Unsupported(f"{type(model).__name__} does not support activation_checkpointing.")
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # Of the layer alone, which asks for it; its parts stay in evaluation.
+    # What transformers' own switch sets, which would also have gradients computed for the embeddings. A layer asks for
+    # `training`; what is in it stays in evaluation.
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    for layer in layers:
+        vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=again, training=True)
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
