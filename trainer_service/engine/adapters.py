@@ -39,10 +39,7 @@ def adapt(model: PreTrainedModel) -> Routing:
     """
     routing, last_names = Routing(), {name for names in _GROUPS.values() for name in names}
     present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    with warnings.catch_warnings():
-        # Of embeddings tied to the head, which stay as they are: an adapter there is the head's alone.
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings")
-        _inject(model, _NOBODY, LoraConfig(rank=1), sorted(last_names & present))
+    _inject(model, _NOBODY, LoraConfig(rank=1), sorted(last_names & present))
     for index, (_, layer) in enumerate(layers_of(model, _NOBODY)):
         layer.routing, layer.index = routing, index
     remove_adapter(model, _NOBODY)
@@ -149,7 +146,9 @@ def _inject(model: PreTrainedModel, name: str, lora: LoraConfig, targets: list[s
     )
     config._register_custom_module({nn.Linear: AdaptedLinear})  # noqa: SLF001 - PEFT's way to name one's own layer
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # An adapter on the head is the head's alone: embeddings tied to it stay as they are.
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")
             inject_adapter_in_model(config, model, name)
         cast_adapter_dtype(model, name)
     finally:

@@ -43,7 +43,8 @@ def load_base_model(options: EngineOptions) -> PreTrainedModel:
     if options.compile:
         check_compiler(options.device)
     fuse_layers(model, RowWork("inductor" if options.compile else None))
-    nn.Module.to(model, torch.device(options.device))
+    if options.ranks == 1:  # else it is moved as it is dealt over them, layer by layer
+        nn.Module.to(model, torch.device(options.device))
     model.train(mode=False)
     if options.activation_checkpointing:
         _recompute_layers(model)

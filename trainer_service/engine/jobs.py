@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from paceline.types import Datum, ForwardBackwardOutput
+from paceline.types.training import Array
+from trainer_service.engine import wire
 from trainer_service.engine.losses import LOSSES, TokenLoss
 from trainer_service.engine.packing import Batch, Pack, Segment, scatter_logprobs
+from trainer_service.engine.ranks import Ranks
 from trainer_service.engine.run import EngineRun
 
 
@@ -39,6 +43,8 @@ class Job:
         self._groups = batch.segments()
         self._loss_fn, self._config = loss_fn, config
         self._outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
+        self._counted: set[int] = set()
+        """Datums that this rank has done."""
         self._totals = _Totals()
         self._gradients: list[Tensor | None] = [None] * len(run.parameters)
 
@@ -69,6 +75,7 @@ class Job:
     def add(self, pack: Pack, logprobs: Tensor, token_loss: TokenLoss, gradients: Sequence[Tensor | None]) -> None:
         """Take in what a pass gave: all detached; no gradients where none are computed."""
         scatter_logprobs(self._outputs, pack, logprobs.cpu().numpy())
+        self._counted.update(segment.index for segment in pack.segments)
         self._totals.add(token_loss)
         for place, gradient in enumerate(gradients):
             sum_so_far = self._gradients[place]
@@ -76,6 +83,21 @@ class Job:
                 self._gradients[place] = gradient
             elif gradient is not None:
                 sum_so_far.add_(gradient)
+
+    def pool(self, ranks: Ranks) -> None:
+        """Take in what the other ranks have of it; all do this together and have the same then."""
+        if ranks.size == 1:
+            return
+        own = {index: self._outputs[index] for index in self._counted}
+        self._totals, mine = _Totals(), self._totals
+        for payload in ranks.gather(wire.encode(_Share(mine, own))):
+            share = wire.decode(payload, _Share)
+            self._totals.join(share.totals)
+            for index, values in share.outputs.items():
+                self._outputs[index] = values
+        if not self.forward_only:
+            shapes = list(self.run.parameters.values())
+            self._gradients = [*ranks.total(self._gradients, shapes)]
 
     def finish(self) -> None:
         """Add the gradient to the run's, once everything is done."""
@@ -89,21 +111,34 @@ class Job:
         self._groups, self._gradients = [], []
 
 
+@dataclass(slots=True)
 class _Totals:
     """Sums over the packs of one request."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._loss = 0.0
-        self._sums: dict[str, float] = {}
+    tokens: int = 0
+    loss: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, token_loss: TokenLoss) -> None:
-        self.tokens += token_loss.loss.numel()
-        self._loss += token_loss.loss.double().sum().item()
-        for name, values in token_loss.means.items():
-            self._sums[name] = self._sums.get(name, 0.0) + values.double().sum().item()
+        sums = {name: values.double().sum().item() for name, values in token_loss.means.items()}
+        self.join(_Totals(token_loss.loss.numel(), token_loss.loss.double().sum().item(), sums))
+
+    def join(self, other: _Totals) -> None:
+        self.tokens += other.tokens
+        self.loss += other.loss
+        for name, total in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + total
 
     def metrics(self) -> dict[str, float]:
         """Named name:reduction. Means over no tokens are left out."""
-        means = {f"{name}:mean": total / self.tokens for name, total in self._sums.items()}
-        return {"loss:sum": self._loss, "tokens:sum": float(self.tokens), **means}
+        means = {f"{name}:mean": total / self.tokens for name, total in self.sums.items()}
+        return {"loss:sum": self.loss, "tokens:sum": float(self.tokens), **means}
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank has of a job."""
+
+    totals: _Totals
+    outputs: dict[int, Array]
+    """Place of a datum in the request -> its logprobs."""
