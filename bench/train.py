@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from make_model import default_directory, make_model
 from train_batches import Model, draw_batch, load_model, make_random_model, save_batch
-from train_ours import Trainer, TrainerOptions, has_gpu, start_trainer
+from train_ours import Trainer, TrainerOptions, start_trainer
 from train_report import OURS, Figures, budget, report
 
+from paceline.machine import count_gpus
 from paceline.types import Datum
 
 TRL = Path(sys.prefix) / "trl"
@@ -91,11 +92,12 @@ class Stage:
         self._kept.close()
 
     @contextmanager
-    def ours(self) -> Iterator[Trainer]:
-        """Yield the trainer with a run."""
+    def ours(self, *settings: str) -> Iterator[Trainer]:
+        """Yield the trainer, with further settings, and a run on it."""
         self._started += 1
         state = self._scratch / f"timed-{self._started}"
-        with self._kept_or_fresh(OURS, lambda: start_trainer(self._trainer_options("bfloat16"), state)) as trainer:
+        options = self._trainer_options("bfloat16", settings)
+        with self._kept_or_fresh(ours_with(settings), lambda: start_trainer(options, state)) as trainer:
             yield trainer
 
     @contextmanager
@@ -126,9 +128,14 @@ class Stage:
             ask(process, warmup)
             yield process
 
-    def _trainer_options(self, dtype: str) -> TrainerOptions:
-        o = self._options
-        return TrainerOptions(self._model.path, dtype, o.device, o.core, o.clock, self._case.pack_tokens, o.set)
+    def _trainer_options(self, dtype: str, settings: Sequence[str] = ()) -> TrainerOptions:
+        o, all_settings = self._options, (*self._options.set, *settings)
+        return TrainerOptions(self._model.path, dtype, o.device, o.core, o.clock, self._case.pack_tokens, all_settings)
+
+
+def ours_with(settings: Sequence[str]) -> str:
+    """Name the arm that is the trainer with further settings."""
+    return ", ".join((OURS, *settings))
 
 
 @contextmanager
@@ -212,19 +219,26 @@ def measure(stage: Stage, model: Model, options: argparse.Namespace, scratch: Pa
     paths = [save_batch(data, scratch / f"{seed}.npz") for seed, data in enumerate(batches)]
     for data, path in zip(batches[1:], paths[1:], strict=True):
         figures.tokens.append(sum(len(datum.model_input) for datum in data))
-        with stage.ours() as trainer:
-            trainer.forward_backward(batches[0])
-            trainer.optim_step(1e-4)
-            seconds, _ = trainer.forward_backward(data)
-            figures.way_seconds.append(trainer.way(data))
-            trainer.optim_step(1e-4)
-            figures.add(OURS, seconds, trainer.peak())
+        for settings in ((), *((setting,) for setting in options.variants)):
+            with stage.ours(*settings) as trainer:
+                our_round(trainer, ours_with(settings), batches[0], data, figures)
         for arm in options.arms:
             with stage.other(arm, adapter, paths[0]) as process:
                 reply = ask(process, path)
                 figures.add(arm, reply["seconds"], reply["peak"])
                 figures.product_rates.append(reply["product_rate"])
     return figures
+
+
+def our_round(trainer: Trainer, arm: str, warmup: list[Datum], data: list[Datum], figures: Figures) -> None:
+    """Time a batch, after another for warmth, and the way there and back."""
+    trainer.forward_backward(warmup)
+    trainer.optim_step(1e-4)
+    seconds, _ = trainer.forward_backward(data)
+    if arm == OURS:
+        figures.way_seconds.append(trainer.way(data))
+    trainer.optim_step(1e-4)
+    figures.add(arm, seconds, trainer.peak())
 
 
 def loss_memory(stage: Stage, model: Model) -> float:
@@ -269,10 +283,13 @@ def main() -> None:
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="where every arm works")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu where others use the machine too")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="more settings of the trainer")
+    parser.add_argument(
+        "--variants", nargs="*", default=[], metavar="NAME=VALUE", help="settings, each a further arm of ours"
+    )
     parser.add_argument("--skip-checks", action="store_true", help="measure times alone")
     options = parser.parse_args()
     if options.device == "auto":
-        options.device = "cuda" if has_gpu() else "cpu"
+        options.device = "cuda" if count_gpus() else "cpu"
     for name in options.models or FOR_DEVICE[options.device]:
         with TemporaryDirectory() as directory:
             run(name, options, Path(directory))

@@ -28,7 +28,6 @@ from paceline.types import AdamParams, Datum, LoraConfig
 
 RANK = 16
 LOSS = "importance_sampling"
-_NVIDIA = Path("/proc/driver/nvidia/gpus")
 _LIMITS = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
 
 
@@ -59,11 +58,6 @@ class TrainerOptions:
             **dict(setting.split("=", 1) for setting in self.settings),
         }
         return {f"PACELINE_TRAINER_{name.upper()}": value for name, value in settings.items()}
-
-
-def has_gpu() -> bool:
-    """Whether the machine has an NVIDIA GPU."""
-    return _NVIDIA.is_dir() and any(_NVIDIA.iterdir())
 
 
 class Trainer:

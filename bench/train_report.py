@@ -44,10 +44,10 @@ def report(model: Model, figures: Figures, times_faster: Mapping[str, float], le
     rate, ours = float(np.median(figures.product_rates)), figures.speed(OURS)
     print(f"\n{model.name}: {model.parameters / 1e6:.0f} M parameters, bfloat16 products {rate / 1e9:.0f} GFLOP/s")
     print(f"{len(figures.tokens)} rounds of {min(figures.tokens)} to {max(figures.tokens)} tokens")
-    print(f"{'arm':30}{'tokens/s':>9}{'s median':>10}{'s p99':>8}{'peak MiB':>10}{'of GEMM':>9}{'ours':>7}")
+    print(f"{'arm':48}{'tokens/s':>9}{'s median':>10}{'s p99':>8}{'peak MiB':>10}{'of GEMM':>9}{'ours':>7}")
     for arm, seconds in figures.seconds.items():
         speed = figures.speed(arm)
-        print(f"{arm:30}{np.median(speed):9.0f}{np.median(seconds):10.2f}{np.percentile(seconds, 99):8.2f}"
+        print(f"{arm:48}{np.median(speed):9.0f}{np.median(seconds):10.2f}{np.percentile(seconds, 99):8.2f}"
               f"{figures.peaks[arm] / 2**20:10.0f}{figures.share(arm, model):9.0%}"
               f"{np.median(ours / speed):6.1f}x")  # fmt: skip
     for arm, times in times_faster.items():

@@ -22,6 +22,8 @@ def choose_options(settings: TrainerSettings) -> EngineOptions:
         pack_tokens=settings.pack_tokens,
         joint_passes=settings.joint_passes,
         logprob_chunk=settings.logprob_chunk,
+        activation_checkpointing=settings.activation_checkpointing,
+        compile=settings.compile,
         max_lora_rank=settings.max_lora_rank,
         failpoints=settings.failpoints,
     )

@@ -49,6 +49,10 @@ class TrainerSettings(PeerSettings):
     """
     logprob_chunk: int = Field(256, ge=1)
     """Positions whose logits exist at one time; sets the peak of the loss's memory."""
+    activation_checkpointing: bool = False
+    """Compute each decoder layer again in the backward pass: less memory, a forward pass more."""
+    compile: bool = False
+    """Compile the element-wise parts of the layers; on a CPU this takes a C++ compiler."""
     gap_wait_seconds: float = Field(60.0, gt=0)
     """How long a command waits for those before it."""
     keep_versions: int = Field(8, ge=1)

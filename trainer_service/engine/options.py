@@ -26,6 +26,10 @@ class EngineOptions:
     """Whether one pass takes tokens of several runs. False makes results independent of other runs to the last bit."""
     logprob_chunk: int = 512
     """Positions whose logits exist at one time."""
+    activation_checkpointing: bool = False
+    """Whether each decoder layer is computed again in the backward pass instead of keeping what it computed."""
+    compile: bool = False
+    """Whether the element-wise parts of the fused layers are compiled (torch.compile)."""
     max_lora_rank: int = 64
     """Largest LoRA rank that is advertised."""
     adapter_dtype: Dtype | None = None
