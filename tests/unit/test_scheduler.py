@@ -141,7 +141,7 @@ def test_ranks_get_passes_alike_in_size_and_no_pass_is_too_long():
         )
         served += loads
         if demands[0].waiting and not demands[1].waiting:
-            assert min(loads) >= 0.9 * PACK
+            assert min(loads) >= 0.75 * PACK  # Else a segment, of a quarter at most, would have fitted.
     assert sum(served) == expected
 
 
