@@ -127,3 +127,25 @@ def test_the_same_demands_in_the_same_order_give_the_same_passes():
         return drain(Scheduler(PACK), [demand(f"run{i}", *random.choices(range(1, 2000), k=30)) for i in range(6)])
 
     assert once() == once()
+
+
+def test_ranks_get_passes_alike_in_size_and_no_pass_is_too_long():
+    random, scheduler, served = Random(0), Scheduler(PACK, ranks=4), []
+    demands = [demand("one", *(random.randint(1, PACK // 4) for _ in range(200))), demand("other", *[2 * PACK] * 3)]
+    expected = sum(segment.length for each in demands for segment in each.waiting)
+    while any(passes := scheduler.next_passes(demands)):
+        loads = [sum(map(tokens, shares)) for shares in passes]
+        assert all(
+            load <= PACK or [len(segments) for _, segments in shares] == [1]
+            for load, shares in zip(loads, passes, strict=True)
+        )
+        served += loads
+        if demands[0].waiting and not demands[1].waiting:
+            assert min(loads) >= 0.75 * PACK  # Else a segment, of a quarter at most, would have fitted.
+    assert sum(served) == expected
+
+
+def test_what_is_too_little_for_one_pass_is_spread_over_the_ranks():
+    passes = Scheduler(PACK, ranks=2).next_passes([demand("run", 30, 20, 10)])
+    assert [sum(map(tokens, shares)) for shares in passes] == [30, 30]
+    assert Scheduler(PACK, ranks=2).next_passes([]) == [[], []]

@@ -58,7 +58,7 @@ class ShardedModel:
     def inside(self, compute: Callable[[], T]) -> T:
         """Do the forward part of a pass, the output head's too; returns the tensors that its backward part begins with.
 
-        Only inside are the weights outside the layers whole.
+        Only from then on, until the pass ends, are the weights outside the layers whole.
         """
         return compute() if self._root is None else self._root(compute)
 
@@ -122,6 +122,7 @@ class _Gathers:
     def __init__(self) -> None:
         self._plans: dict[bool, list[tuple[int, torch.dtype, torch.device]]] = {}
         self._plan: list[tuple[int, torch.dtype, torch.device]] = []
+        self._group: dist.ProcessGroup | None = None
         self._done = 0
         self._noting = False
 
@@ -138,6 +139,7 @@ class _Gathers:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        self._group = group
         if self._noting:
             self._plan.append((input_tensor.numel(), input_tensor.dtype, input_tensor.device))
         self._done += 1
@@ -147,8 +149,8 @@ class _Gathers:
         """Take part in what is left of the pass, with zeros; its results are given up on every rank."""
         for count, dtype, device in self._plan[self._done :]:
             zeros = torch.zeros(count, dtype=dtype, device=device)
-            whole = torch.empty(count * dist.get_world_size(), dtype=dtype, device=device)
-            dist.all_gather_single(whole, zeros)
+            whole = torch.empty(count * dist.get_world_size(self._group), dtype=dtype, device=device)
+            dist.all_gather_single(whole, zeros, group=self._group)
         self._done = len(self._plan)
 
 
