@@ -73,14 +73,12 @@ class TrainerServicer(TrainerServiceServicer):
         return pb.GetTokenizerResponse(files=read_tokenizer_files(self._settings.model))
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
-        if request.WhichOneof("parameters") is None:
-            raise errors.MissingField("is not set; say what the run trains", field="lora")
         record = await self._trainer.create_run(
             current_identity(),
             request.request_id,
             _digest(request),
             request.base_model,
-            codec.lora_config_from_proto(request.lora),
+            codec.parameters_from_proto(request),
             request.user_metadata,
         )
         return pb.CreateRunResponse(run=run_to_proto(record.public()))

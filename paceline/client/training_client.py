@@ -141,7 +141,10 @@ class TrainingClient(Connected):
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, *, overwrite: bool = False
     ) -> PacelineFuture[Checkpoint]:
-        """Save the weights durably in PEFT's layout, for sampling and for other tools. Arguments as `save_state`."""
+        """Save the weights durably, for sampling and for other tools. Arguments as `save_state`.
+
+        In PEFT's layout, or of a full-parameter run a whole Hugging Face model.
+        """
         return self._save(name, CheckpointKind.SAMPLER, ttl_seconds, overwrite=overwrite)
 
     save_weights_for_sampler_async = awaitable(save_weights_for_sampler)
@@ -171,7 +174,8 @@ class TrainingClient(Connected):
 
         With `durable` the answer comes once it is synced to the checkpoint volume. `wait_for` says whose
         acknowledgement to wait for: of all samplers that watch (at least one), of any, or of none; AckTimeout after
-        `ack_timeout` seconds, and the version exists all the same. Errors: AckTimeout, DiskFull.
+        `ack_timeout` seconds, and the version exists all the same. Errors: AckTimeout, DiskFull, Unsupported for a
+        full-parameter run.
         """
         if wait_for not in _ACK_POLICIES:
             raise errors.InvalidArgument(f"is {wait_for!r}; use all, any or none", field="wait_for")

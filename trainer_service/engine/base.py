@@ -11,17 +11,17 @@ from paceline.errors import EngineUnavailable
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
-    LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """A run's adapter as the engine made it."""
+    """A run's weights as the engine made them."""
 
     trainable_parameters: int
 
@@ -50,8 +50,11 @@ class TrainerEngine(Protocol):
         """Say what base model is loaded."""
         ...
 
-    def create_run(self, run_id: str, lora: LoraConfig) -> AdapterInfo:
-        """Make an adapter with fresh weights from `lora.seed`; the same seed gives the same weights everywhere."""
+    def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
+        """Make what a run trains: an adapter with fresh weights from its seed, or a copy of the base model.
+
+        The same seed gives the same weights everywhere.
+        """
         ...
 
     def delete_run(self, run_id: str) -> None:
@@ -83,16 +86,19 @@ class TrainerEngine(Protocol):
         ...
 
     def save_state(self, run_id: str, directory: Path) -> None:
-        """Write weights (PEFT layout), optimizer, RNG, step and pending gradient into an existing, empty directory."""
+        """Write weights, optimizer, RNG, step and pending gradient into an existing, empty directory."""
         ...
 
     def save_adapter(self, run_id: str, directory: Path) -> None:
-        """Write adapter_model.safetensors and adapter_config.json (PEFT layout) into an existing, empty directory."""
+        """Write the weights into an existing, empty directory, as samplers and other tools load them.
+
+        An adapter in PEFT's layout, or of a full-parameter run a whole Hugging Face model.
+        """
         ...
 
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         """Replace the run's weights by those in `directory`; with_optimizer everything that `save_state` wrote.
 
-        Raises CheckpointMismatch when names or shapes differ from the run's adapter.
+        Raises CheckpointMismatch when names or shapes differ from the run's.
         """
         ...

@@ -1,4 +1,4 @@
-"""The engine for LoRA runs: one frozen base model, one PEFT adapter for each run."""
+"""The engine: one frozen base model with a PEFT adapter for each LoRA run, and a model for each full-parameter run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from peft.functional import set_adapter
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, RunNotFound
 from paceline.types import (
@@ -21,22 +22,25 @@ from paceline.types import (
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.base_model import backbone, load_base_model, output_head
+from trainer_service.engine.full_parameters import FullRun, make_full_run
 from trainer_service.engine.logprobs import target_logprobs
+from trainer_service.engine.lora_run import LoraRun
 from trainer_service.engine.loss_specs import LossSpec, loss_spec
 from trainer_service.engine.losses import LOSSES, TokenLoss
 from trainer_service.engine.optimizers.gradients import gradient_norm
-from trainer_service.engine.optimizers.make import check_same, make_optimizer
+from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.packing import Pack, datum_weights, make_packs, scatter_logprobs
 from trainer_service.engine.run import EngineRun, seeded_rng_state
 
 
 class PeftEngine:
-    """Trains many LoRA runs on one base model, on one device. Implements `TrainerEngine`."""
+    """Trains many runs on one device, those with adapters on one base model. Implements `TrainerEngine`."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
@@ -55,25 +59,19 @@ class PeftEngine:
             num_layers=config.num_hidden_layers,
         )
 
-    def create_run(self, run_id: str, lora: LoraConfig) -> AdapterInfo:
+    def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
         if run_id in self._runs:
             raise InvalidArgument("a run of this id exists.", field="run_id")
-        targets = adapters.target_modules(self._model, lora)
         with _out_of_memory_named():
-            adapters.add_adapter(self._model, run_id, lora, targets)
-        parameters = adapters.adapter_parameters(self._model, run_id)
-        self._runs[run_id] = EngineRun(
-            run_id=run_id,
-            lora=lora,
-            targets=targets,
-            parameters=parameters,
-            dropouts=[layer.lora_dropout[run_id] for _, layer in adapters.layers_of(self._model, run_id)],
-            rng_state=seeded_rng_state(lora.seed, self._device),
-        )
-        return AdapterInfo(sum(parameter.numel() for parameter in parameters.values()))
+            if isinstance(parameters, LoraConfig):
+                run: EngineRun = self._make_lora_run(run_id, parameters)
+            else:
+                run = make_full_run(run_id, parameters, self._options)
+        self._runs[run_id] = run
+        return AdapterInfo(sum(weight.numel() for weight in run.weights.values()))
 
     def delete_run(self, run_id: str) -> None:
-        if self._runs.pop(run_id, None) is not None:
+        if isinstance(self._runs.pop(run_id, None), LoraRun):
             adapters.remove_adapter(self._model, run_id)
 
     def forward_backward(
@@ -89,13 +87,13 @@ class PeftEngine:
     ) -> ForwardBackwardOutput:
         run, spec = self._run(run_id), loss_spec(loss_fn)
         config = spec.resolve_config(loss_fn_config)
-        set_adapter(self._model, run_id)
+        model = self._model_of(run)
         outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
         totals = _Totals()
         weights = datum_weights(data, reduction, reduction_count)
         with _out_of_memory_named(), nullcontext() if forward_only else self._gradient(run):
             for pack in self._packs(data, weights, spec, config):
-                logprobs, token_loss = self._pack_loss(pack, loss_fn, config, forward_only=forward_only)
+                logprobs, token_loss = self._pack_loss(model, pack, loss_fn, config, forward_only=forward_only)
                 scatter_logprobs(outputs, pack, logprobs.cpu().numpy())
                 totals.add(token_loss)
         if not forward_only:
@@ -115,9 +113,9 @@ class PeftEngine:
         except NonFiniteGradient:
             run.drop_gradient()
             raise
-        with _out_of_memory_named():
-            optimizer = run.optimizer or make_optimizer(run.parameters, params)
-            learning_rate = optimizer.step(params, run.step + 1, norm)
+        with _out_of_memory_named(), run.drawing(self._device):
+            optimizer = run.optimizer or run.make_optimizer(params)
+            learning_rate = run.take_step(optimizer, params, norm)
         run.optimizer = optimizer
         run.drop_gradient()
         run.step += 1
@@ -129,14 +127,14 @@ class PeftEngine:
 
     def save_adapter(self, run_id: str, directory: Path) -> None:
         dtype = getattr(torch, self._options.adapter_dtype or self._options.dtype)
-        state.save_adapter(self._run(run_id), directory, self._options.model_name, dtype)
+        self._run(run_id).export(directory, self._options.model_name, dtype)
 
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         run = self._run(run_id)
         if with_optimizer:
             state.load(run, directory)
         else:
-            state.load_adapter(run, directory)
+            run.set_weights(run.read_weights(directory, exact=False))
             run.reset(self._device)
         return LoadedState(run.step)
 
@@ -147,8 +145,27 @@ class PeftEngine:
 
     @contextmanager
     def _gradient(self, run: EngineRun) -> Iterator[None]:
-        with run.accumulate(), run.dropout(self._device):
+        with run.accumulate(), run.training(self._device):
             yield
+
+    def _make_lora_run(self, run_id: str, lora: LoraConfig) -> LoraRun:
+        targets = adapters.target_modules(self._model, lora)
+        adapters.add_adapter(self._model, run_id, lora, targets)
+        return LoraRun(
+            run_id=run_id,
+            lora=lora,
+            targets=targets,
+            parameters=adapters.adapter_parameters(self._model, run_id),
+            dropouts=[layer.lora_dropout[run_id] for _, layer in adapters.layers_of(self._model, run_id)],
+            rng_state=seeded_rng_state(lora.seed, self._device),
+        )
+
+    def _model_of(self, run: EngineRun) -> PreTrainedModel:
+        """Return the model that computes a run: its own, or the shared one with the run's adapter active."""
+        if isinstance(run, FullRun):
+            return run.model
+        set_adapter(self._model, run.run_id)
+        return self._model
 
     def _packs(
         self, data: Sequence[Datum], weights: Sequence[float], spec: LossSpec, config: Mapping[str, float]
@@ -157,19 +174,19 @@ class PeftEngine:
         return make_packs(data, names, self._options.pack_tokens, self._device, fills=fills, weights=weights)
 
     def _pack_loss(
-        self, pack: Pack, loss_fn: str, config: Mapping[str, float], *, forward_only: bool
+        self, model: PreTrainedModel, pack: Pack, loss_fn: str, config: Mapping[str, float], *, forward_only: bool
     ) -> tuple[Tensor, TokenLoss]:
         """Return logprobs and weighted loss at the counted positions, detached; add to the gradient if there is one."""
         with torch.set_grad_enabled(not forward_only):
-            logprobs = self._logprobs(pack)
+            logprobs = self._logprobs(model, pack)
             result = LOSSES[loss_fn](logprobs, pack.loss_inputs, config)
             loss = result.loss * pack.weights
         if not forward_only:
             torch.autograd.backward(loss.sum())
         return logprobs.detach(), TokenLoss(loss.detach(), result.means)
 
-    def _logprobs(self, pack: Pack) -> Tensor:
-        hidden = backbone(self._model)(
+    def _logprobs(self, model: PreTrainedModel, pack: Pack) -> Tensor:
+        hidden = backbone(model)(
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
             use_cache=False,
@@ -177,7 +194,7 @@ class PeftEngine:
         ).last_hidden_state[0]
         targets = pack.loss_inputs["target_tokens"]
         counted = hidden.index_select(0, pack.counted)
-        return target_logprobs(output_head(self._model), counted, targets, self._options.logprob_chunk)
+        return target_logprobs(output_head(model), counted, targets, self._options.logprob_chunk)
 
 
 class _Totals:

@@ -19,11 +19,11 @@ from paceline.errors import EngineUnavailable
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
-    LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 from trainer_service.engine import wire
 from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState
@@ -97,8 +97,8 @@ class EngineProcess:
             raise EngineUnavailable("the engine has not started.")
         return self._info
 
-    async def create_run(self, run_id: str, lora: LoraConfig) -> AdapterInfo:
-        return await self._call(wire.CreateRun(run_id, lora), AdapterInfo)
+    async def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
+        return await self._call(wire.create_run(run_id, parameters), AdapterInfo)
 
     async def delete_run(self, run_id: str) -> None:
         await self._call(wire.DeleteRun(run_id), NoneType)

@@ -1,31 +1,30 @@
-"""What the engine holds of one run, and how its dropout and gradient stay its own."""
+"""What the engine holds of one run, and how its randomness and gradient stay its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from paceline.types import LoraConfig
+from paceline.types import OptimizerParams, RunParameters
 from trainer_service.engine.optimizers.base import AnyOptimizer
+from trainer_service.engine.optimizers.make import make_optimizer
 
 
 @dataclass(slots=True, kw_only=True)
-class EngineRun:
-    """A run's adapter, optimizer and counters."""
+class EngineRun(ABC):
+    """A run's weights, optimizer and counters, whatever it is that the run trains."""
 
     run_id: str
-    lora: LoraConfig
-    targets: list[str]
-    """target_modules of the adapter."""
     parameters: dict[str, nn.Parameter]
-    """float32 weights by the names that PEFT gives them."""
-    dropouts: list[nn.Module]
+    """What gradients are computed for, by the names of the weights on disk. The gradients are float32."""
     rng_state: Tensor
-    """uint8; state of the generator that dropout draws from."""
+    """uint8; state of the generator that everything random in the run draws from."""
     optimizer: AnyOptimizer | None = None
     """Made by the first step; None before it."""
     step: int = 0
@@ -34,6 +33,45 @@ class EngineRun:
     """Whether a gradient waits for the optimizer, be it zero."""
     pending_tokens: int = 0
     """Tokens whose loss went into the waiting gradient."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> RunParameters:
+        """What the run trains, as it was made."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What the run remembers of its weights, exactly; not a copy."""
+        return self.parameters
+
+    @abstractmethod
+    def save_weights(self, directory: Path, base_model: str) -> None:
+        """Write `weights` so that `read_weights` gives the same bits."""
+
+    @abstractmethod
+    def export(self, directory: Path, base_model: str, dtype: torch.dtype) -> None:
+        """Write the weights, rounded to `dtype`, as other tools read them. The same weights give the same bytes."""
+
+    @abstractmethod
+    def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
+        """Read weights that fit the run; with `exact` only those that `save_weights` wrote.
+
+        Raises CheckpointMismatch or ChecksumMismatch.
+        """
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights by what `read_weights` gave."""
+        for name, own in self.weights.items():
+            own.copy_(weights[name])
+
+    def make_optimizer(self, params: OptimizerParams) -> AnyOptimizer:
+        """Make an optimizer without history for the run's weights."""
+        return make_optimizer(self.parameters, params)
+
+    def take_step(self, optimizer: AnyOptimizer, params: OptimizerParams, norm: float) -> float:
+        """Apply the waiting gradient, of norm `norm`; return the learning rate. Drops no gradient, counts no step."""
+        return optimizer.step(params, self.step + 1, norm)
 
     def drop_gradient(self) -> None:
         """Forget the waiting gradient."""
@@ -45,7 +83,7 @@ class EngineRun:
         """Forget everything but the weights."""
         self.drop_gradient()
         self.optimizer = None
-        self.rng_state = seeded_rng_state(self.lora.seed, device)
+        self.rng_state = seeded_rng_state(self.trained.seed, device)
         self.step = 0
 
     @contextmanager
@@ -64,25 +102,25 @@ class EngineRun:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
             elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
 
     def _clear_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
 
     @contextmanager
-    def dropout(self, device: torch.device) -> Iterator[None]:
-        """Turn the run's dropout on, drawing from its own generator, which advances only if nothing is raised."""
-        for module in self.dropouts:
-            module.train()
-        try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                _set_rng_state(self.rng_state, device)
-                yield
-                self.rng_state = _get_rng_state(device)
-        finally:
-            for module in self.dropouts:
-                module.eval()
+    def training(self, device: torch.device) -> Iterator[None]:
+        """Do inside what is done in training alone, such as dropout."""
+        with self.drawing(device):
+            yield
+
+    @contextmanager
+    def drawing(self, device: torch.device) -> Iterator[None]:
+        """Draw from the run's own generator, which advances only if nothing is raised."""
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            _set_rng_state(self.rng_state, device)
+            yield
+            self.rng_state = _get_rng_state(device)
 
 
 def seeded_rng_state(seed: int, device: torch.device) -> Tensor:

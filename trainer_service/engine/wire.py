@@ -16,11 +16,13 @@ from paceline.errors import CATALOG, Internal, PacelineError
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
+    FullParameters,
     LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 from paceline.types.optimizers import optimizer_name
 from paceline.types.training import Array
@@ -45,6 +47,24 @@ class CreateRun(msgspec.Struct, frozen=True, tag=True):
     def execute(self, engine: TrainerEngine) -> AdapterInfo:
         """Execute the command."""
         return engine.create_run(self.run_id, self.lora)
+
+
+class CreateFullRun(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.create_run of a full-parameter run."""
+
+    run_id: str
+    full: FullParameters
+
+    def execute(self, engine: TrainerEngine) -> AdapterInfo:
+        """Execute the command."""
+        return engine.create_run(self.run_id, self.full)
+
+
+def create_run(run_id: str, parameters: RunParameters) -> CreateRun | CreateFullRun:
+    """Make the command that makes a run."""
+    if isinstance(parameters, LoraConfig):
+        return CreateRun(run_id, parameters)
+    return CreateFullRun(run_id, parameters)
 
 
 class DeleteRun(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +152,7 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
         return engine.load_state(self.run_id, Path(self.directory), with_optimizer=self.with_optimizer)
 
 
-Command = CreateRun | DeleteRun | ForwardBackward | OptimStep | SaveState | SaveAdapter | LoadState
+Command = CreateRun | CreateFullRun | DeleteRun | ForwardBackward | OptimStep | SaveState | SaveAdapter | LoadState
 Result = ModelInfo | AdapterInfo | ForwardBackwardOutput | OptimStepOutput | LoadedState | None
 
 

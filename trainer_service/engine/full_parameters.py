@@ -1,0 +1,137 @@
+"""Runs that train every parameter, in a model of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.layout import MODEL_FILE
+from paceline.types import FullParameters, OptimizerParams, WeightStorage
+from trainer_service.engine.base_model import load_base_model
+from trainer_service.engine.files import check_tensors, read_json, read_tensors, write_json
+from trainer_service.engine.optimizers.base import AnyOptimizer
+from trainer_service.engine.optimizers.make import make_optimizer
+from trainer_service.engine.optimizers.rounded import RoundedOptimizer
+from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.run import EngineRun, seeded_rng_state
+from trainer_service.tokenizer import read_tokenizer_files
+
+_CONFIG = "config.json"
+
+
+@dataclass(kw_only=True)
+class FullRun(EngineRun):
+    """A run's own model. Weights that are tied are one parameter, under the name of the first."""
+
+    full: FullParameters
+    model: PreTrainedModel
+    model_path: str
+    """Where the model was loaded from."""
+    masters: dict[str, nn.Parameter] | None
+    """float32 weights of which `parameters` are a rounded copy; None where those are the weights."""
+
+    @property
+    def trained(self) -> FullParameters:
+        return self.full
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.parameters if self.masters is None else self.masters
+
+    def save_weights(self, directory: Path, base_model: str) -> None:
+        del base_model
+        weights = {name: weight.detach().cpu().contiguous() for name, weight in self.weights.items()}
+        save_file(weights, directory / MODEL_FILE, metadata={"format": "pt"})
+
+    def export(self, directory: Path, base_model: str, dtype: torch.dtype) -> None:
+        """Write a directory that transformers and vLLM load: weights in one file, configuration, tokenizer.
+
+        Weights that are kept in bfloat16 are written so, whatever `dtype`.
+        """
+        del base_model
+        if self.full.storage is WeightStorage.BFLOAT16:
+            dtype = torch.bfloat16
+        for name, content in read_tokenizer_files(self.model_path).items():
+            (directory / name).write_bytes(content)
+        state = self._state_dict(dtype)
+        one_file = 1 + sum(weight.nbytes for weight in state.values())
+        # It knows which weights are tied, and by what names the files of this architecture go.
+        self.model.save_pretrained(directory, state_dict=state, max_shard_size=one_file)
+        config = read_json(directory / _CONFIG, dict[str, Any])
+        write_json(directory / _CONFIG, config | {"dtype": str(dtype).removeprefix("torch.")})
+
+    def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
+        """Without `exact`: any floating-point model of the same names and shapes, sampler checkpoints too."""
+        weights = read_tensors(directory / MODEL_FILE)
+        kept = next(iter(self.weights.values())).dtype
+        dtypes = (kept,) if exact else (torch.float32, torch.bfloat16, torch.float16)
+        check_tensors(weights, {name: weight.shape for name, weight in self.weights.items()}, dtypes)
+        return weights
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        super().set_weights(weights)
+        self._round_masters()
+
+    def make_optimizer(self, params: OptimizerParams) -> AnyOptimizer:
+        if self.full.storage is WeightStorage.BFLOAT16:
+            return RoundedOptimizer(self.parameters, params)
+        return make_optimizer(self.parameters if self.masters is None else self.masters, params)
+
+    def take_step(self, optimizer: AnyOptimizer, params: OptimizerParams, norm: float) -> float:
+        for name, master in (self.masters or {}).items():
+            master.grad = self.parameters[name].grad
+        try:
+            learning_rate = super().take_step(optimizer, params, norm)
+        finally:
+            for master in (self.masters or {}).values():
+                master.grad = None
+        self._round_masters()
+        return learning_rate
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        for name, master in (self.masters or {}).items():
+            self.parameters[name].copy_(master)
+
+    def _state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the model's state, rounded, with weights that are tied under each of their names."""
+        rounded = {id(self.parameters[name]): weight.to("cpu", dtype) for name, weight in self.weights.items()}
+        named = {name: rounded[id(own)] for name, own in self.model.named_parameters(remove_duplicate=False)}
+        return {name: named.get(name, value).detach() for name, value in self.model.state_dict().items()}
+
+
+def make_full_run(run_id: str, full: FullParameters, options: EngineOptions) -> FullRun:
+    """Load the base model anew and train all of it.
+
+    A run that is kept in bfloat16 is computed in it too. One that is kept in float32 where the engine computes in
+    bfloat16 has a rounded copy that is computed with. Raises ModelNotFound.
+    """
+    in_float32 = full.storage is WeightStorage.FLOAT32
+    model = load_base_model(replace(options, dtype="float32" if in_float32 else "bfloat16"))
+    parameters = dict(model.named_parameters())
+    masters = None
+    if in_float32 and options.dtype == "bfloat16":
+        masters = {name: nn.Parameter(parameter.detach()) for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        if masters is not None:
+            parameter.data = parameter.data.bfloat16()
+        parameter.requires_grad_()
+        # Gradients of several passes are added in float32 whatever the passes compute in.
+        parameter.grad_dtype = torch.float32
+    return FullRun(
+        run_id=run_id,
+        parameters=parameters,
+        rng_state=seeded_rng_state(full.seed, torch.device(options.device)),
+        full=full,
+        model=model,
+        model_path=options.model_path,
+        masters=masters,
+    )

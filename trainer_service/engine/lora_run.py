@@ -1,0 +1,63 @@
+"""A run that trains an adapter on the base model that it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from paceline.types import LoraConfig
+from trainer_service.engine.adapters import adapter_config
+from trainer_service.engine.files import check_tensors, read_json, read_tensors, write_json
+from trainer_service.engine.peft_format import check_adapter_config
+from trainer_service.engine.run import EngineRun
+
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(slots=True, kw_only=True)
+class LoraRun(EngineRun):
+    """A run's adapter: float32 weights by the names that PEFT gives them."""
+
+    lora: LoraConfig
+    targets: list[str]
+    """target_modules of the adapter."""
+    dropouts: list[nn.Module]
+
+    @property
+    def trained(self) -> LoraConfig:
+        return self.lora
+
+    def save_weights(self, directory: Path, base_model: str) -> None:
+        self.export(directory, base_model, torch.float32)
+
+    def export(self, directory: Path, base_model: str, dtype: torch.dtype) -> None:
+        weights = {name: parameter.detach().to("cpu", dtype) for name, parameter in self.parameters.items()}
+        save_file(weights, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        write_json(directory / ADAPTER_CONFIG, adapter_config(self.lora, self.targets, base_model))
+
+    def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
+        """Without `exact`: any floating-point adapter, PEFT's too, of the same modules, rank and scaling."""
+        weights = read_tensors(directory / ADAPTER_WEIGHTS)
+        check_adapter_config(self.lora, read_json(directory / ADAPTER_CONFIG, dict[str, Any]))
+        dtypes = (torch.float32,) if exact else (torch.float32, torch.bfloat16, torch.float16)
+        check_tensors(weights, {name: parameter.shape for name, parameter in self.parameters.items()}, dtypes)
+        return weights
+
+    @contextmanager
+    def training(self, device: torch.device) -> Iterator[None]:
+        """Turn the run's dropout on."""
+        for module in self.dropouts:
+            module.train()
+        try:
+            with self.drawing(device):
+                yield
+        finally:
+            for module in self.dropouts:
+                module.eval()
