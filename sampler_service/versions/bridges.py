@@ -71,12 +71,12 @@ class ManifestRules:
 
     def check(self, manifest: pb.Manifest) -> None:
         """Refuse what the engine could not load. Raises ModelNotFound, Unsupported, RankTooLarge, InvalidShape."""
+        if is_model(manifest):
+            raise errors.Unsupported("is a whole model; start a sampler with it as its model", field="model")
         if manifest.model.base_model != self.base_model:
             raise errors.ModelNotFound(
                 f"was trained on {manifest.model.base_model}; this sampler serves {self.base_model}", field="model"
             )
-        if is_model(manifest):
-            raise errors.Unsupported("is a whole model; start a sampler with it as its model", field="model")
         if manifest.rank > self.max_lora_rank:
             raise errors.RankTooLarge(
                 f"has rank {manifest.rank}; this sampler takes at most {self.max_lora_rank}", field="model"
