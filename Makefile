@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-gpu verify fix bench-parity bench-optimizers bench-train bench-journal chaos images clean
+.PHONY: help proto demo up test test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-journal chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,9 @@ bench-parity: proto ## Compare trainer's and sampler's log-probabilities, beside
 
 bench-optimizers: proto ## Measure each optimizer's state and step
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/optimizer_memory.py
+
+bench-paging: proto ## Measure paging runs out and in, and the memory that many runs hold
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/paging.py
 
 bench-train: proto ## Time the trainer beside padded and one-at-a-time transformers and PEFT
 	@$(RUN)/python bench/train.py

@@ -49,6 +49,13 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
 
 
+def count_parameters(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -> int:
+    """Count the weights that an adapter for these target modules will have."""
+    chosen = (module for name, module in model.named_modules() if name in targets or name.rpartition(".")[2] in targets)
+    linears: list[Any] = [getattr(module, "base_layer", module) for module in chosen]
+    return sum(lora.rank * (linear.in_features + linear.out_features) for linear in linears)
+
+
 def peft_config(lora: LoraConfig, targets: list[str]) -> peft.LoraConfig:
     """Put the settings of a run's adapter in PEFT's terms."""
     config = peft.LoraConfig(

@@ -20,7 +20,7 @@ from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.optimizers.rounded import RoundedOptimizer
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.run import EngineRun, seeded_rng_state
+from trainer_service.engine.run import TRAINED_BYTES, EngineRun, seeded_rng_state
 from trainer_service.tokenizer import read_tokenizer_files
 
 _CONFIG = "config.json"
@@ -44,6 +44,10 @@ class FullRun(EngineRun):
     @property
     def weights(self) -> Mapping[str, Tensor]:
         return self.parameters if self.masters is None else self.masters
+
+    @property
+    def owned(self) -> list[nn.Parameter]:
+        return [*self.parameters.values(), *(self.masters or {}).values()]
 
     def save_weights(self, directory: Path, base_model: str) -> None:
         del base_model
@@ -106,6 +110,12 @@ class FullRun(EngineRun):
         rounded = {id(self.parameters[name]): weight.to("cpu", dtype) for name, weight in self.weights.items()}
         named = {name: rounded[id(own)] for name, own in self.model.named_parameters(remove_duplicate=False)}
         return {name: named.get(name, value).detach() for name, value in self.model.state_dict().items()}
+
+
+def full_run_bytes(full: FullParameters, options: EngineOptions, count: int) -> int:
+    """Return the bytes that a run of `count` parameters comes to hold: 14, 16 or 18 for each of them."""
+    weights = 2 if full.storage is WeightStorage.BFLOAT16 else 4 if options.dtype == "float32" else 6
+    return (weights + TRAINED_BYTES) * count
 
 
 def make_full_run(run_id: str, full: FullParameters, options: EngineOptions) -> FullRun:

@@ -28,5 +28,9 @@ class EngineOptions:
     """Largest LoRA rank that is advertised."""
     adapter_dtype: Dtype | None = None
     """dtype of published adapters. None means that of the base weights."""
+    run_memory_bytes: int | None = None
+    """What the weights, gradients and optimizer states of all runs may take. None means no limit."""
+    scratch_dir: str = ""
+    """Directory of the engine's own for runs that do not fit; emptied at its start. Needed with a limit."""
     failpoints: str = ""
     """Where the process dies, for tests; see trainer_service/failpoints.py."""

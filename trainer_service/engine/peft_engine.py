@@ -27,7 +27,7 @@ from paceline.types import (
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.base_model import backbone, load_base_model, output_head
-from trainer_service.engine.full_parameters import FullRun, make_full_run
+from trainer_service.engine.full_parameters import FullRun, full_run_bytes, make_full_run
 from trainer_service.engine.logprobs import target_logprobs
 from trainer_service.engine.lora_run import LoraRun
 from trainer_service.engine.loss_specs import LossSpec, loss_spec
@@ -36,7 +36,11 @@ from trainer_service.engine.optimizers.gradients import gradient_norm
 from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.packing import Pack, datum_weights, make_packs, scatter_logprobs
-from trainer_service.engine.run import EngineRun, seeded_rng_state
+from trainer_service.engine.paging import Pager
+from trainer_service.engine.run import TRAINED_BYTES, EngineRun, seeded_rng_state
+
+_WEIGHT_BYTES = 4
+"""Of an adapter's weight, in float32."""
 
 
 class PeftEngine:
@@ -46,7 +50,18 @@ class PeftEngine:
         self._options = options
         self._device = torch.device(options.device)
         self._model = load_base_model(options)
+        self._base_parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self._runs: dict[str, EngineRun] = {}
+        self._pager = Pager(options.run_memory_bytes, Path(options.scratch_dir))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the runs' weights, gradients and optimizer states that are in memory."""
+        return sum(run.held_bytes for run in self._runs.values())
+
+    def bring_in(self, run_id: str) -> None:
+        """Page a run in, if it waits on disk. Raises RunNotFound, OutOfMemory, DiskFull."""
+        self._run(run_id)
 
     def describe(self) -> ModelInfo:
         config = self._model.config
@@ -66,12 +81,17 @@ class PeftEngine:
             if isinstance(parameters, LoraConfig):
                 run: EngineRun = self._make_lora_run(run_id, parameters)
             else:
+                self._pager.make_room(full_run_bytes(parameters, self._options, self._base_parameters))
                 run = make_full_run(run_id, parameters, self._options)
         self._runs[run_id] = run
+        self._pager.add(run)
         return AdapterInfo(sum(weight.numel() for weight in run.weights.values()))
 
     def delete_run(self, run_id: str) -> None:
-        if isinstance(self._runs.pop(run_id, None), LoraRun):
+        run = self._runs.pop(run_id, None)
+        if run is not None:
+            self._pager.forget(run)
+        if isinstance(run, LoraRun):
             adapters.remove_adapter(self._model, run_id)
 
     def forward_backward(
@@ -141,7 +161,10 @@ class PeftEngine:
     def _run(self, run_id: str) -> EngineRun:
         if run_id not in self._runs:
             raise RunNotFound("the engine holds no such run; create it first.", field="run_id")
-        return self._runs[run_id]
+        run = self._runs[run_id]
+        with _out_of_memory_named():
+            self._pager.use(run)
+        return run
 
     @contextmanager
     def _gradient(self, run: EngineRun) -> Iterator[None]:
@@ -150,6 +173,8 @@ class PeftEngine:
 
     def _make_lora_run(self, run_id: str, lora: LoraConfig) -> LoraRun:
         targets = adapters.target_modules(self._model, lora)
+        count = adapters.count_parameters(self._model, lora, targets)
+        self._pager.make_room((_WEIGHT_BYTES + TRAINED_BYTES) * count)
         adapters.add_adapter(self._model, run_id, lora, targets)
         return LoraRun(
             run_id=run_id,

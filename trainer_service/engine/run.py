@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,11 @@ from torch import Tensor, nn
 from paceline.types import OptimizerParams, RunParameters
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
+
+GRADIENT_BYTES = 4
+"""Of each trained parameter's gradient, in float32."""
+TRAINED_BYTES = GRADIENT_BYTES + 8
+"""Of its gradient and AdamW's moments, beside the weight itself."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +69,38 @@ class EngineRun(ABC):
         """Replace the weights by what `read_weights` gave."""
         for name, own in self.weights.items():
             own.copy_(weights[name])
+
+    @property
+    def owned(self) -> list[nn.Parameter]:
+        """Every tensor that is there from the run's making to its end."""
+        return list(self.parameters.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights, gradient and optimizer state that are in memory."""
+        tensors = [*self.owned, *(parameter.grad for parameter in self.parameters.values())]
+        tensors += self.optimizer.tensors.values() if self.optimizer is not None else []
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the run may come to hold between commands; without an optimizer yet, those of AdamW's moments."""
+        count = sum(parameter.numel() for parameter in self.parameters.values())
+        moments = TRAINED_BYTES - GRADIENT_BYTES
+        optimizer = moments * count if self.optimizer is None else _bytes(self.optimizer.tensors.values())
+        return _bytes(self.owned) + GRADIENT_BYTES * count + optimizer
+
+    def release(self) -> None:
+        """Free the memory of weights, gradient and optimizer; step and random state stay."""
+        self._clear_gradients()
+        self.optimizer = None
+        for tensor in self.owned:
+            tensor.data = tensor.data.new_empty(1).expand(tensor.shape)
+
+    def refill(self) -> None:
+        """Get memory for the weights again, whose values are then anything."""
+        for tensor in self.owned:
+            tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
     def make_optimizer(self, params: OptimizerParams) -> AnyOptimizer:
         """Make an optimizer without history for the run's weights."""
@@ -121,6 +158,10 @@ class EngineRun(ABC):
             _set_rng_state(self.rng_state, device)
             yield
             self.rng_state = _get_rng_state(device)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def seeded_rng_state(seed: int, device: torch.device) -> Tensor:
