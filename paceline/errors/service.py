@@ -132,7 +132,7 @@ class Cancelled(PacelineError):
 
 
 class Unsupported(PacelineError):
-    """No such method."""
+    """No such method, or not for this kind of run or model."""
 
     code = Code.UNIMPLEMENTED
     reason = "UNIMPLEMENTED"

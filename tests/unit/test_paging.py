@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from trainer_service.engine import state
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
-LORA = LoraConfig(rank=4, dropout=0.2)
+LORA = LoraConfig(rank=4, dropout=0.2, train_mlp=False, layers=(1,))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_64_runs_in_the_memory_of_4_come_out_as_if_all_had_stayed(make_engine, a
     optimizers = list(PARAMS.values())
     for number, name in enumerate(names):
         for engine in (paged, whole):
-            engine.create_run(name, LoraConfig(rank=4, dropout=0.2, seed=number))
+            engine.create_run(name, replace(LORA, seed=number))
         peak = max(peak, paged.held_bytes)
     for turn in range(3):
         for number, name in enumerate(names):

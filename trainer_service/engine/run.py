@@ -80,7 +80,8 @@ class EngineRun(ABC):
         """Bytes of weights, gradient and optimizer state that are in memory."""
         tensors = [*self.owned, *(parameter.grad for parameter in self.parameters.values())]
         tensors += self.optimizer.tensors.values() if self.optimizer is not None else []
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def reserved_bytes(self) -> int:
