@@ -179,6 +179,8 @@ class Chaos:
             "PACELINE_TRAINER_CHECKPOINT_DIR": str(self.volume),
             "PACELINE_TRAINER_STAGING_DIR": str(directory),
             "PACELINE_TRAINER_INSECURE": "true",
+            # The bits of a run that shares passes depend on which others wait at the time.
+            "PACELINE_TRAINER_JOINT_PASSES": "false",
             "PACELINE_TRAINER_SNAPSHOT_COMMANDS": "7",
             "PACELINE_TRAINER_KEEP_VERSIONS": "1000000",
             "PACELINE_TRAINER_GAP_WAIT_SECONDS": "20",

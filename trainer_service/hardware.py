@@ -20,6 +20,7 @@ def choose_options(settings: TrainerSettings) -> EngineOptions:
         dtype=dtype,
         device=device,
         pack_tokens=settings.pack_tokens,
+        joint_passes=settings.joint_passes,
         logprob_chunk=settings.logprob_chunk,
         max_lora_rank=settings.max_lora_rank,
         run_memory_bytes=None if settings.run_memory_gib is None else int(settings.run_memory_gib * (1 << 30)),

@@ -48,6 +48,11 @@ class TrainerSettings(PeerSettings):
     """Most datums in one ForwardBackward."""
     pack_tokens: int = Field(4096, ge=1)
     """Tokens in one forward pass; sets the peak of activation memory."""
+    joint_passes: bool = True
+    """Whether one pass takes tokens of several runs.
+
+    Off, other runs change no bit of a run's results; on, they change their rounding, and small batches are faster.
+    """
     logprob_chunk: int = Field(256, ge=1)
     """Positions whose logits exist at one time; sets the peak of the loss's memory."""
     gap_wait_seconds: float = Field(60.0, gt=0)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from paceline.errors import (
     OutOfRange,
     RunNotFound,
 )
-from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
 from trainer_service.engine.base import EngineDiedError
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -154,13 +155,8 @@ async def test_a_killed_engine_is_an_error_and_restarts(options):
     exits = []
     async with EngineProcess(options, on_exit=exits.append) as engine:
         await engine.create_run("run", LORA)
-        long = engine.forward_backward("run", make_data((400,) * 200), "ppo", {}, forward_only=False)
-        calls = [asyncio.create_task(call) for call in (long, engine.optim_step("run", ADAM))]
-        await asyncio.sleep(0)  # Lets the calls be sent.
         first = engine.pid
         os.kill(first, signal.SIGKILL)
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(result) for result in results] == [EngineDiedError, EngineUnavailable]
         with pytest.raises(EngineUnavailable):
             await engine.create_run("later", LORA)
         assert (await engine.restart()).name == "tiny"
@@ -172,6 +168,44 @@ async def test_a_killed_engine_is_an_error_and_restarts(options):
     assert len(exits) == 1, "closing is no death"
     with pytest.raises(EngineUnavailable):
         await engine.create_run("run", LORA)
+
+
+async def outcomes(calls):
+    return [type(result) for result in await asyncio.gather(*calls, return_exceptions=True)]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("point", ["engine_pass_run:1", "engine_ForwardBackward:1"])
+async def test_a_death_is_charged_to_the_command_that_was_executing_alone(options, point):
+    async with EngineProcess(replace(options, failpoints=point)) as engine:
+        await engine.create_run("run", LORA)
+        await engine.create_run("idle", LORA)
+        calls = (
+            engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False),
+            engine.optim_step("run", ADAM),
+        )
+        assert await outcomes(calls) == [EngineDiedError, EngineUnavailable]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_command_that_kills_the_engine_in_a_joint_pass_is_found_and_no_other_is_charged(options):
+    # The first has many passes to do, so that the others come meanwhile and join.
+    data = {"a": make_data((60,) * 100), "b": make_data((10,), 1), "c": make_data((10,), 2)}
+    async with EngineProcess(replace(options, failpoints="engine_pass_b:1+", pack_tokens=128)) as engine:
+
+        async def call(*run_ids):
+            return await outcomes(
+                engine.forward_backward(run_id, data[run_id], "ppo", {}, forward_only=False) for run_id in run_ids
+            )
+
+        for run_id in data:
+            await engine.create_run(run_id, LORA)
+        assert await call(*data) == [EngineUnavailable] * 3
+        await engine.restart()
+        for run_id in data:
+            await engine.create_run(run_id, LORA)
+        assert await call("a", "c") == [ForwardBackwardOutput] * 2
+        assert await call("b") == [EngineDiedError]
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -171,19 +171,19 @@ def test_masters_step_as_float32_weights_do_and_are_computed_with_rounded(make_e
 
 
 def test_rounding_is_unbiased_and_leaves_what_bfloat16_holds():
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     # A third of the way from one bfloat16 to the next, at several sizes and both signs.
     low = torch.tensor([1.0, -1.0, 3e-5, -128.0, 1e30]).bfloat16().float()
     gap = (low.view(torch.int32) + (1 << 16)).view(torch.float32) - low
     exact = low + gap / 3
     draws = torch.empty(200_000, len(low), dtype=torch.bfloat16)
-    round_stochastically(exact.repeat(len(draws), 1), draws)
+    round_stochastically(exact.repeat(len(draws), 1), draws, generator)
     share = ((draws.float() - low) / gap).mean(0)
     assert set(((draws.float() - low) / gap).unique().tolist()) == {0.0, 1.0}
     torch.testing.assert_close(share, torch.full_like(share, 1 / 3), rtol=0, atol=0.006)  # 5 standard deviations
     held = torch.randn(1000).bfloat16()
     target = torch.empty_like(held)
-    round_stochastically(held.float(), target)
+    round_stochastically(held.float(), target, generator)
     assert torch.equal(held, target)
 
 
@@ -194,7 +194,7 @@ def test_updates_too_small_for_bfloat16_have_their_effect_on_average():
     start = (torch.randn(count) * 0.05).bfloat16()
     rounded, nearest = torch.nn.Parameter(start.clone()), start.clone()
     rounded.grad_dtype = torch.float32
-    optimizer = RoundedOptimizer({"weight": rounded}, params)
+    optimizer = RoundedOptimizer({"weight": rounded}, params, torch.Generator().manual_seed(0))
     for step in range(1, 11):
         rounded.grad = torch.ones(count)  # AdamW moves by the learning rate, whatever the gradient's size.
         optimizer.step(params, step, 1.0)

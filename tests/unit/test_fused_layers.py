@@ -132,7 +132,9 @@ def test_a_frozen_head_works_once_for_forward_and_backward(tmp_path):
     engine = PeftEngine(EngineOptions(str(make_tiny_llama(tmp_path)), "tiny", logprob_chunk=4))
     engine.create_run("run", LoraConfig(rank=4))
     rows = []
-    output_head(engine._model).register_forward_hook(lambda _module, args, _output: rows.append(len(args[0])))
+    output_head(engine._model).base_layer.register_forward_hook(
+        lambda _module, args, _output: rows.append(len(args[0]))
+    )
     output = train(engine)
     assert sum(rows) == output.metrics["tokens:sum"]
 

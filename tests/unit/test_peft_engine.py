@@ -106,7 +106,7 @@ def test_results_do_not_depend_on_packing(make_engine, loss):
 def test_masked_positions_have_no_logprob_no_loss_and_no_logits(engine):
     data = make_data()
     rows = []
-    head = output_head(engine._model)
+    head = output_head(engine._model).base_layer
     handle = head.register_forward_hook(lambda _module, args, _output: rows.append(len(args[0])))
     output = engine.forward_backward("run", data, "cross_entropy", {}, forward_only=True)
     handle.remove()
@@ -234,7 +234,7 @@ def test_running_out_of_memory_leaves_no_partial_gradient(make_engine):
         if len(calls) == 3:
             torch.empty(1 << 60)  # The allocator refuses.
 
-    handle = output_head(engine._model).register_forward_hook(exhaust)
+    handle = output_head(engine._model).base_layer.register_forward_hook(exhaust)
     with pytest.raises(OutOfMemory):
         train(engine)
     handle.remove()

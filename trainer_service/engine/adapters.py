@@ -6,17 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import peft
 import torch
-from peft.functional import cast_adapter_dtype, delete_adapter, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, OutOfRange
 from paceline.types import LoraConfig
-from trainer_service.engine.fused.lora_linear import FusedLoraLinear
+from trainer_service.engine.fused.lora_linear import AdaptedLinear, LowRank
 from trainer_service.engine.peft_format import scaling_alpha
+from trainer_service.engine.routing import Routing
 
 _GROUPS = {
     "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -26,6 +24,17 @@ _GROUPS = {
 """Flag of LoraConfig -> last names of the modules that it stands for in Llama and Qwen models."""
 
 
+def adapt(model: PreTrainedModel) -> Routing:
+    """Make the linear layers that may get an adapter ready for those of any number of runs; return what routes them."""
+    routing = Routing()
+    last_names = {name for names in _GROUPS.values() for name in names}
+    chosen = [name for name, module in model.named_modules() if _may_have_one(name, module, last_names)]
+    for index, name in enumerate(chosen):
+        linear = model.get_submodule(name)
+        model.set_submodule(name, AdaptedLinear(linear, routing, index))  # type: ignore[arg-type]
+    return routing
+
+
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """Name the modules that get an adapter: last names for all layers, full names for a choice of layers.
 
@@ -33,7 +42,7 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     that it lacks.
     """
     _check_layers(lora, model.config.num_hidden_layers)
-    linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, LoraLayer))]
+    linears = [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
     chosen: list[str] = []
     for flag, last_names in _GROUPS.items():
         if not getattr(lora, flag):
@@ -51,23 +60,12 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 def count_parameters(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -> int:
     """Count the weights that an adapter for these target modules will have."""
-    chosen = (module for name, module in model.named_modules() if name in targets or name.rpartition(".")[2] in targets)
-    linears: list[Any] = [getattr(module, "base_layer", module) for module in chosen]
+    linears = [
+        layer.base_layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, AdaptedLinear) and _is_target(name, targets)
+    ]
     return sum(lora.rank * (linear.in_features + linear.out_features) for linear in linears)
-
-
-def peft_config(lora: LoraConfig, targets: list[str]) -> peft.LoraConfig:
-    """Put the settings of a run's adapter in PEFT's terms."""
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=scaling_alpha(lora),  # type: ignore[arg-type]  # annotated int, but only divided
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        use_rslora=lora.use_rslora,
-        task_type="CAUSAL_LM",
-    )
-    config._register_custom_module({nn.Linear: FusedLoraLinear})  # noqa: SLF001 - PEFT's way to name one's own layer
-    return config
 
 
 def adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dict[str, Any]:
@@ -92,40 +90,38 @@ def adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dic
 
 
 def add_adapter(model: PreTrainedModel, run_id: str, lora: LoraConfig, targets: list[str]) -> None:
-    """Put a run's adapter, with float32 weights from `lora.seed`, on the base model; wholly or not at all."""
+    """Put a run's adapter, with float32 weights from `lora.seed`, on a model made ready by `adapt`; wholly or not."""
+    scaling = scaling_alpha(lora) / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
     try:
-        with torch.random.fork_rng(devices=[]):
-            inject_adapter_in_model(peft_config(lora, targets), model, run_id)
-        cast_adapter_dtype(model, run_id)
+        for name, layer in model.named_modules():
+            if isinstance(layer, AdaptedLinear) and _is_target(name, targets):
+                layer.parts[run_id] = _make_part(layer.base_layer, lora, scaling)
         initialise(adapter_parameters(model, run_id), lora.seed)
     except BaseException:
         remove_adapter(model, run_id)
         raise
-    finally:
-        # PEFT would warn of a second adapter if it found the first one's settings here; the layers hold all it needs.
-        vars(model).pop("peft_config", None)
-    for _, layer in layers_of(model, run_id):
-        layer.lora_dropout[run_id].eval()
 
 
 def remove_adapter(model: PreTrainedModel, run_id: str) -> None:
     """Take a run's adapter off the base model."""
-    delete_adapter(model, run_id, prefix="lora_", layer_cls=LoraLayer)
+    for _, layer in layers_of(model, run_id):
+        del layer.parts[run_id]
 
 
-def layers_of(model: PreTrainedModel, run_id: str) -> Iterator[tuple[str, LoraLayer]]:
+def layers_of(model: PreTrainedModel, run_id: str) -> Iterator[tuple[str, AdaptedLinear]]:
     """Each adapted module of a run, by the name that it has in a PEFT model."""
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and run_id in module.lora_A:
+        if isinstance(module, AdaptedLinear) and run_id in module.parts:
             yield f"base_model.model.{name}", module
 
 
 def adapter_parameters(model: PreTrainedModel, run_id: str) -> dict[str, nn.Parameter]:
     """Collect a run's weights by the names that they have in adapter_model.safetensors."""
+    parts = ((name, layer.parts[run_id]) for name, layer in layers_of(model, run_id))
     return {
-        f"{name}.{part}.weight": getattr(layer, part)[run_id].weight
-        for name, layer in layers_of(model, run_id)
-        for part in ("lora_A", "lora_B")
+        f"{name}.{factor}.weight": weight
+        for name, part in parts
+        for factor, weight in (("lora_A", part.a), ("lora_B", part.b))
     }
 
 
@@ -141,6 +137,22 @@ def initialise(parameters: Mapping[str, nn.Parameter], seed: int) -> None:
         if ".lora_A." in name:
             nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
         parameter.copy_(start)
+
+
+def _may_have_one(name: str, module: nn.Module, last_names: set[str]) -> bool:
+    return isinstance(module, nn.Linear) and name.rpartition(".")[2] in last_names
+
+
+def _is_target(name: str, targets: list[str]) -> bool:
+    return name in targets or name.rpartition(".")[2] in targets
+
+
+def _make_part(base: nn.Linear, lora: LoraConfig, scaling: float) -> LowRank:
+    a, b = (
+        nn.Parameter(torch.zeros(shape, device=base.weight.device))
+        for shape in ((lora.rank, base.in_features), (base.out_features, lora.rank))
+    )
+    return LowRank(a, b, scaling, lora.dropout)
 
 
 def _check_layers(lora: LoraConfig, count: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -38,12 +38,28 @@ class EngineDiedError(EngineUnavailable):
     """The engine's process died while it executed this very command."""
 
 
-class TrainerEngine(Protocol):
-    """Executes commands of runs, one at a time. Not thread-safe.
+class Job(Protocol):
+    """A forward_backward that was begun."""
 
-    Every call either happens wholly or, when it raises, leaves the run as it was. Inputs have been validated by the
-    caller against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient, NonFiniteGradient,
-    OptimizerChanged, CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument, Unsupported.
+    @property
+    def run_id(self) -> str:
+        """Whose it is."""
+        ...
+
+    def output(self) -> ForwardBackwardOutput:
+        """Return its result once `TrainerEngine.advance` has given it back. Raises what it failed of."""
+        ...
+
+
+class TrainerEngine(Protocol):
+    """Executes commands of runs. Not thread-safe.
+
+    A forward_backward is begun and then advances in passes, beside those of other runs; any other call is done when it
+    returns. A run has one command at a time: until its job is given back no other call names it. Every command either
+    happens wholly or, when it fails, leaves the run as it was, whatever other runs do meanwhile. Inputs have been
+    validated by the caller against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient,
+    NonFiniteGradient, OptimizerChanged, CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument,
+    Unsupported.
     """
 
     def describe(self) -> ModelInfo:
@@ -61,7 +77,7 @@ class TrainerEngine(Protocol):
         """Forget a run and free its memory. Unknown runs are ignored."""
         ...
 
-    def forward_backward(
+    def begin(
         self,
         run_id: str,
         data: Sequence[Datum],
@@ -71,10 +87,20 @@ class TrainerEngine(Protocol):
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
-    ) -> ForwardBackwardOutput:
-        """Compute a loss, reduced over tokens and datums; unless `forward_only`, add its gradient to the run's.
+        alone: bool = False,
+    ) -> Job:
+        """Begin to compute a loss, reduced over tokens and datums; unless `forward_only`, and its gradient for the run.
 
         `reduction_count` is what a mean divides by where `data` is a part of a batch; None means that it is the whole.
+        With `alone` no other run has a part in its passes.
+        """
+        ...
+
+    def advance(self, announce: Callable[[Sequence[str]], None]) -> Sequence[Job]:
+        """Do one pass over the jobs that were begun; return those that are done, be it that they failed.
+
+        `announce` is called with the runs that have a part in a pass, before it is computed. A pass of several runs
+        that fails is done again for each by itself, so that a job fails of nothing but its own.
         """
         ...
 

@@ -86,10 +86,12 @@ class FullRun(EngineRun):
 
     def make_optimizer(self, params: OptimizerParams) -> AnyOptimizer:
         if self.full.storage is WeightStorage.BFLOAT16:
-            return RoundedOptimizer(self.parameters, params)
+            return RoundedOptimizer(self.parameters, params, torch.Generator(self.model.device))
         return make_optimizer(self.parameters if self.masters is None else self.masters, params)
 
     def take_step(self, optimizer: AnyOptimizer, params: OptimizerParams, norm: float) -> float:
+        if isinstance(optimizer, RoundedOptimizer):
+            return self._take_rounded_step(optimizer, params, norm)
         for name, master in (self.masters or {}).items():
             master.grad = self.parameters[name].grad
         try:
@@ -98,6 +100,12 @@ class FullRun(EngineRun):
             for master in (self.masters or {}).values():
                 master.grad = None
         self._round_masters()
+        return learning_rate
+
+    def _take_rounded_step(self, optimizer: RoundedOptimizer, params: OptimizerParams, norm: float) -> float:
+        optimizer.generator.set_state(self.rng_state)
+        learning_rate = super().take_step(optimizer, params, norm)
+        self.rng_state = optimizer.generator.get_state()
         return learning_rate
 
     @torch.no_grad()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.types import LoraConfig
 from trainer_service.engine.adapters import adapter_config
@@ -28,11 +26,14 @@ class LoraRun(EngineRun):
     lora: LoraConfig
     targets: list[str]
     """target_modules of the adapter."""
-    dropouts: list[nn.Module]
 
     @property
     def trained(self) -> LoraConfig:
         return self.lora
+
+    @property
+    def drops(self) -> bool:
+        return self.lora.dropout > 0
 
     def save_weights(self, directory: Path, base_model: str) -> None:
         self.export(directory, base_model, torch.float32)
@@ -49,15 +50,3 @@ class LoraRun(EngineRun):
         dtypes = (torch.float32,) if exact else (torch.float32, torch.bfloat16, torch.float16)
         check_tensors(weights, {name: parameter.shape for name, parameter in self.parameters.items()}, dtypes)
         return weights
-
-    @contextmanager
-    def training(self, device: torch.device) -> Iterator[None]:
-        """Turn the run's dropout on."""
-        for module in self.dropouts:
-            module.train()
-        try:
-            with self.drawing(device):
-                yield
-        finally:
-            for module in self.dropouts:
-                module.eval()

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from paceline.errors import DiskFull, OutOfMemory, PacelineError
 from trainer_service.engine import state
 from trainer_service.engine.run import EngineRun
 
-_log = logging.getLogger(__name__)
+
+class UsesRun(Protocol):
+    """What needs a run in memory."""
+
+    @property
+    def run(self) -> EngineRun:
+        """The run."""
+        ...
+
+
+J = TypeVar("J", bound=UsesRun)
 
 
 class Pager:
@@ -44,13 +55,23 @@ class Pager:
         """Take in a run that was made in the room that there is."""
         self._resident[run.run_id] = run
 
-    def use(self, run: EngineRun) -> None:
-        """Bring a run into memory, if it is not there, and note that it is used. Raises OutOfMemory, DiskFull."""
-        if run.run_id in self._resident:
+    def use(self, runs: Sequence[EngineRun]) -> None:
+        """Bring runs into memory, those that are not there, and note that they are used.
+
+        Raises OutOfMemory, DiskFull. Runs that do not fit together are what `fitting` leaves out.
+        """
+        for run in runs:
+            if run.run_id not in self._resident:
+                self._evict(run.reserved_bytes, keep=runs)
+                self._page_in(run)
             self._resident[run.run_id] = self._resident.pop(run.run_id)
-            return
-        self._evict(run.reserved_bytes, keep=())
-        self._page_in(run)
+
+    def fitting(self, jobs: Sequence[J]) -> Sequence[J]:
+        """Return the first of the jobs, as many as have runs that fit into memory together; one at least."""
+        if self._limit is None:
+            return jobs
+        sizes = itertools.accumulate(job.run.reserved_bytes for job in jobs)
+        return jobs[: max(1, sum(size <= self._limit for size in sizes))]
 
     def forget(self, run: EngineRun) -> None:
         """Forget a run that is deleted."""

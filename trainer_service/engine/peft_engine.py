@@ -1,19 +1,17 @@
-"""The engine: one frozen base model with a PEFT adapter for each LoRA run, and a model for each full-parameter run."""
+"""The engine: one frozen base model with an adapter for each LoRA run, and a model for each full-parameter run."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from peft.functional import set_adapter
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, RunNotFound
+from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, PacelineError, RunNotFound
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
@@ -26,18 +24,22 @@ from paceline.types import (
 )
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
-from trainer_service.engine.base_model import backbone, load_base_model, output_head
+from trainer_service.engine.base_model import load_base_model
 from trainer_service.engine.full_parameters import FullRun, full_run_bytes, make_full_run
-from trainer_service.engine.logprobs import target_logprobs
+from trainer_service.engine.jobs import Job
 from trainer_service.engine.lora_run import LoraRun
-from trainer_service.engine.loss_specs import LossSpec, loss_spec
-from trainer_service.engine.losses import LOSSES, TokenLoss
+from trainer_service.engine.loss_specs import loss_spec
 from trainer_service.engine.optimizers.gradients import gradient_norm
 from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.packing import Pack, datum_weights, make_packs, scatter_logprobs
+from trainer_service.engine.packing import Batch, datum_weights
 from trainer_service.engine.paging import Pager
+from trainer_service.engine.passes import PassRunner, Share
+from trainer_service.engine.routing import Routing
 from trainer_service.engine.run import TRAINED_BYTES, EngineRun, seeded_rng_state
+from trainer_service.engine.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
 
 _WEIGHT_BYTES = 4
 """Of an adapter's weight, in float32."""
@@ -50,9 +52,13 @@ class PeftEngine:
         self._options = options
         self._device = torch.device(options.device)
         self._model = load_base_model(options)
+        routing = adapters.adapt(self._model)
+        self._passes = PassRunner(self._model, routing, self._device, options.logprob_chunk)
         self._base_parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self._runs: dict[str, EngineRun] = {}
         self._pager = Pager(options.run_memory_bytes, Path(options.scratch_dir))
+        self._jobs: list[Job] = []
+        self._scheduler: Scheduler[Job] = Scheduler(options.pack_tokens, joint=options.joint_passes)
 
     @property
     def held_bytes(self) -> int:
@@ -61,7 +67,7 @@ class PeftEngine:
 
     def bring_in(self, run_id: str) -> None:
         """Page a run in, if it waits on disk. Raises RunNotFound, OutOfMemory, DiskFull."""
-        self._run(run_id)
+        self._resident(run_id)
 
     def describe(self) -> ModelInfo:
         config = self._model.config
@@ -89,12 +95,14 @@ class PeftEngine:
 
     def delete_run(self, run_id: str) -> None:
         run = self._runs.pop(run_id, None)
-        if run is not None:
-            self._pager.forget(run)
+        if run is None:
+            return
+        self._pager.forget(run)
+        self._scheduler.forget(run_id)
         if isinstance(run, LoraRun):
             adapters.remove_adapter(self._model, run_id)
 
-    def forward_backward(
+    def begin(
         self,
         run_id: str,
         data: Sequence[Datum],
@@ -104,25 +112,43 @@ class PeftEngine:
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
-    ) -> ForwardBackwardOutput:
+        alone: bool = False,
+    ) -> Job:
         run, spec = self._run(run_id), loss_spec(loss_fn)
         config = spec.resolve_config(loss_fn_config)
-        model = self._model_of(run)
-        outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
-        totals = _Totals()
         weights = datum_weights(data, reduction, reduction_count)
-        with _out_of_memory_named(), nullcontext() if forward_only else self._gradient(run):
-            for pack in self._packs(data, weights, spec, config):
-                logprobs, token_loss = self._pack_loss(model, pack, loss_fn, config, forward_only=forward_only)
-                scatter_logprobs(outputs, pack, logprobs.cpu().numpy())
-                totals.add(token_loss)
-        if not forward_only:
-            run.has_gradient = True
-            run.pending_tokens += totals.tokens
-        return ForwardBackwardOutput([{"logprobs": values} for values in outputs], totals.metrics())
+        batch = Batch(data, spec.required_inputs(config), fills=spec.fills(config), weights=weights)
+        alone = alone or isinstance(run, FullRun)
+        job = Job(run, data, batch, loss_fn, config, forward_only=forward_only, alone=alone)
+        self._jobs.append(job)
+        return job
+
+    def advance(self, announce: Callable[[Sequence[str]], None]) -> list[Job]:
+        shares = self._scheduler.next_pass(self._pager.fitting(self._jobs))
+        if shares:
+            self._compute(shares, announce)
+        done = [job for job in self._jobs if job.is_done]
+        self._jobs = [job for job in self._jobs if not job.is_done]
+        for job in done:
+            self._finish(job)
+        return done
+
+    def forward_backward(
+        self,
+        run_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        **options: Any,
+    ) -> ForwardBackwardOutput:
+        """Begin a job, with the options of `begin`, and advance until it is done."""
+        job = self.begin(run_id, data, loss_fn, loss_fn_config, **options)
+        while job not in self.advance(lambda _: None):
+            pass
+        return job.output()
 
     def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
-        run, start = self._run(run_id), time.perf_counter()
+        run, start = self._resident(run_id), time.perf_counter()
         if not run.has_gradient:
             raise NoGradient("there is no gradient; call forward_backward before optim_step.")
         if run.optimizer is not None:
@@ -133,7 +159,7 @@ class PeftEngine:
         except NonFiniteGradient:
             run.drop_gradient()
             raise
-        with _out_of_memory_named(), run.drawing(self._device):
+        with _out_of_memory_named():
             optimizer = run.optimizer or run.make_optimizer(params)
             learning_rate = run.take_step(optimizer, params, norm)
         run.optimizer = optimizer
@@ -143,14 +169,14 @@ class PeftEngine:
         return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
 
     def save_state(self, run_id: str, directory: Path) -> None:
-        state.save(self._run(run_id), directory, self._options.model_name)
+        state.save(self._resident(run_id), directory, self._options.model_name)
 
     def save_adapter(self, run_id: str, directory: Path) -> None:
         dtype = getattr(torch, self._options.adapter_dtype or self._options.dtype)
-        self._run(run_id).export(directory, self._options.model_name, dtype)
+        self._resident(run_id).export(directory, self._options.model_name, dtype)
 
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
-        run = self._run(run_id)
+        run = self._resident(run_id)
         if with_optimizer:
             state.load(run, directory)
         else:
@@ -161,15 +187,13 @@ class PeftEngine:
     def _run(self, run_id: str) -> EngineRun:
         if run_id not in self._runs:
             raise RunNotFound("the engine holds no such run; create it first.", field="run_id")
-        run = self._runs[run_id]
-        with _out_of_memory_named():
-            self._pager.use(run)
-        return run
+        return self._runs[run_id]
 
-    @contextmanager
-    def _gradient(self, run: EngineRun) -> Iterator[None]:
-        with run.accumulate(), run.training(self._device):
-            yield
+    def _resident(self, run_id: str) -> EngineRun:
+        run = self._run(run_id)
+        with _out_of_memory_named():
+            self._pager.use([run])
+        return run
 
     def _make_lora_run(self, run_id: str, lora: LoraConfig) -> LoraRun:
         targets = adapters.target_modules(self._model, lora)
@@ -181,65 +205,43 @@ class PeftEngine:
             lora=lora,
             targets=targets,
             parameters=adapters.adapter_parameters(self._model, run_id),
-            dropouts=[layer.lora_dropout[run_id] for _, layer in adapters.layers_of(self._model, run_id)],
             rng_state=seeded_rng_state(lora.seed, self._device),
         )
 
-    def _model_of(self, run: EngineRun) -> PreTrainedModel:
-        """Return the model that computes a run: its own, or the shared one with the run's adapter active."""
+    def _passes_of(self, run: EngineRun) -> PassRunner:
+        """Return what computes a run's passes: on a model of its own, or on the shared one."""
         if isinstance(run, FullRun):
-            return run.model
-        set_adapter(self._model, run.run_id)
-        return self._model
+            return PassRunner(run.model, Routing(), self._device, self._options.logprob_chunk)
+        return self._passes
 
-    def _packs(
-        self, data: Sequence[Datum], weights: Sequence[float], spec: LossSpec, config: Mapping[str, float]
-    ) -> list[Pack]:
-        names, fills = spec.required_inputs(config), spec.fills(config)
-        return make_packs(data, names, self._options.pack_tokens, self._device, fills=fills, weights=weights)
+    def _compute(self, shares: Sequence[Share], announce: Callable[[Sequence[str]], None]) -> None:
+        announce([job.run_id for job, _ in shares])
+        if self._try(shares):
+            return
+        for share in shares:
+            self._compute([share], announce)
 
-    def _pack_loss(
-        self, model: PreTrainedModel, pack: Pack, loss_fn: str, config: Mapping[str, float], *, forward_only: bool
-    ) -> tuple[Tensor, TokenLoss]:
-        """Return logprobs and weighted loss at the counted positions, detached; add to the gradient if there is one."""
-        with torch.set_grad_enabled(not forward_only):
-            logprobs = self._logprobs(model, pack)
-            result = LOSSES[loss_fn](logprobs, pack.loss_inputs, config)
-            loss = result.loss * pack.weights
-        if not forward_only:
-            torch.autograd.backward(loss.sum())
-        return logprobs.detach(), TokenLoss(loss.detach(), result.means)
+    def _try(self, shares: Sequence[Share]) -> bool:
+        """Do a pass. One that fails is noted if it is of one job, else there is more to try."""
+        try:
+            with _out_of_memory_named():
+                self._pager.use([job.run for job, _ in shares])
+                self._passes_of(shares[0][0].run).run(shares)
+        except Exception as error:
+            if len(shares) > 1:
+                _log.warning("a pass of %d runs failed; each is tried by itself: %s", len(shares), error)
+                return False
+            shares[0][0].fail(error)
+        return True
 
-    def _logprobs(self, model: PreTrainedModel, pack: Pack) -> Tensor:
-        hidden = backbone(model)(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            segment_lengths=pack.segment_lengths,
-        ).last_hidden_state[0]
-        targets = pack.loss_inputs["target_tokens"]
-        counted = hidden.index_select(0, pack.counted)
-        return target_logprobs(output_head(model), counted, targets, self._options.logprob_chunk)
-
-
-class _Totals:
-    """Sums over the packs of one request."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._loss = 0.0
-        self._sums: dict[str, float] = {}
-
-    def add(self, token_loss: TokenLoss) -> None:
-        self.tokens += token_loss.loss.numel()
-        self._loss += token_loss.loss.double().sum().item()
-        for name, values in token_loss.means.items():
-            self._sums[name] = self._sums.get(name, 0.0) + values.double().sum().item()
-
-    def metrics(self) -> dict[str, float]:
-        """Named name:reduction. Means over no tokens are left out."""
-        means = {f"{name}:mean": total / self.tokens for name, total in self._sums.items()}
-        return {"loss:sum": self._loss, "tokens:sum": float(self.tokens), **means}
+    def _finish(self, job: Job) -> None:
+        try:
+            if job.error is None:
+                with _out_of_memory_named():
+                    self._pager.use([job.run])
+                    job.finish()
+        except PacelineError as error:
+            job.fail(error)
 
 
 @contextmanager

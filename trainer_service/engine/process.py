@@ -8,7 +8,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Self, TypeVar
@@ -28,6 +28,7 @@ from paceline.types import (
 from trainer_service.engine import wire
 from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState
 from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.suspects import Suspects
 from trainer_service.failpoints import Failpoints
 
 R = TypeVar("R")
@@ -44,10 +45,11 @@ _STREAM_LIMIT = 16 * 1024 * 1024
 class EngineProcess:
     """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
 
-    Commands are executed one at a time in order of their calls; any number may wait. A call whose waiting is cancelled
-    is executed all the same. When the process dies, the call that it was executing raises EngineDiedError, calls that
-    wait and later ones raise EngineUnavailable until `restart`, and the runs in its memory are gone. Until then the
-    errors are the engine's own.
+    A run's commands are executed in order of their calls, those of other runs beside them; any number may wait. A call
+    whose waiting is cancelled is executed all the same. When the process dies, the call that it was certainly executing
+    raises EngineDiedError; calls that wait and later ones raise EngineUnavailable until `restart`, and the runs in its
+    memory are gone. Where several calls had a part in the pass that it died of they raise EngineUnavailable too, and
+    are executed alone when they are made again. Until then the errors are the engine's own.
     """
 
     def __init__(self, options: EngineOptions, *, on_exit: Callable[[int], None] | None = None) -> None:
@@ -56,6 +58,7 @@ class EngineProcess:
         self._on_exit = on_exit
         self._link: _Link | None = None
         self._info: ModelInfo | None = None
+        self._suspects = Suspects()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -71,7 +74,7 @@ class EngineProcess:
 
     async def start(self) -> ModelInfo:
         """Start the process and load the model. Raises what loading raised, or EngineUnavailable."""
-        link = self._link = await _Link.open(self._on_exit)
+        link = self._link = await _Link.open(self._on_exit, self._suspects)
         try:
             self._info = await link.call(wire.Start(self._options), ModelInfo)
         except BaseException:
@@ -136,8 +139,16 @@ class EngineProcess:
             raise EngineUnavailable("the engine is not running.")
         return self._link
 
-    async def _call(self, command: wire.Command, kind: type[R]) -> R:
+    async def _call(self, command: wire.AnyCommand, kind: type[R]) -> R:
         return await self._running().call(command, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A call without an answer."""
+
+    command: wire.Start | wire.AnyCommand
+    answer: asyncio.Future[msgspec.Raw]
 
 
 class _Link:
@@ -149,17 +160,21 @@ class _Link:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         on_exit: Callable[[int], None] | None,
+        suspects: Suspects,
     ) -> None:
         self.process = process
         self._reader, self._writer = reader, writer
         self._on_exit = on_exit
-        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._suspects = suspects
+        self._waiting: dict[int, _Waiting] = {}
+        self._executing: set[int] = set()
+        """Ids of the requests that the engine said it began and did not answer."""
         self._ids = itertools.count(1)
         self._dead = self._closing = False
         self._receiving = asyncio.create_task(self._receive())
 
     @classmethod
-    async def open(cls, on_exit: Callable[[int], None] | None) -> _Link:
+    async def open(cls, on_exit: Callable[[int], None] | None, suspects: Suspects) -> _Link:
         ours, theirs = socket.socketpair()
         command = (sys.executable, "-m", "trainer_service.engine", "--fd", str(theirs.fileno()))
         try:
@@ -173,15 +188,16 @@ class _Link:
         except BaseException:
             ours.close()
             raise
-        return cls(process, reader, writer, on_exit)
+        return cls(process, reader, writer, on_exit, suspects)
 
-    async def call(self, command: wire.Start | wire.Command, kind: type[R]) -> R:
+    async def call(self, command: wire.Start | wire.AnyCommand, kind: type[R]) -> R:
         if self._dead:
             raise _unavailable()
-        request = wire.Request(next(self._ids), command)
+        alone = isinstance(command, wire.ForwardBackward) and command in self._suspects
+        request = wire.Request(next(self._ids), command, alone)
         self._writer.write(wire.frame(wire.encode(request)))
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = answer
+        self._waiting[request.id] = _Waiting(command, answer)
         return wire.decode(await answer, kind)
 
     async def close(self) -> None:
@@ -194,28 +210,38 @@ class _Link:
             while True:
                 header = await self._reader.readexactly(wire.LENGTH_BYTES)
                 payload = await self._reader.readexactly(int.from_bytes(header, "little"))
-                self._settle(wire.decode(payload, wire.Reply))
+                report = wire.decode_report(payload)
+                if isinstance(report, wire.Began):
+                    self._executing = set(report.ids)
+                else:
+                    self._settle(report)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # The pipe is closed, here or by the death of the process.
         finally:
             await self._end()
 
     def _settle(self, reply: wire.Reply) -> None:
-        answer = self._waiting.pop(reply.id)
-        if answer.cancelled():
+        self._executing.discard(reply.id)
+        waiting = self._waiting.pop(reply.id)
+        if isinstance(waiting.command, wire.ForwardBackward):
+            self._suspects.acquit(waiting.command)
+        if waiting.answer.cancelled():
             return
         if reply.failure is None:
-            answer.set_result(reply.result)
+            waiting.answer.set_result(reply.result)
         else:
-            answer.set_exception(reply.failure.error())
+            waiting.answer.set_exception(reply.failure.error())
 
     async def _end(self) -> None:
         self._dead, by_itself = True, not self._closing
         self._writer.close()
-        # Commands are executed in order of sending: the first without an answer is the one that it died of.
-        for place, answer in enumerate(self._waiting.values()):
-            if not answer.done():
-                answer.set_exception(_died() if by_itself and place == 0 else _unavailable())
+        executing = {key: self._waiting[key] for key in self._executing} if by_itself else {}
+        if len(executing) > 1:
+            commands = (waiting.command for waiting in executing.values())
+            self._suspects.add([command for command in commands if isinstance(command, wire.ForwardBackward)])
+        for key, waiting in self._waiting.items():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(_died() if {key} == executing.keys() else _unavailable())
         self._waiting.clear()
         status = await self._wait_for_exit()
         if by_itself:

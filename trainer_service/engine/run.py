@@ -1,10 +1,9 @@
-"""What the engine holds of one run, and how its randomness and gradient stay its own."""
+"""What the engine holds of one run."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,7 @@ class EngineRun(ABC):
     parameters: dict[str, nn.Parameter]
     """What gradients are computed for, by the names of the weights on disk. The gradients are float32."""
     rng_state: Tensor
-    """uint8; state of the generator that everything random in the run draws from."""
+    """uint8; state of the generator that everything random in the run is drawn from."""
     optimizer: AnyOptimizer | None = None
     """Made by the first step; None before it."""
     step: int = 0
@@ -43,6 +42,11 @@ class EngineRun(ABC):
     @abstractmethod
     def trained(self) -> RunParameters:
         """What the run trains, as it was made."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout acts in training."""
+        return False
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -124,41 +128,33 @@ class EngineRun(ABC):
         self.rng_state = seeded_rng_state(self.trained.seed, device)
         self.step = 0
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Add the gradients computed inside to the waiting ones; if anything is raised, leave those as they were."""
-        parameters = list(self.parameters.values())
-        waiting = [parameter.grad for parameter in parameters]
-        self._clear_gradients()
-        try:
-            yield
-        except BaseException:
-            for parameter, gradient in zip(parameters, waiting, strict=True):
+    def add_gradient(self, gradients: Sequence[Tensor | None], tokens: int) -> None:
+        """Add gradients, None where there is none, over `tokens` tokens to the waiting ones; takes them over."""
+        pairs = list(zip(self.parameters.values(), gradients, strict=True))
+        # What can run out of memory comes before anything is changed.
+        new = [
+            torch.zeros_like(p, dtype=torch.float32) if p.grad is None and gradient is None else gradient
+            for p, gradient in pairs
+        ]
+        for (parameter, _), gradient in zip(pairs, new, strict=True):
+            if parameter.grad is None:
                 parameter.grad = gradient
-            raise
-        for parameter, gradient in zip(parameters, waiting, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+            elif gradient is not None:
+                parameter.grad.add_(gradient)
+        self.has_gradient = True
+        self.pending_tokens += tokens
+
+    def draw_seed(self) -> tuple[int, Tensor]:
+        """Draw a seed for dropout; returns it and the state in which the generator is then."""
+        device = next(iter(self.parameters.values())).device
+        generator = torch.Generator(device)
+        generator.set_state(self.rng_state)
+        seed = torch.randint(1 << 62, (1,), generator=generator, device=device)
+        return int(seed.item()), generator.get_state()
 
     def _clear_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-
-    @contextmanager
-    def training(self, device: torch.device) -> Iterator[None]:
-        """Do inside what is done in training alone, such as dropout."""
-        with self.drawing(device):
-            yield
-
-    @contextmanager
-    def drawing(self, device: torch.device) -> Iterator[None]:
-        """Draw from the run's own generator, which advances only if nothing is raised."""
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            _set_rng_state(self.rng_state, device)
-            yield
-            self.rng_state = _get_rng_state(device)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -168,14 +164,3 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def seeded_rng_state(seed: int, device: torch.device) -> Tensor:
     """Return the state of a fresh generator."""
     return torch.Generator(device).manual_seed(seed).get_state()
-
-
-def _get_rng_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_rng_state(state: Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

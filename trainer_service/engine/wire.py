@@ -78,7 +78,7 @@ class DeleteRun(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
-    """TrainerEngine.forward_backward."""
+    """TrainerEngine.begin."""
 
     run_id: str
     data: list[Datum]
@@ -88,9 +88,9 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
     reduction: Reduction
     reduction_count: int | None
 
-    def execute(self, engine: TrainerEngine) -> ForwardBackwardOutput:
-        """Execute the command."""
-        return engine.forward_backward(
+    def begin(self, engine: TrainerEngine, *, alone: bool) -> None:
+        """Begin the command."""
+        engine.begin(
             self.run_id,
             self.data,
             self.loss_fn,
@@ -98,6 +98,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
             forward_only=self.forward_only,
             reduction=self.reduction,
             reduction_count=self.reduction_count,
+            alone=alone,
         )
 
 
@@ -152,7 +153,8 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
         return engine.load_state(self.run_id, Path(self.directory), with_optimizer=self.with_optimizer)
 
 
-Command = CreateRun | CreateFullRun | DeleteRun | ForwardBackward | OptimStep | SaveState | SaveAdapter | LoadState
+Command = CreateRun | CreateFullRun | DeleteRun | OptimStep | SaveState | SaveAdapter | LoadState
+AnyCommand = Command | ForwardBackward
 Result = ModelInfo | AdapterInfo | ForwardBackwardOutput | OptimStepOutput | LoadedState | None
 
 
@@ -166,7 +168,14 @@ class Request(msgspec.Struct, frozen=True):
     """A command on its way to the engine."""
 
     id: int
-    command: Start | Command
+    command: Start | AnyCommand
+    alone: bool = False
+    """Whether a ForwardBackward shares no pass with other runs."""
+
+    @property
+    def run_id(self) -> str:
+        """Whose it is; empty for Start."""
+        return "" if isinstance(self.command, Start) else self.command.run_id
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -190,7 +199,14 @@ class Failure(msgspec.Struct, frozen=True):
         )
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """What the engine executes from now on: one command, or those that have a part in a pass."""
+
+    ids: list[int]
+    """Of their requests."""
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
     """The answer to a command: a failure, or a result of the kind that the command gives."""
 
     id: int
@@ -198,7 +214,11 @@ class Reply(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-def encode(message: Request | Reply | Result) -> bytes:
+Report = Began | Reply
+"""What the engine sends."""
+
+
+def encode(message: Request | Report | AnyCommand | Result) -> bytes:
     """Encode a message, without its length."""
     return msgspec.msgpack.encode(message, enc_hook=_encode_array)
 
@@ -206,6 +226,12 @@ def encode(message: Request | Reply | Result) -> bytes:
 def decode(data: bytes | msgspec.Raw, kind: type[R]) -> R:
     """Decode a message of type `kind`. Raises msgspec.DecodeError. Arrays in it are read-only views of `data`."""
     return msgspec.msgpack.decode(data, type=kind, ext_hook=_decode_array, dec_hook=_check_array)
+
+
+def decode_report(data: bytes) -> Report:
+    """Decode what the engine sent. Raises msgspec.DecodeError."""
+    report: Report = msgspec.msgpack.decode(data, type=Report)
+    return report
 
 
 def frame(payload: bytes) -> bytes:

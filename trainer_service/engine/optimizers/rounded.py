@@ -31,11 +31,12 @@ class _Part:
 class RoundedOptimizer(Optimizer[OptimizerParams]):
     """Another optimizer for bfloat16 weights with float32 gradients, some of the weights at a time.
 
-    Draws from torch's default generator. The weights' order decides what is drawn for which.
+    The weights' order decides what is drawn from `generator` for which.
     """
 
-    def __init__(self, parameters: Parameters, params: OptimizerParams) -> None:
+    def __init__(self, parameters: Parameters, params: OptimizerParams, generator: torch.Generator) -> None:
         super().__init__(parameters, params)
+        self.generator = generator
         self._parts = [self._make_part(names, params) for names in _parts(parameters)]
 
     @property
@@ -55,7 +56,7 @@ class RoundedOptimizer(Optimizer[OptimizerParams]):
             self._fill(part)
             part.optimizer.update(params, step)
             for name, exact in part.exact.items():
-                round_stochastically(exact.data, self._parameters[name].data)
+                round_stochastically(exact.data, self._parameters[name].data, self.generator)
             _empty(part)
 
     def _make_part(self, names: list[str], params: OptimizerParams) -> _Part:
@@ -70,14 +71,13 @@ class RoundedOptimizer(Optimizer[OptimizerParams]):
             exact.grad = gradient_of(self._parameters[name])
 
 
-def round_stochastically(exact: Tensor, target: Tensor) -> None:
+def round_stochastically(exact: Tensor, target: Tensor, generator: torch.Generator) -> None:
     """Round float32 to one of the two nearest bfloat16, with the probability that makes the mean exact.
 
     bfloat16 is float32 without its last 16 bits; a uniform number of 16 bits, added to the magnitude before they are
-    cut, carries with the probability of their share (arXiv 2010.06192, section 3). Changes `exact`. Draws from torch's
-    default generator.
+    cut, carries with the probability of their share (arXiv 2010.06192, section 3). Changes `exact`.
     """
-    noise = torch.randint(1 << 16, exact.shape, dtype=torch.int32, device=exact.device)
+    noise = torch.randint(1 << 16, exact.shape, generator=generator, dtype=torch.int32, device=exact.device)
     target.copy_(exact.view(torch.int32).add_(noise).bitwise_and_(-1 << 16).view(torch.float32))
 
 

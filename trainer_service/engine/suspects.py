@@ -1,0 +1,34 @@
+"""Which commands an engine may have died of, when it died of a pass that several had a part in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from trainer_service.engine import wire
+
+
+class Suspects:
+    """Commands to execute alone until they are answered, so that the engine's next death is certainly of one of them.
+
+    A command that is sent again after a restart is known by its content.
+    """
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+
+    def __contains__(self, command: wire.ForwardBackward) -> bool:
+        return bool(self._digests) and _digest(command) in self._digests
+
+    def add(self, commands: Sequence[wire.ForwardBackward]) -> None:
+        """Suspect commands that were in one pass."""
+        self._digests.update(map(_digest, commands))
+
+    def acquit(self, command: wire.ForwardBackward) -> None:
+        """Forget a command that was answered."""
+        if self._digests:
+            self._digests.discard(_digest(command))
+
+
+def _digest(command: wire.ForwardBackward) -> bytes:
+    return hashlib.sha256(wire.encode(command)).digest()
