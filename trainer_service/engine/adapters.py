@@ -74,10 +74,10 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 def count_parameters(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -> int:
     """Count the weights that an adapter for these target modules will have."""
-    linears = [
+    linears: list[Any] = [
         layer.base_layer
         for name, layer in model.named_modules()
-        if isinstance(layer, AdaptedLinear) and _is_target(name, targets)
+        if isinstance(layer, AdaptedLinear) and (name in targets or name.rpartition(".")[2] in targets)
     ]
     return sum(lora.rank * (linear.in_features + linear.out_features) for linear in linears)
 
