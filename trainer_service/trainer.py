@@ -138,6 +138,7 @@ class Trainer:
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
+        refuse_non_finite: bool = False,
     ) -> ForwardBackwardOutput:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
         self._check_ready(record)
@@ -152,6 +153,7 @@ class Trainer:
             forward_only=forward_only,
             reduction=reduction,
             reduction_count=reduction_count,
+            refuse_non_finite=refuse_non_finite,
         )
 
     async def optim_step(self, record: RunRecord, params: OptimizerParams) -> OptimStepOutput:

@@ -102,6 +102,20 @@ def test_bad_parameters_are_refused_and_make_no_run(service):
     assert len(service.list_runs()) == before
 
 
+def test_a_loss_that_overflows_is_counted_and_refused_where_that_was_asked_for(service):
+    training = service.create_lora_training_client(rank=4)
+    huge = [Datum.from_completion(PROMPT, COMPLETION, weight=3e38)]
+    training.forward_backward(DATA).result()
+    with pytest.raises(errors.NonFiniteLoss) as caught:
+        training.forward_backward(huge, refuse_non_finite=True).result()
+    assert int(caught.value.metadata["positions"]) > 0
+    assert training.optim_step(ADAM).result().step == 1, "the gradient before it stays"
+    metrics = training.forward_backward(huge).result().metrics
+    assert metrics["nonfinite:sum"] > 0
+    with pytest.raises(errors.NonFiniteGradient):
+        training.optim_step(ADAM).result()
+
+
 def test_a_sampler_started_from_a_checkpoint_computes_what_was_trained(cluster, service):
     training = service.create_full_training_client()
     untrained = logprobs(training)

@@ -87,12 +87,14 @@ class TrainerEngine(Protocol):
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
+        refuse_non_finite: bool = False,
         alone: bool = False,
     ) -> Job:
         """Begin to compute a loss, reduced over tokens and datums; unless `forward_only`, and its gradient for the run.
 
         `reduction_count` is what a mean divides by where `data` is a part of a batch; None means that it is the whole.
-        With `alone` no other run has a part in its passes.
+        With `refuse_non_finite` the job fails of NaN and infinity (NonFiniteLoss). With `alone` no other run has a part
+        in its passes.
         """
         ...
 

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from paceline.types import Datum, ForwardBackwardOutput
+from trainer_service.engine.finite import count_non_finite, refuse_non_finite
 from trainer_service.engine.losses import LOSSES, TokenLoss
 from trainer_service.engine.packing import Batch, Pack, Segment, scatter_logprobs
 from trainer_service.engine.run import EngineRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobKind:
+    """How a job is to be done."""
+
+    forward_only: bool
+    """Compute no gradient."""
+    refuse_non_finite: bool
+    """Fail where the loss or the gradient holds NaN or infinity."""
+    alone: bool
+    """Share no pass with other jobs."""
 
 
 class Job:
@@ -23,24 +37,30 @@ class Job:
         batch: Batch,
         loss_fn: str,
         config: Mapping[str, float],
-        *,
-        forward_only: bool,
-        alone: bool,
+        kind: JobKind,
     ) -> None:
         """Take a run's data, the same as a batch, and the name and resolved settings of a loss."""
-        self.run, self.batch, self.forward_only, self.alone = run, batch, forward_only, alone
+        self.run, self.batch, self._kind = run, batch, kind
         self.error: Exception | None = None
         """What it failed of."""
         self.seed: int | None = None
         """What dropout is drawn from."""
         self._rng_state = run.rng_state
-        if run.drops and not forward_only:
+        if run.drops and not kind.forward_only:
             self.seed, self._rng_state = run.draw_seed()
         self._groups = batch.segments()
         self._loss_fn, self._config = loss_fn, config
         self._outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
         self._totals = _Totals()
         self._gradients: list[Tensor | None] = [None] * len(run.parameters)
+
+    @property
+    def forward_only(self) -> bool:
+        return self._kind.forward_only
+
+    @property
+    def alone(self) -> bool:
+        return self._kind.alone
 
     @property
     def run_id(self) -> str:
@@ -79,7 +99,11 @@ class Job:
                 sum_so_far.add_(gradient)
 
     def finish(self) -> None:
-        """Add the gradient to the run's, once everything is done."""
+        """Add the gradient to the run's, once everything is done. Raises NonFiniteLoss where that was asked for."""
+        if not self.forward_only:
+            self._totals.elements = count_non_finite(self._gradients)
+        if self._kind.refuse_non_finite:
+            refuse_non_finite(self._totals.positions, self._totals.elements or 0)
         if not self.forward_only:
             self.run.add_gradient(self._gradients, self._totals.tokens)
             self.run.rng_state = self._rng_state
@@ -95,11 +119,16 @@ class _Totals:
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.positions = 0
+        """Where the loss is NaN or infinite."""
+        self.elements: int | None = None
+        """Of the gradient, that are NaN or infinite; None while it is not whole."""
         self._loss = 0.0
         self._sums: dict[str, float] = {}
 
     def add(self, token_loss: TokenLoss) -> None:
         self.tokens += token_loss.loss.numel()
+        self.positions += int(token_loss.loss.isfinite().logical_not().sum())
         self._loss += token_loss.loss.double().sum().item()
         for name, values in token_loss.means.items():
             self._sums[name] = self._sums.get(name, 0.0) + values.double().sum().item()
@@ -107,4 +136,7 @@ class _Totals:
     def metrics(self) -> dict[str, float]:
         """Named name:reduction. Means over no tokens are left out."""
         means = {f"{name}:mean": total / self.tokens for name, total in self._sums.items()}
-        return {"loss:sum": self._loss, "tokens:sum": float(self.tokens), **means}
+        non_finite = {"nonfinite:sum": float(self.positions)}
+        if self.elements is not None:
+            non_finite["nonfinite_gradient:sum"] = float(self.elements)
+        return {"loss:sum": self._loss, "tokens:sum": float(self.tokens), **non_finite, **means}

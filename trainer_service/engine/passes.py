@@ -38,11 +38,11 @@ class PassRunner:
         self._model, self._routing, self._device = model, routing, device
         self._chunk = logprob_chunk
 
-    def run(self, shares: Sequence[Share]) -> None:
+    def run(self, shares: Sequence[Share], *, keep: bool = True) -> None:
         """Compute the shares together and give each job what is its own. Jobs are of one kind, forward_only or not.
 
         The losses are each job's own and meet in one backward pass; a run's rows take part in its own gradient alone.
-        If anything is raised, no job was given anything.
+        If anything is raised, no job was given anything; without `keep` none is in any case.
         """
         rows = _side_by_side([(job, job.batch.pack(segments, self._device)) for job, segments in shares])
         with self._routing.over([_span(part, part.start, part.pack.segment_lengths) for part in rows]):
@@ -50,6 +50,8 @@ class PassRunner:
                 logprobs = self._logprobs(rows)
                 losses = [part.job.loss(own, part.pack) for part, own in zip(rows, logprobs, strict=True)]
             gradients = _gradients(rows, losses)
+        if not keep:
+            return
         for part, own, loss, gradient in zip(rows, logprobs, losses, gradients, strict=True):
             part.job.add(part.pack, own.detach(), TokenLoss(loss.loss.detach(), loss.means), gradient)
 

@@ -25,8 +25,9 @@ from paceline.types import (
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.base_model import load_base_model
+from trainer_service.engine.fitting import explain, smaller_passes
 from trainer_service.engine.full_parameters import FullRun, full_run_bytes, make_full_run
-from trainer_service.engine.jobs import Job
+from trainer_service.engine.jobs import Job, JobKind
 from trainer_service.engine.lora_run import LoraRun
 from trainer_service.engine.loss_specs import loss_spec
 from trainer_service.engine.optimizers.gradients import gradient_norm
@@ -112,6 +113,7 @@ class PeftEngine:
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
+        refuse_non_finite: bool = False,
         alone: bool = False,
     ) -> Job:
         run, spec = self._run(run_id), loss_spec(loss_fn)
@@ -119,7 +121,8 @@ class PeftEngine:
         weights = datum_weights(data, reduction, reduction_count)
         batch = Batch(data, spec.required_inputs(config), fills=spec.fills(config), weights=weights)
         alone = alone or isinstance(run, FullRun)
-        job = Job(run, data, batch, loss_fn, config, forward_only=forward_only, alone=alone)
+        kind = JobKind(forward_only=forward_only, refuse_non_finite=refuse_non_finite, alone=alone)
+        job = Job(run, data, batch, loss_fn, config, kind)
         self._jobs.append(job)
         return job
 
@@ -215,24 +218,36 @@ class PeftEngine:
         return self._passes
 
     def _compute(self, shares: Sequence[Share], announce: Callable[[Sequence[str]], None]) -> None:
-        announce([job.run_id for job, _ in shares])
-        if self._try(shares):
+        """Do a pass, or where it fails smaller ones; a job fails of what is left of it alone."""
+        if any(job.error is not None for job, _ in shares):
             return
-        for share in shares:
-            self._compute([share], announce)
+        announce([job.run_id for job, _ in shares])
+        error = self._try(shares)
+        if error is None:
+            return
+        out_of_memory = isinstance(error, OutOfMemory)
+        parts = smaller_passes(shares, out_of_memory=out_of_memory)
+        if parts:
+            _log.warning("a pass failed and is done in %d parts: %s", len(parts), error)
+        elif out_of_memory:
+            error = explain(shares[0], lambda share: self._try([share], keep=False) is None)
+        for part in parts:
+            self._compute(part, announce)
+        if not parts:
+            shares[0][0].fail(error)
 
-    def _try(self, shares: Sequence[Share]) -> bool:
-        """Do a pass. One that fails is noted if it is of one job, else there is more to try."""
+    def _try(self, shares: Sequence[Share], *, keep: bool = True) -> Exception | None:
+        """Do a pass, for the jobs if `keep`, else for nothing; return what it failed of."""
         try:
             with _out_of_memory_named():
                 self._pager.use([job.run for job, _ in shares])
-                self._passes_of(shares[0][0].run).run(shares)
+                self._passes_of(shares[0][0].run).run(shares, keep=keep)
+        except OutOfMemory as error:
+            # Without its traceback, whose frames hold the memory that the next try needs.
+            return OutOfMemory(error.message, field=error.field, metadata=error.metadata)
         except Exception as error:
-            if len(shares) > 1:
-                _log.warning("a pass of %d runs failed; each is tried by itself: %s", len(shares), error)
-                return False
-            shares[0][0].fail(error)
-        return True
+            return error
+        return None
 
     def _finish(self, job: Job) -> None:
         try:

@@ -116,9 +116,17 @@ class EngineProcess:
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
+        refuse_non_finite: bool = False,
     ) -> ForwardBackwardOutput:
         command = wire.ForwardBackward(
-            run_id, list(data), loss_fn, dict(loss_fn_config), forward_only, reduction, reduction_count
+            run_id,
+            list(data),
+            loss_fn,
+            dict(loss_fn_config),
+            forward_only,
+            reduction,
+            reduction_count,
+            refuse_non_finite,
         )
         return await self._call(command, ForwardBackwardOutput)
 

@@ -87,6 +87,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
     forward_only: bool
     reduction: Reduction
     reduction_count: int | None
+    refuse_non_finite: bool
 
     def begin(self, engine: TrainerEngine, *, alone: bool) -> None:
         """Begin the command."""
@@ -98,6 +99,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
             forward_only=self.forward_only,
             reduction=self.reduction,
             reduction_count=self.reduction_count,
+            refuse_non_finite=self.refuse_non_finite,
             alone=alone,
         )
 
