@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-train bench-journal bench-saves chaos images clean
+.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-journal bench-saves chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ bench-parity: proto ## Compare trainer's and sampler's log-probabilities, beside
 
 bench-optimizers: proto ## Measure each optimizer's state and step
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/optimizer_memory.py
+
+bench-paging: proto ## Measure paging runs out and in, and the memory that many runs hold
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/paging.py
 
 bench-train: proto $(VENV)/trl ## Time the trainer beside transformers and PEFT, padded and one at a time, and TRL
 	@$(RUN)/python bench/train.py

@@ -190,7 +190,7 @@ class ToyTrainer(TrainerServiceServicer):
         return Run(
             run_id=self.run_id,
             base_model="toy",
-            lora=LoraConfig(rank=8, alpha=16.0),
+            parameters=LoraConfig(rank=8, alpha=16.0),
             step=self.steps,
             last_seq_id=self.last,
             latest_version=0,

@@ -50,6 +50,7 @@ class Commands:
             forward_only=request.forward_only,
             reduction=codec.reduction_from_proto(request.reduction),
             reduction_count=request.reduction_count if request.HasField("reduction_count") else None,
+            refuse_non_finite=request.refuse_non_finite,
         )
         outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
         return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)

@@ -25,6 +25,8 @@ def choose_options(settings: TrainerSettings) -> EngineOptions:
         activation_checkpointing=settings.activation_checkpointing,
         compile=settings.compile,
         max_lora_rank=settings.max_lora_rank,
+        run_memory_bytes=None if settings.run_memory_gib is None else int(settings.run_memory_gib * (1 << 30)),
+        scratch_dir=str(settings.scratch_dir / f"engine-{settings.volume_id}"),
         failpoints=settings.failpoints,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,13 @@ class TrainerSettings(PeerSettings):
     """The checkpoint volume."""
     staging_dir: Path = Path("/dev/shm")  # noqa: S108
     """Where versions are staged for streaming; memory, best."""
+    run_memory_gib: float | None = Field(None, gt=0)
+    """GiB that the weights, gradients and optimizer states of all runs may take; the others wait in `scratch_dir`.
+
+    Unset means no limit.
+    """
+    scratch_dir: Path = Path(".paceline/scratch")
+    """Where runs wait that do not fit; a fast local disk. Nothing there needs to last."""
     max_lora_rank: int = Field(64, ge=1)
     """Largest rank that CreateRun takes; keep it at or below every sampler's."""
     max_runs_per_tenant: int = Field(64, ge=1)
@@ -71,6 +79,11 @@ class TrainerSettings(PeerSettings):
     """Points at which the service kills itself, for tests; see trainer_service/failpoints.py."""
     expiry_check_seconds: float = Field(60.0, gt=0)
     """How often checkpoints past their time to live are looked for."""
+
+    @property
+    def volume_id(self) -> str:
+        """Name of the checkpoint volume, for what belongs to the one trainer that uses it."""
+        return sha256(str(self.checkpoint_dir.resolve()).encode()).hexdigest()[:16]
 
     @property
     def served_name(self) -> str:

@@ -19,7 +19,7 @@ from paceline.client.transport import Transport, blocking
 from paceline.layout import CheckpointPath
 from paceline.rpc.channel import TlsFiles
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import LoraConfig, ModelRef
+from paceline.types import FullParameters, LoraConfig, ModelRef, RunParameters, WeightStorage
 
 DEFAULT_ADDRESS = "localhost:50050"
 SYSTEM_AUTHORITIES = "system"
@@ -91,6 +91,23 @@ class ServiceClient(Catalog):
     create_training_run_async = create_lora_training_client_async
     create_training_run = create_lora_training_client
 
+    async def create_full_training_client_async(
+        self,
+        base_model: str = "",
+        *,
+        storage: WeightStorage = WeightStorage.FLOAT32,
+        seed: int = 0,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> TrainingClient:
+        """Make a run that trains every parameter of the model (see FullParameters) and return its client.
+
+        Its weights are sampled from by starting a sampler with a checkpoint of `save_weights_for_sampler` as its model:
+        `publish_weights` is for adapters. Errors: ModelNotFound, OutOfMemory, TooManyRuns.
+        """
+        return await self._create(base_model, FullParameters(storage, seed), user_metadata or {})
+
+    create_full_training_client = blocking(create_full_training_client_async)
+
     async def create_training_client_from_state_async(self, path: str) -> TrainingClient:
         """Make a run with the configuration and the weights of a checkpoint, and a fresh optimizer.
 
@@ -149,11 +166,13 @@ class ServiceClient(Catalog):
     async def __aexit__(self, *_: object) -> None:
         await self.close_async()
 
-    async def _create(self, base_model: str, lora: LoraConfig, user_metadata: Mapping[str, str]) -> TrainingClient:
-        with sendable("lora"):
-            wire_lora = codec.lora_config_to_proto(lora)
+    async def _create(
+        self, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str]
+    ) -> TrainingClient:
         with sendable("user_metadata"):
-            request = pb.CreateRunRequest(base_model=base_model, lora=wire_lora, user_metadata=user_metadata)
+            request = pb.CreateRunRequest(base_model=base_model, user_metadata=user_metadata)
+        with sendable("lora" if isinstance(parameters, LoraConfig) else "full"):
+            codec.put_parameters(request, parameters)
         return await self._create_run(request)
 
     async def _create_run(self, request: pb.CreateRunRequest) -> TrainingClient:

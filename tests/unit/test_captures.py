@@ -10,7 +10,7 @@ from tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.errors import DiskFull
 from paceline.types import Adam8bitParams, AdamParams, Datum, LoraConfig
-from trainer_service.engine.captures import Capture, StagingMemory
+from trainer_service.engine.captures import Capture, Content, StagingMemory
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.tensor_files import TensorFile
@@ -117,7 +117,7 @@ def test_the_files_are_those_that_safetensors_writes(tmp_path):
         expected = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in tensors.items()}
         save_file(expected, tmp_path / "theirs", metadata or None)
         for place in (memory, StagingMemory(NO_ROOM)):
-            Capture([TensorFile("ours", tensors, dtype, metadata)], {}, place).write(tmp_path)
+            Capture(Content([TensorFile("ours", tensors, dtype, metadata)], {}), place).write(tmp_path)
             assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
@@ -148,5 +148,5 @@ def test_a_full_disk_is_named_and_the_memory_comes_back(tmp_path):
     memory = StagingMemory(1000)
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(DiskFull):
-        Capture([TensorFile("full", {"a": torch.zeros(200)})], {}, memory).write(tmp_path)
+        Capture(Content([TensorFile("full", {"a": torch.zeros(200)})], {}), memory).write(tmp_path)
     assert memory.take(1000) is not None

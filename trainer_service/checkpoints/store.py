@@ -1,8 +1,8 @@
 """The checkpoint store.
 
-A checkpoint is a directory with the adapter in PEFT's layout and a manifest; a state checkpoint also holds optimizer,
-RNG
-and counters, and SHA256SUMS over all of it (`sha256sum -c` checks it). When one expires stands in a file beside it.
+A checkpoint is a directory with the adapter in PEFT's layout, or a whole model, and a manifest; a state checkpoint also
+holds optimizer, RNG and counters. Beside a state or a whole model stands SHA256SUMS over all of it (`sha256sum -c`
+checks it). When a checkpoint expires stands in a file beside it.
 """
 
 from __future__ import annotations
@@ -159,9 +159,10 @@ def _found(field: str) -> Iterator[None]:
 
 
 def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: int, kind: CheckpointKind) -> None:
-    manifest = weights.describe_adapter(directory, model, tenant=tenant, step=step, seq_id=seq_id)
-    weights.write_manifest(directory, manifest)
-    if kind is CheckpointKind.STATE:
+    is_adapter = (directory / layout.WEIGHTS_FILE).exists()
+    describe = weights.describe_adapter if is_adapter else weights.describe_model
+    weights.write_manifest(directory, describe(directory, model, tenant=tenant, step=step, seq_id=seq_id))
+    if kind is CheckpointKind.STATE or not is_adapter:
         files = sorted(path for path in directory.iterdir())
         sums = "".join(f"{weights.hash_file(path)}  {path.name}\n" for path in files)
         (directory / SUMS_FILE).write_text(sums)
@@ -169,7 +170,7 @@ def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: i
 
 def _verify(directory: Path, kind: CheckpointKind) -> None:
     manifest = weights.read_manifest(directory)
-    if kind is CheckpointKind.SAMPLER:
+    if kind is CheckpointKind.SAMPLER and not weights.is_model(manifest):
         weights.verify_adapter(directory, manifest)
         return
     for line in (directory / SUMS_FILE).read_text().splitlines():

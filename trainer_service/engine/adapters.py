@@ -69,6 +69,16 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
 
 
+def count_parameters(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -> int:
+    """Count the weights that an adapter for these target modules will have."""
+    linears: list[Any] = [
+        layer.base_layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, AdaptedLinear) and (name in targets or name.rpartition(".")[2] in targets)
+    ]
+    return sum(lora.rank * (linear.in_features + linear.out_features) for linear in linears)
+
+
 def adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dict[str, Any]:
     """Describe a finished adapter in adapter_config.json, with the fields that every version of PEFT and vLLM knows."""
     alpha = scaling_alpha(lora)

@@ -11,17 +11,17 @@ from paceline.errors import EngineUnavailable
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
-    LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """A run's adapter as the engine made it."""
+    """A run's weights as the engine made them."""
 
     trainable_parameters: int
 
@@ -74,8 +74,11 @@ class TrainerEngine(Protocol):
         """Say what base model is loaded."""
         ...
 
-    def create_run(self, run_id: str, lora: LoraConfig) -> AdapterInfo:
-        """Make an adapter with fresh weights from `lora.seed`; the same seed gives the same weights everywhere."""
+    def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
+        """Make what a run trains: an adapter with fresh weights from its seed, or a copy of the base model.
+
+        The same seed gives the same weights everywhere.
+        """
         ...
 
     def delete_run(self, run_id: str) -> None:
@@ -92,12 +95,14 @@ class TrainerEngine(Protocol):
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
+        refuse_non_finite: bool = False,
         alone: bool = False,
     ) -> Job:
         """Begin to compute a loss, reduced over tokens and datums; unless `forward_only`, and its gradient for the run.
 
         `reduction_count` is what a mean divides by where `data` is a part of a batch; None means that it is the whole.
-        With `alone` no other run has a part in its passes.
+        With `refuse_non_finite` the job fails of NaN and infinity (NonFiniteLoss). With `alone` no other run has a part
+        in its passes.
         """
         ...
 
@@ -125,16 +130,19 @@ class TrainerEngine(Protocol):
         ...
 
     def save_state(self, run_id: str, directory: Path) -> None:
-        """Write weights (PEFT layout), optimizer, RNG, step and pending gradient into an existing, empty directory."""
+        """Write weights, optimizer, RNG, step and pending gradient into an existing, empty directory."""
         ...
 
     def save_adapter(self, run_id: str, directory: Path) -> None:
-        """Write adapter_model.safetensors and adapter_config.json (PEFT layout) into an existing, empty directory."""
+        """Write the weights into an existing, empty directory, as samplers and other tools load them.
+
+        An adapter in PEFT's layout, or of a full-parameter run a whole Hugging Face model.
+        """
         ...
 
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         """Replace the run's weights by those in `directory`; with_optimizer everything that `save_state` wrote.
 
-        Raises CheckpointMismatch when names or shapes differ from the run's adapter.
+        Raises CheckpointMismatch when names or shapes differ from the run's.
         """
         ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, BinaryIO
@@ -58,18 +59,28 @@ class StagingMemory:
             self._free.append(buffer)
 
 
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a directory is to hold."""
+
+    files: Sequence[TensorFile]
+    """One at least."""
+    texts: Mapping[str, Any]
+    """Name of a JSON file -> what it says, or the bytes of a file of another kind."""
+
+
 class Capture:
     """What a run was when this was made. Any thread may call any method."""
 
-    def __init__(self, files: Sequence[TensorFile], texts: Mapping[str, Any], memory: StagingMemory) -> None:
-        """Take tensors for files, which must not be changed in place before `secure`, and what JSON files hold."""
-        self._files = files
-        self._texts = texts
+    def __init__(self, content: Content, memory: StagingMemory) -> None:
+        """Take content, whose tensors must not be changed in place before `secure`."""
+        self._files = content.files
+        self._texts = content.texts
         self._memory = memory
         self._buffer: Tensor | None = None
         self._lock = Lock()
         self._written = Event()
-        self._ready = _event_now(files)
+        self._ready = _event_now(content.files)
 
     def secure(self) -> None:
         """Return when the tensors may be changed: they are copied, or, where there is no room for that, written."""
@@ -116,9 +127,8 @@ class Capture:
             with (directory / file.name).open("wb", buffering=0) as target:
                 for part in (memoryview(file.header()), *content):
                     _write_all(target, part)
-        for name, content in self._texts.items():
-            text = json.dumps(msgspec.to_builtins(content), indent=2, sort_keys=True)
-            (directory / name).write_text(text + "\n")
+        for name, text in self._texts.items():
+            (directory / name).write_bytes(text if isinstance(text, bytes) else _json(text))
 
     def _end(self) -> None:
         buffer, self._buffer, self._files = self._buffer, None, ()
@@ -164,6 +174,10 @@ def _event_now(files: Sequence[TensorFile]) -> torch.cuda.Event | None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(msgspec.to_builtins(content), indent=2, sort_keys=True) + "\n").encode()
 
 
 def _aligned(size: int) -> int:

@@ -11,10 +11,23 @@ from torch import Tensor
 from paceline.types import Datum, ForwardBackwardOutput
 from paceline.types.training import Array
 from trainer_service.engine import wire
+from trainer_service.engine.finite import count_non_finite, refuse_non_finite
 from trainer_service.engine.losses import LOSSES, TokenLoss
 from trainer_service.engine.packing import Batch, Pack, Segment, scatter_logprobs
 from trainer_service.engine.ranks import Ranks
 from trainer_service.engine.run import EngineRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobKind:
+    """How a job is to be done."""
+
+    forward_only: bool
+    """Compute no gradient."""
+    refuse_non_finite: bool
+    """Fail where the loss or the gradient holds NaN or infinity."""
+    alone: bool
+    """Share no pass with other jobs."""
 
 
 class Job:
@@ -27,18 +40,16 @@ class Job:
         batch: Batch,
         loss_fn: str,
         config: Mapping[str, float],
-        *,
-        forward_only: bool,
-        alone: bool,
+        kind: JobKind,
     ) -> None:
         """Take a run's data, the same as a batch, and the name and resolved settings of a loss."""
-        self.run, self.batch, self.forward_only, self.alone = run, batch, forward_only, alone
+        self.run, self.batch, self._kind = run, batch, kind
         self.error: Exception | None = None
         """What it failed of."""
         self.seed: int | None = None
         """What dropout is drawn from."""
         self._rng_state = run.rng_state
-        if run.lora.dropout and not forward_only:
+        if run.drops and not kind.forward_only:
             self.seed, self._rng_state = run.draw_seed()
         self._groups = batch.segments()
         self._loss_fn, self._config = loss_fn, config
@@ -47,6 +58,14 @@ class Job:
         """Datums that this rank has done."""
         self._totals = _Totals()
         self._gradients: list[Tensor | None] = [None] * len(run.parameters)
+
+    @property
+    def forward_only(self) -> bool:
+        return self._kind.forward_only
+
+    @property
+    def alone(self) -> bool:
+        return self._kind.alone
 
     @property
     def run_id(self) -> str:
@@ -80,7 +99,8 @@ class Job:
         for place, gradient in enumerate(gradients):
             sum_so_far = self._gradients[place]
             if sum_so_far is None:
-                self._gradients[place] = gradient
+                # Of weights in bfloat16 it comes so; sums are float32.
+                self._gradients[place] = None if gradient is None else gradient.float()
             elif gradient is not None:
                 sum_so_far.add_(gradient)
 
@@ -100,7 +120,11 @@ class Job:
             self._gradients = [*ranks.total(self._gradients, shapes)]
 
     def finish(self) -> None:
-        """Add the gradient to the run's, once everything is done."""
+        """Add the gradient to the run's, once everything is done. Raises NonFiniteLoss where that was asked for."""
+        if not self.forward_only:
+            self._totals.elements = count_non_finite(self._gradients)
+        if self._kind.refuse_non_finite:
+            refuse_non_finite(self._totals.positions, self._totals.elements or 0)
         if not self.forward_only:
             self.run.add_gradient(self._gradients, self._totals.tokens)
             self.run.rng_state = self._rng_state
@@ -116,15 +140,22 @@ class _Totals:
     """Sums over the packs of one request."""
 
     tokens: int = 0
+    positions: int = 0
+    """Where the loss is NaN or infinite."""
+    elements: int | None = None
+    """Of the gradient, that are NaN or infinite; None while it is not whole."""
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, token_loss: TokenLoss) -> None:
+        loss = token_loss.loss
+        positions = int(loss.isfinite().logical_not().sum())
         sums = {name: values.double().sum().item() for name, values in token_loss.means.items()}
-        self.join(_Totals(token_loss.loss.numel(), token_loss.loss.double().sum().item(), sums))
+        self.join(_Totals(loss.numel(), positions, loss=loss.double().sum().item(), sums=sums))
 
     def join(self, other: _Totals) -> None:
         self.tokens += other.tokens
+        self.positions += other.positions
         self.loss += other.loss
         for name, total in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + total
@@ -132,7 +163,10 @@ class _Totals:
     def metrics(self) -> dict[str, float]:
         """Named name:reduction. Means over no tokens are left out."""
         means = {f"{name}:mean": total / self.tokens for name, total in self.sums.items()}
-        return {"loss:sum": self.loss, "tokens:sum": float(self.tokens), **means}
+        non_finite = {"nonfinite:sum": float(self.positions)}
+        if self.elements is not None:
+            non_finite["nonfinite_gradient:sum"] = float(self.elements)
+        return {"loss:sum": self.loss, "tokens:sum": float(self.tokens), **non_finite, **means}
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,10 @@ class EngineOptions:
     """dtype of published adapters. None means that of the base weights."""
     staging_bytes: int = 2 << 30
     """Most memory for copies of what is being saved. A run that changes while its state finds no room there waits."""
+    run_memory_bytes: int | None = None
+    """What the weights, gradients and optimizer states of all runs may take. None means no limit."""
+    scratch_dir: str = ""
+    """Directory of the engine's own for runs that do not fit; emptied at its start. Needed with a limit."""
     failpoints: str = ""
     """Where the process dies, for tests; see trainer_service/failpoints.py."""
     ranks: int = 1

@@ -20,11 +20,11 @@ from paceline.errors import EngineUnavailable
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
-    LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 from trainer_service.engine import wire
 from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState
@@ -110,8 +110,8 @@ class EngineProcess:
             raise EngineUnavailable("the engine has not started.")
         return self._info
 
-    async def create_run(self, run_id: str, lora: LoraConfig) -> AdapterInfo:
-        return await self._call(wire.CreateRun(run_id, lora), AdapterInfo)
+    async def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
+        return await self._call(wire.create_run(run_id, parameters), AdapterInfo)
 
     async def delete_run(self, run_id: str) -> None:
         await self._call(wire.DeleteRun(run_id), NoneType)
@@ -126,10 +126,10 @@ class EngineProcess:
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
+        refuse_non_finite: bool = False,
     ) -> ForwardBackwardOutput:
-        command = wire.ForwardBackward(
-            run_id, list(data), loss_fn, dict(loss_fn_config), forward_only, reduction, reduction_count
-        )
+        options = (forward_only, reduction, reduction_count, refuse_non_finite)
+        command = wire.ForwardBackward(run_id, list(data), loss_fn, dict(loss_fn_config), *options)
         return await self._call(command, ForwardBackwardOutput)
 
     async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:

@@ -25,12 +25,12 @@ class TensorFile:
     name: str
     tensors: Mapping[str, Tensor]
     dtype: torch.dtype | None = None
-    """dtype in the file; None means each tensor's own."""
+    """dtype of floating-point tensors in the file; None means each tensor's own."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """Return a tensor's dtype in the file."""
-        return tensor.dtype if self.dtype is None else self.dtype
+        return tensor.dtype if self.dtype is None or not tensor.is_floating_point() else self.dtype
 
     def ordered(self) -> list[tuple[str, Tensor]]:
         """Return the tensors in the order of their bytes in the file."""

@@ -19,11 +19,13 @@ from paceline.errors import CATALOG, Internal, PacelineError
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
+    FullParameters,
     LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 from paceline.types.optimizers import optimizer_name
 from paceline.types.training import Array
@@ -58,6 +60,24 @@ class CreateRun(msgspec.Struct, frozen=True, tag=True):
         return engine.create_run(self.run_id, self.lora)
 
 
+class CreateFullRun(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.create_run of a full-parameter run."""
+
+    run_id: str
+    full: FullParameters
+
+    def execute(self, engine: TrainerEngine) -> AdapterInfo:
+        """Execute the command."""
+        return engine.create_run(self.run_id, self.full)
+
+
+def create_run(run_id: str, parameters: RunParameters) -> CreateRun | CreateFullRun:
+    """Make the command that makes a run."""
+    if isinstance(parameters, LoraConfig):
+        return CreateRun(run_id, parameters)
+    return CreateFullRun(run_id, parameters)
+
+
 class DeleteRun(msgspec.Struct, frozen=True, tag=True):
     """TrainerEngine.delete_run."""
 
@@ -78,6 +98,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
     forward_only: bool
     reduction: Reduction
     reduction_count: int | None
+    refuse_non_finite: bool
 
     def begin(self, engine: TrainerEngine, *, alone: bool) -> None:
         """Begin the command."""
@@ -89,6 +110,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
             forward_only=self.forward_only,
             reduction=self.reduction,
             reduction_count=self.reduction_count,
+            refuse_non_finite=self.refuse_non_finite,
             alone=alone,
         )
 
@@ -146,7 +168,7 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
         return engine.load_state(self.run_id, Path(self.directory), with_optimizer=self.with_optimizer)
 
 
-Command = CreateRun | DeleteRun | OptimStep | SaveState | SaveAdapter | LoadState
+Command = CreateRun | CreateFullRun | DeleteRun | OptimStep | SaveState | SaveAdapter | LoadState
 AnyCommand = Command | ForwardBackward
 READING = (SaveState, SaveAdapter)
 """Commands that change nothing in the engine; of several ranks only the first executes them."""

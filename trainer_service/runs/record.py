@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
-from paceline.types import CheckpointKind, LoraConfig, Run, RunState
+from paceline.types import CheckpointKind, FullParameters, LoraConfig, Run, RunParameters, RunState, WeightStorage
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.runs.line import Line
@@ -24,14 +24,15 @@ class RunOrigin:
 
     tenant: str
     base_model: str
-    lora: LoraConfig
+    parameters: RunParameters
     user_metadata: dict[str, str]
 
     @classmethod
     def from_json(cls, text: bytes) -> RunOrigin:
         """Read it from run.json."""
         facts = json.loads(text)
-        return cls(facts["tenant"], facts["base_model"], _lora_from_json(facts["lora"]), facts.get("user_metadata", {}))
+        tenant, base_model = facts["tenant"], facts["base_model"]
+        return cls(tenant, base_model, _take_parameters(facts), facts.get("user_metadata", {}))
 
 
 @dataclass(slots=True)
@@ -41,7 +42,8 @@ class RunRecord:
     run_id: str
     tenant: str
     base_model: str
-    lora: LoraConfig
+    parameters: RunParameters
+    """What it trains."""
     create_time: datetime
     trainable_parameters: int
     request_id: str
@@ -94,7 +96,7 @@ class RunRecord:
         return Run(
             run_id=self.run_id,
             base_model=self.base_model,
-            lora=self.lora,
+            parameters=self.parameters,
             step=self.step,
             last_seq_id=self.sequencer.last_seq_id,
             latest_version=self.latest_version,
@@ -112,7 +114,7 @@ class RunRecord:
             "run_id": self.run_id,
             "tenant": self.tenant,
             "base_model": self.base_model,
-            "lora": asdict(self.lora),
+            **_parameters_to_json(self.parameters),
             "create_time": self.create_time.isoformat(),
             "trainable_parameters": self.trainable_parameters,
             "request_id": self.request_id,
@@ -137,12 +139,12 @@ class RunRecord:
         facts = json.loads(text)
         if facts.pop("format") != _FORMAT:
             raise ValueError("run.json was written by another version of this service")
-        lora = facts.pop("lora")
+        parameters = _take_parameters(facts)
         del facts["last_seq_id"]  # the journal knows better
         return cls(
             sequencer=sequencer,
             snapshots=snapshots,
-            lora=_lora_from_json(lora),
+            parameters=parameters,
             create_time=datetime.fromisoformat(facts.pop("create_time")),
             in_engine=False,
             next_version=facts["version_limit"] + 1,
@@ -150,5 +152,16 @@ class RunRecord:
         )
 
 
-def _lora_from_json(facts: dict[str, Any]) -> LoraConfig:
-    return LoraConfig(**{**facts, "layers": tuple(facts["layers"])})
+def _parameters_to_json(parameters: RunParameters) -> dict[str, Any]:
+    if isinstance(parameters, LoraConfig):
+        return {"lora": asdict(parameters)}
+    return {"full": {**asdict(parameters), "storage": parameters.storage.name}}
+
+
+def _take_parameters(facts: dict[str, Any]) -> RunParameters:
+    """Read what a run trains, and take it out of the facts."""
+    if "lora" in facts:
+        lora = facts.pop("lora")
+        return LoraConfig(**{**lora, "layers": tuple(lora["layers"])})
+    full = facts.pop("full")
+    return FullParameters(**{**full, "storage": WeightStorage[full["storage"]]})

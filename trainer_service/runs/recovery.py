@@ -88,7 +88,7 @@ class Recovery:
 
     async def _rebuild(self, run: RunRecord, past: Past, executor: RunExecutor) -> None:
         await self._engine.delete_run(run.run_id)
-        await self._engine.create_run(run.run_id, run.lora)
+        await self._engine.create_run(run.run_id, run.parameters)
         run.in_engine = True
         if past.snapshot is not None and past.first == past.snapshot.seq_id + 1:
             await self._engine.load_state(run.run_id, past.snapshot.directory, with_optimizer=True)

@@ -47,9 +47,14 @@ class Optimizer(ABC, Generic[P]):
         self.reserve()
         if params.grad_clip_norm > 0:
             clip_grads_with_norm_(self._parameters.values(), params.grad_clip_norm, torch.tensor(norm))
+        self.update(params, step)
+        return self.learning_rate(params, step)
+
+    @torch.no_grad()
+    def update(self, params: P, step: int) -> None:
+        """Take a step with a gradient that is clipped already, in memory that is there."""
         self._update(params, step)
         self.params = params
-        return self.learning_rate(params, step)
 
     def learning_rate(self, params: P, step: int) -> float:
         """Return the learning rate of a step, before any scaling of single weights."""
