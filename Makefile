@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-gpu verify fix bench-parity bench-optimizers bench-train bench-journal chaos images clean
+.PHONY: help proto demo up test test-gpu verify fix bench-parity bench-optimizers bench-train bench-runs bench-journal chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,9 @@ bench-optimizers: proto ## Measure each optimizer's state and step
 
 bench-train: proto ## Time the trainer beside padded and one-at-a-time transformers and PEFT
 	@$(RUN)/python bench/train.py
+
+bench-runs: proto ## Time eight runs in joint passes beside one after the other and one run with all tokens
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/runs.py
 
 bench-journal: proto ## Measure what the journal costs a training step
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/journal_cost.py
