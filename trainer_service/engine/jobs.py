@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from paceline.types import Datum, ForwardBackwardOutput
+from paceline.types.training import Array
 from trainer_service.engine.losses import LOSSES, TokenLoss
 from trainer_service.engine.packing import Batch, Pack, Segment, scatter_logprobs
 from trainer_service.engine.run import EngineRun
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a pass gave one job, as numbers on the host and gradients."""
+
+    pack: Pack
+    logprobs: Array
+    """float32, [K] or [K, M] at the pack's counted positions."""
+    loss: float
+    sums: dict[str, float]
+    """Of the loss's statistics over the counted positions."""
+    gradients: Sequence[Tensor | None]
+    """One for each of the run's weights; none at all where no gradient is computed."""
+
+    @classmethod
+    def of(cls, pack: Pack, logprobs: Tensor, loss: TokenLoss, gradients: Sequence[Tensor | None]) -> Measured:
+        """Read what a pass computed."""
+        sums = {name: values.double().sum().item() for name, values in loss.means.items()}
+        return cls(pack, logprobs.detach().cpu().numpy(), loss.loss.detach().double().sum().item(), sums, gradients)
 
 
 class Job:
@@ -66,11 +88,11 @@ class Job:
         result = LOSSES[self._loss_fn](logprobs, pack.loss_inputs, self._config)
         return TokenLoss(result.loss * pack.weights, result.means)
 
-    def add(self, pack: Pack, logprobs: Tensor, token_loss: TokenLoss, gradients: Sequence[Tensor | None]) -> None:
-        """Take in what a pass gave: all detached; no gradients where none are computed."""
-        scatter_logprobs(self._outputs, pack, logprobs.cpu().numpy())
-        self._totals.add(token_loss)
-        for place, gradient in enumerate(gradients):
+    def add(self, measured: Measured) -> None:
+        """Take in what a pass gave. Allocates nothing."""
+        scatter_logprobs(self._outputs, measured.pack, measured.logprobs)
+        self._totals.add(measured)
+        for place, gradient in enumerate(measured.gradients):
             sum_so_far = self._gradients[place]
             if sum_so_far is None:
                 self._gradients[place] = gradient
@@ -82,6 +104,7 @@ class Job:
         if not self.forward_only:
             self.run.add_gradient(self._gradients, self._totals.tokens)
             self.run.rng_state = self._rng_state
+        self._gradients = []
 
     def fail(self, error: Exception) -> None:
         """End it with an error, the run as it was."""
@@ -97,11 +120,11 @@ class _Totals:
         self._loss = 0.0
         self._sums: dict[str, float] = {}
 
-    def add(self, token_loss: TokenLoss) -> None:
-        self.tokens += token_loss.loss.numel()
-        self._loss += token_loss.loss.double().sum().item()
-        for name, values in token_loss.means.items():
-            self._sums[name] = self._sums.get(name, 0.0) + values.double().sum().item()
+    def add(self, measured: Measured) -> None:
+        self.tokens += len(measured.logprobs)
+        self._loss += measured.loss
+        for name, value in measured.sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
 
     def metrics(self) -> dict[str, float]:
         """Named name:reduction. Means over no tokens are left out."""

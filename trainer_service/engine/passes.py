@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer_service.engine.base_model import backbone, output_head
-from trainer_service.engine.jobs import Job
+from trainer_service.engine.jobs import Job, Measured
 from trainer_service.engine.logprobs import has_part, target_logprobs
 from trainer_service.engine.losses import TokenLoss
 from trainer_service.engine.packing import Pack, Segment
@@ -50,8 +50,11 @@ class PassRunner:
                 logprobs = self._logprobs(rows)
                 losses = [part.job.loss(own, part.pack) for part, own in zip(rows, logprobs, strict=True)]
             gradients = _gradients(rows, losses)
-        for part, own, loss, gradient in zip(rows, logprobs, losses, gradients, strict=True):
-            part.job.add(part.pack, own.detach(), TokenLoss(loss.loss.detach(), loss.means), gradient)
+        packs = (part.pack for part in rows)
+        # Everything that can fail comes before anything is given.
+        measured = list(map(Measured.of, packs, logprobs, losses, gradients))
+        for part, own in zip(rows, measured, strict=True):
+            part.job.add(own)
 
     def _logprobs(self, rows: Sequence[_Rows]) -> list[Tensor]:
         hidden = backbone(self._model)(
