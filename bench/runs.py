@@ -139,7 +139,8 @@ def served_fairly(passes: int) -> float:
             run_id = f"run{place}"
             if run_id not in demands or not demands[run_id].waiting:
                 demands[run_id] = Demand(run_id, draw(rng, int(4 ** rng.uniform(3, 4)), 16 << (place % 4), 100))
-        for demand, segments in scheduler.next_pass(list(demands.values())):
+        (shares,) = scheduler.next_passes(list(demands.values()))
+        for demand, segments in shares:
             served[demand.run_id] += sum(segment.length for segment in segments)
     values = np.asarray(list(served.values()), float)
     return float(values.sum() ** 2 / (len(values) * (values**2).sum()))

@@ -14,32 +14,16 @@ import re
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from gateway.authenticators import is_tenant
 from paceline import errors
+from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 
-PREFIX = "pl-"
-"""What every key starts with, so that scanners for leaked secrets know one."""
-
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    """A key as the file holds it."""
-
-    name: str
-    """Unique in the file; appears in logs."""
-    tenant: str
-    """Whose runs its holder sees."""
-    sha256: str
-    """SHA-256 of the key, lower-case hex."""
 
 
 class KeyRing:
@@ -55,7 +39,7 @@ class KeyRing:
 
     def identify(self, token: str) -> Identity | None:
         self._refresh()
-        digest, found = _digest(token), None
+        digest, found = hash_token(token), None
         # No early exit: how long this takes does not tell which key was nearly right.
         for key in self._keys:
             if hmac.compare_digest(digest, key.sha256):
@@ -94,8 +78,8 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 def add_key(path: Path, tenant: str, name: str) -> str:
     """Make a key, store its hash and return it; it is shown this once. Raises InvalidArgument for a taken name."""
     keys = read_keys(path) if path.exists() else ()
-    token = PREFIX + secrets.token_urlsafe(32)
-    key = ApiKey(name, tenant, _digest(token))
+    token = new_token()
+    key = ApiKey(name, tenant, hash_token(token))
     _check(key)
     if any(other.name == name for other in keys):
         raise errors.InvalidArgument(f"{name} exists; choose another name or remove it first", field="name")
@@ -121,10 +105,6 @@ def _check(key: ApiKey) -> None:
         raise errors.InvalidArgument(f"of key {key.name} is not 64 lower-case hex digits", field="sha256")
 
 
-def _digest(token: str) -> str:
-    return sha256(token.encode()).hexdigest()
-
-
 def _stamp(path: Path) -> tuple[int, ...] | None:
     try:
         status = path.stat()
@@ -137,7 +117,7 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
     staging = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(json.dumps([asdict(key) for key in keys], indent=2) + "\n")
+            file.write(dump_keys(keys))
             file.flush()
             os.fsync(file.fileno())
         staging.replace(path)

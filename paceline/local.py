@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from threading import Event
 from time import monotonic
 
-from paceline.rpc.health import check_health
+from paceline.rpc.health import wait_until_serving
 from paceline.up_plan import Plan, UpOptions, make_plans, read_or_make_key
 
 _START_SECONDS = 600.0
-_POLL_SECONDS = 0.2
-_PROBE_SECONDS = 1.0
 _LOG_END = 4000
 
 
@@ -61,8 +58,10 @@ def local_services(
 
 
 def _wait_until_serving(plan: Plan, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline, pause = monotonic() + _START_SECONDS, Event()
-    while check_health(plan.health, plan.service, _PROBE_SECONDS) != "SERVING":
-        if process.poll() is not None or monotonic() > deadline:
-            raise RuntimeError(f"the {plan.name} did not start:\n{log.read_text(errors='replace')[-_LOG_END:]}")
-        pause.wait(_POLL_SECONDS)
+    deadline = monotonic() + _START_SECONDS
+
+    def is_over() -> bool:
+        return process.poll() is not None or monotonic() > deadline
+
+    if not wait_until_serving(plan.health, plan.service, is_over):
+        raise RuntimeError(f"the {plan.name} did not start:\n{log.read_text(errors='replace')[-_LOG_END:]}")

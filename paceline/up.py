@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,12 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.rpc.health import check_health
+from paceline.rpc.health import wait_until_serving
 from paceline.up_plan import Plan, UpOptions, make_plans, read_or_make_key
 
 _STOP_SECONDS = 30.0
-_POLL_SECONDS = 0.25
-_PROBE_SECONDS = 3.0
 _RESTART_SECONDS = 1.0
 _COLORS = {"trainer": "cyan", "sampler": "magenta", "gateway": "green"}
 
@@ -98,9 +95,8 @@ class _Supervisor:
     async def _announce(self) -> None:
         """Say how to connect once all services are ready."""
         for plan in self._plans:
-            await asyncio.to_thread(_wait_until_serving, plan, self._stopping)
-        if self._stopping.is_set():
-            return
+            if not await asyncio.to_thread(wait_until_serving, plan.health, plan.service, self._stopping.is_set):
+                return
         self._console.rule("[bold]Paceline is up")
         self._console.print(f"  export PACELINE_ADDRESS={self._options.address}")
         self._console.print(f"  export PACELINE_API_KEY=$(cat {self._key_file})")
@@ -109,12 +105,6 @@ class _Supervisor:
     def _say(self, name: str, line: str) -> None:
         color = _COLORS[name]
         self._console.print(f"[{color}]{name:>8}[/{color}] │ {line}")
-
-
-def _wait_until_serving(plan: Plan, stopping: asyncio.Event) -> None:
-    pause = threading.Event()
-    while not stopping.is_set() and check_health(plan.health, plan.service, _PROBE_SECONDS) != "SERVING":
-        pause.wait(_POLL_SECONDS)
 
 
 def _inherited_environment() -> dict[str, str]:

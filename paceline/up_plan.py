@@ -6,11 +6,10 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
-from json import dumps
 from pathlib import Path
 
-_NVIDIA = Path("/proc/driver/nvidia/gpus")
+from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token
+from paceline.machine import count_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,9 @@ def read_or_make_key(state: Path) -> Path:
     state.mkdir(parents=True, exist_ok=True)
     key_file = state / "api_key"
     if not key_file.exists():
-        _write_secret(key_file, f"pl-{secrets.token_urlsafe(32)}")
-    key = key_file.read_text().strip()
-    entry = {"name": "up", "tenant": "default", "sha256": sha256(key.encode()).hexdigest()}
-    _write_secret(state / "keys.json", dumps([entry]))
+        _write_secret(key_file, new_token())
+    digest = hash_token(key_file.read_text().strip())
+    _write_secret(state / "keys.json", dump_keys([ApiKey("up", "default", digest)]))
     if not (state / "credential").exists():
         _write_secret(state / "credential", secrets.token_urlsafe(32))
     return key_file
@@ -104,7 +102,7 @@ def make_plans(options: UpOptions, state: Path) -> list[Plan]:
 
 def _share_machine() -> dict[str, _Share]:
     """Give trainer and sampler a GPU or cores of their own: two OpenMP pools on the same cores slow each other down."""
-    gpus = len(list(_NVIDIA.iterdir())) if _NVIDIA.is_dir() else 0
+    gpus = count_gpus()
     if gpus:
         second = {"CUDA_VISIBLE_DEVICES": "1"} if gpus > 1 else _half_gpu()
         return {

@@ -6,16 +6,16 @@ credential   shared by the gateway and the services
 keys.json    the gateway's API keys, as hashes
 api_key      the one key that keys.json begins with, for the client
 
-Needs nothing but Python, as `make proto` does not install the gateway. More keys: `python -m gateway.keys add`.
+More keys: `python -m gateway.keys add`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
 import sys
 from pathlib import Path
+
+from gateway.keys import add_key
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "deploy" / "secrets"
 
@@ -29,14 +29,17 @@ def make_secrets(directory: Path) -> list[Path]:
     if not (directory / "credential").exists():
         made += [_write(directory / "credential", secrets.token_urlsafe(32))]
     if not (directory / "keys.json").exists():
-        token = f"pl-{secrets.token_urlsafe(32)}"
-        key = {"name": "default", "tenant": "default", "sha256": hashlib.sha256(token.encode()).hexdigest()}
-        made += [_write(directory / "api_key", token), _write(directory / "keys.json", json.dumps([key], indent=2))]
+        made += [_write(directory / "api_key", add_key(directory / "keys.json", "default", "default"))]
+        made += [_share(directory / "keys.json")]
     return made
 
 
 def _write(path: Path, content: str) -> Path:
     path.write_text(content + "\n")
+    return _share(path)
+
+
+def _share(path: Path) -> Path:
     path.chmod(0o644)
     return path
 

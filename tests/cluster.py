@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paceline.rpc.health import check_health
+from paceline.rpc.health import wait_until_serving
 from paceline.up_plan import Plan, UpOptions, make_plans, read_or_make_key
 
 START_SECONDS = 180.0
@@ -47,12 +47,13 @@ class ServiceProcess:
             os.sched_setaffinity(self.process.pid, self.plan.cores)
 
     def wait_ready(self) -> None:
-        def is_ready() -> bool:
-            if self.process.poll() is not None:
-                raise AssertionError(f"{self.plan.name} ended with {self.process.returncode}:\n{self.tail()}")
-            return check_health(self.plan.health, self.plan.service, 1.0) == "SERVING"
+        deadline = time.monotonic() + START_SECONDS
 
-        wait_for(is_ready, START_SECONDS, self.tail)
+        def is_over() -> bool:
+            return self.process.poll() is not None or time.monotonic() > deadline
+
+        if not wait_until_serving(self.plan.health, self.plan.service, is_over):
+            raise AssertionError(f"{self.plan.name} did not start ({self.process.poll()}):\n{self.tail()}")
 
     def kill(self) -> None:
         """SIGKILL it and every process that it started."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.machine import count_gpus
 from trainer_service.engine.options import Dtype, EngineOptions
 from trainer_service.settings import TrainerSettings
-
-_NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
 def choose_options(settings: TrainerSettings) -> EngineOptions:
@@ -19,6 +18,7 @@ def choose_options(settings: TrainerSettings) -> EngineOptions:
         model_name=settings.served_name,
         dtype=dtype,
         device=device,
+        ranks=settings.ranks,
         pack_tokens=settings.pack_tokens,
         joint_passes=settings.joint_passes,
         logprob_chunk=settings.logprob_chunk,
@@ -28,7 +28,7 @@ def choose_options(settings: TrainerSettings) -> EngineOptions:
 
 
 def _find_device() -> str:
-    return "cuda" if _NVIDIA.is_dir() and any(_NVIDIA.iterdir()) else "cpu"
+    return "cuda" if count_gpus() else "cpu"
 
 
 def _find_dtype(device: str) -> Dtype:

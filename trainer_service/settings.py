@@ -29,6 +29,8 @@ class TrainerSettings(PeerSettings):
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
+    ranks: int = Field(1, ge=1)
+    """Processes that the engine consists of, with a GPU each, or a share of the cores; the base model is sharded."""
     checkpoint_dir: Path = Path(".paceline/checkpoints")
     """The checkpoint volume."""
     staging_dir: Path = Path("/dev/shm")  # noqa: S108
@@ -39,7 +41,7 @@ class TrainerSettings(PeerSettings):
     max_datums: int = Field(1024, ge=1)
     """Most datums in one ForwardBackward."""
     pack_tokens: int = Field(4096, ge=1)
-    """Tokens in one forward pass; sets the peak of activation memory."""
+    """Tokens in one forward pass of a rank; sets the peak of activation memory."""
     joint_passes: bool = True
     """Whether one pass takes tokens of several runs.
 

@@ -9,11 +9,15 @@ alive.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from threading import Event
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+
+_POLL_SECONDS = 0.2
+_PROBE_SECONDS = 3.0
 
 
 def check_health(address: str, service: str, timeout_seconds: float) -> str:
@@ -26,6 +30,16 @@ def check_health(address: str, service: str, timeout_seconds: float) -> str:
             return code.name
     status: str = HealthCheckResponse.ServingStatus.Name(response.status)
     return status
+
+
+def wait_until_serving(address: str, service: str, give_up: Callable[[], bool]) -> bool:
+    """Ask until a service is ready; return False when `give_up()` says so before that."""
+    pause = Event()
+    while check_health(address, service, _PROBE_SECONDS) != "SERVING":
+        if give_up():
+            return False
+        pause.wait(_POLL_SECONDS)
+    return True
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,8 +14,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from gateway.authenticators import Everybody, JwtVerifier
-from gateway.keys import PREFIX, KeyRing, add_key, main, read_keys, remove_key
+from gateway.keys import KeyRing, add_key, main, read_keys, remove_key
 from paceline import errors
+from paceline.api_keys import PREFIX
 from paceline.rpc.identity import Identity
 
 

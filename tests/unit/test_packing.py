@@ -40,7 +40,7 @@ def packs_of(data, budget):
     batch, scheduler = Batch(data, INPUTS), Scheduler(budget)
     packs = []
     for group in batch.segments():
-        while shares := scheduler.next_pass([Demand(group)]):
+        while shares := scheduler.next_passes([Demand(group)])[0]:
             packs += [batch.pack(segments, CPU) for _, segments in shares]
     return packs
 

@@ -35,7 +35,7 @@ def tokens(share):
 def drain(scheduler, demands):
     """Fill passes until nothing waits; return each as {run: tokens}."""
     passes = []
-    while share := scheduler.next_pass(demands):
+    while share := scheduler.next_passes(demands)[0]:
         passes.append({each.run_id: tokens((each, segments)) for each, segments in share})
     return passes
 
@@ -57,7 +57,7 @@ def test_runs_that_keep_waiting_are_served_alike(longest):
             if not demands[run_id].waiting:
                 lengths = (random.randint(length // 2, length) for _ in range(1 + size // length))
                 demands[run_id] = demand(run_id, *lengths)
-        for each, segments in scheduler.next_pass(list(demands.values())):
+        for each, segments in scheduler.next_passes(list(demands.values()))[0]:
             served[each.run_id] += tokens((each, segments))
     assert jain(served.values()) >= 0.95
 
@@ -65,9 +65,9 @@ def test_runs_that_keep_waiting_are_served_alike(longest):
 def test_small_commands_join_the_next_pass_beside_a_long_one():
     scheduler, long = Scheduler(PACK), demand("long", *[500] * 200)
     for _ in range(5):
-        scheduler.next_pass([long])
+        scheduler.next_passes([long])[0]
     small = [demand(f"small{i}", 100, 60) for i in range(4)]
-    shares = scheduler.next_pass([long, *small])
+    shares = scheduler.next_passes([long, *small])[0]
     assert {each.run_id: tokens((each, segments)) for each, segments in shares} == {
         "long": 3000,
         **{f"small{i}": 160 for i in range(4)},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -64,15 +64,15 @@ class CheckpointStore:
     async def open(self, path: CheckpointPath, identity: Identity, field: str = "path") -> Path:
         """Return the directory of the caller's checkpoint, verified. Raises CheckpointNotFound, ChecksumMismatch."""
         directory = self.find(path, identity, field)
-        await asyncio.to_thread(_verify, directory, path.kind)
+        with _found(field):
+            await asyncio.to_thread(_verify, directory, path.kind)
         return directory
 
     def find(self, path: CheckpointPath, identity: Identity, field: str = "path") -> Path:
         """Return the directory of the caller's checkpoint. Raises CheckpointNotFound, also for another tenant's."""
         directory = self._volume.checkpoint(path)
-        if not directory.is_dir():
-            raise errors.CheckpointNotFound("no such checkpoint", field=field)
-        tenant = weights.read_manifest(directory).tenant
+        with _found(field):
+            tenant = weights.read_manifest(directory).tenant
         if not (identity.is_peer or tenant == identity.tenant):
             raise errors.CheckpointNotFound("no such checkpoint", field=field)
         return directory
@@ -84,22 +84,25 @@ class CheckpointStore:
             if kind not in {None, path.kind}:
                 continue
             directory = self._volume.checkpoint(path)
-            if identity.is_peer or weights.read_manifest(directory).tenant == identity.tenant:
-                found.append(_describe(path, directory))
+            with suppress(FileNotFoundError):  # deleted since its folder was listed
+                if identity.is_peer or weights.read_manifest(directory).tenant == identity.tenant:
+                    found.append(_describe(path, directory))
         return found
 
     async def delete(self, path: CheckpointPath, identity: Identity) -> None:
         """Delete the caller's checkpoint. Raises CheckpointNotFound."""
         directory = self.find(path, identity)
-        await asyncio.to_thread(layout.remove_directory, directory)
+        with _found("path"):
+            await asyncio.to_thread(layout.remove_directory, directory)
         _expiry_file(directory).unlink(missing_ok=True)
 
     async def set_ttl(self, path: CheckpointPath, identity: Identity, ttl_seconds: int | None) -> Checkpoint:
         """Set when the caller's checkpoint expires; None means never. Raises CheckpointNotFound, OutOfRange."""
         expire_time = _expiry(ttl_seconds)
         directory = self.find(path, identity)
-        await asyncio.to_thread(_write_expiry, directory, expire_time)
-        return _describe(path, directory)
+        with _found("path"):
+            await asyncio.to_thread(_write_expiry, directory, expire_time)
+            return _describe(path, directory)
 
     async def delete_expired(self, now: datetime) -> list[str]:
         """Delete every checkpoint whose time has come; return their paths."""
@@ -108,7 +111,8 @@ class CheckpointStore:
             directory = self._volume.checkpoint(path)
             expire_time = _read_expiry(directory)
             if expire_time is not None and expire_time <= now:
-                await asyncio.to_thread(layout.remove_directory, directory)
+                with suppress(FileNotFoundError):  # deleted by its owner meanwhile
+                    await asyncio.to_thread(layout.remove_directory, directory)
                 _expiry_file(directory).unlink(missing_ok=True)
                 expired.append(str(path))
         return expired
@@ -133,6 +137,15 @@ async def staged_directory(final: Path, *, overwrite: bool = False, durable: boo
             raise
     else:
         await asyncio.to_thread(manager.__exit__, None, None, None)
+
+
+@contextmanager
+def _found(field: str) -> Iterator[None]:
+    """Turn the absence of a checkpoint's files, which may be deleted at any moment, into CheckpointNotFound."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise errors.CheckpointNotFound("no such checkpoint", field=field) from error
 
 
 def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: int, kind: CheckpointKind) -> None:

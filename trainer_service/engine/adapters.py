@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import peft
 import torch
+from peft.functional import cast_adapter_dtype, delete_adapter, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, OutOfRange
 from paceline.types import LoraConfig
-from trainer_service.engine.fused.lora_linear import AdaptedLinear, LowRank
+from trainer_service.engine.fused.lora_linear import AdaptedLinear
 from trainer_service.engine.peft_format import scaling_alpha
 from trainer_service.engine.routing import Routing
 
@@ -24,14 +28,21 @@ _GROUPS = {
 """Flag of LoraConfig -> last names of the modules that it stands for in Llama and Qwen models."""
 
 
+_NOBODY = "nobody"
+"""Adapter with which PEFT wraps layers before there is a run."""
+
+
 def adapt(model: PreTrainedModel) -> Routing:
-    """Make the linear layers that may get an adapter ready for those of any number of runs; return what routes them."""
-    routing = Routing()
-    last_names = {name for names in _GROUPS.values() for name in names}
-    chosen = [name for name, module in model.named_modules() if _may_have_one(name, module, last_names)]
-    for index, name in enumerate(chosen):
-        linear = model.get_submodule(name)
-        model.set_submodule(name, AdaptedLinear(linear, routing, index))  # type: ignore[arg-type]
+    """Let PEFT wrap the linear layers that may get an adapter; return what routes the rows of runs through them.
+
+    All are wrapped from the start, so that a run's sums do not depend on which layers others have adapters in.
+    """
+    routing, last_names = Routing(), {name for names in _GROUPS.values() for name in names}
+    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    _inject(model, _NOBODY, LoraConfig(rank=1), sorted(last_names & present))
+    for index, (_, layer) in enumerate(layers_of(model, _NOBODY)):
+        layer.routing, layer.index = routing, index
+    remove_adapter(model, _NOBODY)
     return routing
 
 
@@ -81,11 +92,8 @@ def adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dic
 
 def add_adapter(model: PreTrainedModel, run_id: str, lora: LoraConfig, targets: list[str]) -> None:
     """Put a run's adapter, with float32 weights from `lora.seed`, on a model made ready by `adapt`; wholly or not."""
-    scaling = scaling_alpha(lora) / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
     try:
-        for name, layer in model.named_modules():
-            if isinstance(layer, AdaptedLinear) and _is_target(name, targets):
-                layer.parts[run_id] = _make_part(layer.base_layer, lora, scaling)
+        _inject(model, run_id, lora, targets)
         initialise(adapter_parameters(model, run_id), lora.seed)
     except BaseException:
         remove_adapter(model, run_id)
@@ -94,24 +102,22 @@ def add_adapter(model: PreTrainedModel, run_id: str, lora: LoraConfig, targets: 
 
 def remove_adapter(model: PreTrainedModel, run_id: str) -> None:
     """Take a run's adapter off the base model."""
-    for _, layer in layers_of(model, run_id):
-        del layer.parts[run_id]
+    delete_adapter(model, run_id, prefix="lora_", layer_cls=LoraLayer)
 
 
 def layers_of(model: PreTrainedModel, run_id: str) -> Iterator[tuple[str, AdaptedLinear]]:
     """Each adapted module of a run, by the name that it has in a PEFT model."""
     for name, module in model.named_modules():
-        if isinstance(module, AdaptedLinear) and run_id in module.parts:
+        if isinstance(module, AdaptedLinear) and run_id in module.lora_A:
             yield f"base_model.model.{name}", module
 
 
 def adapter_parameters(model: PreTrainedModel, run_id: str) -> dict[str, nn.Parameter]:
     """Collect a run's weights by the names that they have in adapter_model.safetensors."""
-    parts = ((name, layer.parts[run_id]) for name, layer in layers_of(model, run_id))
     return {
-        f"{name}.{factor}.weight": weight
-        for name, part in parts
-        for factor, weight in (("lora_A", part.a), ("lora_B", part.b))
+        f"{name}.{factor}.weight": getattr(layer, factor)[run_id].weight
+        for name, layer in layers_of(model, run_id)
+        for factor in ("lora_A", "lora_B")
     }
 
 
@@ -129,20 +135,28 @@ def initialise(parameters: Mapping[str, nn.Parameter], seed: int) -> None:
         parameter.copy_(start)
 
 
-def _may_have_one(name: str, module: nn.Module, last_names: set[str]) -> bool:
-    return isinstance(module, nn.Linear) and name.rpartition(".")[2] in last_names
-
-
-def _is_target(name: str, targets: list[str]) -> bool:
-    return name in targets or name.rpartition(".")[2] in targets
-
-
-def _make_part(base: nn.Linear, lora: LoraConfig, scaling: float) -> LowRank:
-    a, b = (
-        nn.Parameter(torch.zeros(shape, device=base.weight.device))
-        for shape in ((lora.rank, base.in_features), (base.out_features, lora.rank))
+def _inject(model: PreTrainedModel, name: str, lora: LoraConfig, targets: list[str]) -> None:
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=scaling_alpha(lora),  # type: ignore[arg-type]  # annotated int, but only divided
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        use_rslora=lora.use_rslora,
+        task_type="CAUSAL_LM",
     )
-    return LowRank(a, b, scaling, lora.dropout)
+    config._register_custom_module({nn.Linear: AdaptedLinear})  # noqa: SLF001 - PEFT's way to name one's own layer
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # An adapter on the head is the head's alone: embeddings tied to it stay as they are.
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")
+            inject_adapter_in_model(config, model, name)
+        cast_adapter_dtype(model, name)
+    finally:
+        # PEFT would warn of a second adapter if it found the first one's settings here; the layers hold all it needs.
+        vars(model).pop("peft_config", None)
+    for _, layer in layers_of(model, name):
+        for own in (*layer.lora_A.values(), *layer.lora_B.values()):
+            own.requires_grad_(requires_grad=True)  # PEFT lets one adapter at a time be trained.
 
 
 def _check_layers(lora: LoraConfig, count: int) -> None:

@@ -35,7 +35,8 @@ def load_base_model(options: EngineOptions) -> PreTrainedModel:
             raise Unsupported(f"{options.model_name} has {setting}, which this engine does not compute.")
     model.requires_grad_(requires_grad=False)
     fuse_layers(model)
-    nn.Module.to(model, torch.device(options.device))
+    if options.ranks == 1:  # else it is moved as it is dealt over them, layer by layer
+        nn.Module.to(model, torch.device(options.device))
     model.train(mode=False)
     return model
 

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from paceline.types import Datum, ForwardBackwardOutput
 from paceline.types.training import Array
+from trainer_service.engine import wire
 from trainer_service.engine.losses import LOSSES, TokenLoss
 from trainer_service.engine.packing import Batch, Pack, Segment, scatter_logprobs
+from trainer_service.engine.ranks import Ranks
 from trainer_service.engine.run import EngineRun
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a pass gave one job, as numbers on the host and gradients."""
-
-    pack: Pack
-    logprobs: Array
-    """float32, [K] or [K, M] at the pack's counted positions."""
-    loss: float
-    sums: dict[str, float]
-    """Of the loss's statistics over the counted positions."""
-    gradients: Sequence[Tensor | None]
-    """One for each of the run's weights; none at all where no gradient is computed."""
-
-    @classmethod
-    def of(cls, pack: Pack, logprobs: Tensor, loss: TokenLoss, gradients: Sequence[Tensor | None]) -> Measured:
-        """Read what a pass computed."""
-        sums = {name: values.double().sum().item() for name, values in loss.means.items()}
-        return cls(pack, logprobs.detach().cpu().numpy(), loss.loss.detach().double().sum().item(), sums, gradients)
 
 
 class Job:
@@ -61,7 +43,9 @@ class Job:
         self._groups = batch.segments()
         self._loss_fn, self._config = loss_fn, config
         self._outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
-        self._totals = _Totals()
+        self._counted: set[int] = set()
+        """Datums that this rank has done."""
+        self._totals = Totals()
         self._gradients: list[Tensor | None] = [None] * len(run.parameters)
 
     @property
@@ -88,16 +72,32 @@ class Job:
         result = LOSSES[self._loss_fn](logprobs, pack.loss_inputs, self._config)
         return TokenLoss(result.loss * pack.weights, result.means)
 
-    def add(self, measured: Measured) -> None:
-        """Take in what a pass gave. Allocates nothing."""
-        scatter_logprobs(self._outputs, measured.pack, measured.logprobs)
-        self._totals.add(measured)
-        for place, gradient in enumerate(measured.gradients):
+    def add(self, pack: Pack, logprobs: Array, totals: Totals, gradients: Sequence[Tensor | None]) -> None:
+        """Take in what a pass gave, with no gradients where none are computed. Allocates nothing that can run out."""
+        scatter_logprobs(self._outputs, pack, logprobs)
+        self._counted.update(segment.index for segment in pack.segments)
+        self._totals.join(totals)
+        for place, gradient in enumerate(gradients):
             sum_so_far = self._gradients[place]
             if sum_so_far is None:
                 self._gradients[place] = gradient
             elif gradient is not None:
                 sum_so_far.add_(gradient)
+
+    def pool(self, ranks: Ranks) -> None:
+        """Take in what the other ranks have of it; all do this together and have the same then."""
+        if ranks.size == 1:
+            return
+        own = {index: self._outputs[index] for index in self._counted}
+        self._totals, mine = Totals(), self._totals
+        for payload in ranks.gather(wire.encode(_Share(mine, own))):
+            share = wire.decode(payload, _Share)
+            self._totals.join(share.totals)
+            for index, values in share.outputs.items():
+                self._outputs[index] = values
+        if not self.forward_only:
+            shapes = list(self.run.parameters.values())
+            self._gradients = [*ranks.total(self._gradients, shapes)]
 
     def finish(self) -> None:
         """Add the gradient to the run's, once everything is done."""
@@ -112,21 +112,37 @@ class Job:
         self._groups, self._gradients = [], []
 
 
-class _Totals:
+@dataclass(slots=True)
+class Totals:
     """Sums over the packs of one request."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._loss = 0.0
-        self._sums: dict[str, float] = {}
+    tokens: int = 0
+    loss: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
 
-    def add(self, measured: Measured) -> None:
-        self.tokens += len(measured.logprobs)
-        self._loss += measured.loss
-        for name, value in measured.sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
+    @classmethod
+    def of(cls, token_loss: TokenLoss) -> Totals:
+        """Sum over the positions of one pack."""
+        sums = {name: values.double().sum().item() for name, values in token_loss.means.items()}
+        return cls(token_loss.loss.numel(), token_loss.loss.detach().double().sum().item(), sums)
+
+    def join(self, other: Totals) -> None:
+        """Add another's sums."""
+        self.tokens += other.tokens
+        self.loss += other.loss
+        for name, total in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + total
 
     def metrics(self) -> dict[str, float]:
         """Named name:reduction. Means over no tokens are left out."""
-        means = {f"{name}:mean": total / self.tokens for name, total in self._sums.items()}
-        return {"loss:sum": self._loss, "tokens:sum": float(self.tokens), **means}
+        means = {f"{name}:mean": total / self.tokens for name, total in self.sums.items()}
+        return {"loss:sum": self.loss, "tokens:sum": float(self.tokens), **means}
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank has of a job."""
+
+    totals: Totals
+    outputs: dict[int, Array]
+    """Place of a datum in the request -> its logprobs."""

@@ -40,7 +40,7 @@ def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int
 
 def has_part(head: nn.Module, run_id: str) -> bool:
     """Whether a run has an adapter on the head."""
-    return isinstance(head, AdaptedLinear) and run_id in head.parts
+    return isinstance(head, AdaptedLinear) and head.part(run_id) is not None
 
 
 def _frozen_linear(head: nn.Module, spans: Sequence[Span]) -> nn.Linear | None:

@@ -21,7 +21,7 @@ class EngineOptions:
     device: str = "cpu"
     """A torch device: cpu, cuda, cuda:1."""
     pack_tokens: int = 4096
-    """Tokens that one forward pass takes; a longer datum is a pass of its own. Bounds memory, never changes results."""
+    """Tokens that a rank's forward pass takes; a longer datum is a pass of its own. Bounds memory, not results."""
     joint_passes: bool = True
     """Whether one pass takes tokens of several runs. False makes results independent of other runs to the last bit."""
     logprob_chunk: int = 512
@@ -32,3 +32,5 @@ class EngineOptions:
     """dtype of published adapters. None means that of the base weights."""
     failpoints: str = ""
     """Where the process dies, for tests; see trainer_service/failpoints.py."""
+    ranks: int = 1
+    """Processes, with a device each, that the engine consists of."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from trainer_service.engine.base import AdapterInfo, LoadedState
 from trainer_service.engine.base_model import load_base_model
 from trainer_service.engine.jobs import Job
 from trainer_service.engine.loss_specs import loss_spec
+from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.gradients import gradient_norm
 from trainer_service.engine.optimizers.make import check_same, make_optimizer
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.packing import Batch, datum_weights
-from trainer_service.engine.passes import PassRunner, Share
+from trainer_service.engine.passes import PassRunner, Result, Share
+from trainer_service.engine.ranks import Ranks
 from trainer_service.engine.run import EngineRun, seeded_rng_state
 from trainer_service.engine.scheduler import Scheduler
+from trainer_service.engine.sharding import ShardedModel
 
 _log = logging.getLogger(__name__)
 
@@ -40,15 +44,20 @@ _log = logging.getLogger(__name__)
 class PeftEngine:
     """Trains many LoRA runs on one base model, on one device. Implements `TrainerEngine`."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, ranks: Ranks | None = None) -> None:
+        """Load the base model, dealt over `ranks`, all of which do the same; without them this process is alone."""
+        self._ranks = ranks or Ranks.alone()
         self._options = options
-        self._device = torch.device(options.device)
-        self._model = load_base_model(options)
+        self._device = torch.device(self._ranks.take_device(options.device))
+        self._sharded = ShardedModel(lambda: load_base_model(options), self._ranks, self._device)
+        self._model = self._sharded.model
         routing = adapters.adapt(self._model)
-        self._passes = PassRunner(self._model, routing, self._device, options.logprob_chunk)
+        self._passes = PassRunner(self._sharded, routing, self._device, options.logprob_chunk)
         self._runs: dict[str, EngineRun] = {}
         self._jobs: list[Job] = []
-        self._scheduler: Scheduler[Job] = Scheduler(options.pack_tokens, joint=options.joint_passes)
+        self._scheduler: Scheduler[Job] = Scheduler(
+            options.pack_tokens, joint=options.joint_passes, ranks=self._ranks.size
+        )
 
     def describe(self) -> ModelInfo:
         config = self._model.config
@@ -103,13 +112,13 @@ class PeftEngine:
         return job
 
     def advance(self, announce: Callable[[Sequence[str]], None]) -> list[Job]:
-        shares = self._scheduler.next_pass(self._jobs)
-        if shares:
-            self._compute(shares, announce)
+        passes = self._scheduler.next_passes(self._jobs)
+        if any(passes):
+            self._compute(passes, announce)
         done = [job for job in self._jobs if job.is_done]
         self._jobs = [job for job in self._jobs if not job.is_done]
         for job in done:
-            _finish(job)
+            self._finish(job)
         return done
 
     def forward_backward(
@@ -138,8 +147,8 @@ class PeftEngine:
         except NonFiniteGradient:
             run.drop_gradient()
             raise
+        optimizer = self._ranks.together(lambda: _ready_optimizer(run, params))
         with _out_of_memory_named():
-            optimizer = run.optimizer or make_optimizer(run.parameters, params)
             learning_rate = optimizer.step(params, run.step + 1, norm)
         run.optimizer = optimizer
         run.drop_gradient()
@@ -168,33 +177,51 @@ class PeftEngine:
             raise RunNotFound("the engine holds no such run; create it first.", field="run_id")
         return self._runs[run_id]
 
-    def _compute(self, shares: Sequence[Share], announce: Callable[[Sequence[str]], None]) -> None:
-        announce([job.run_id for job, _ in shares])
-        if self._try(shares):
+    def _compute(self, passes: Sequence[Sequence[Share]], announce: Callable[[Sequence[str]], None]) -> None:
+        """Do one pass on each rank."""
+        jobs = list({job.run_id: job for shares in passes for job, _ in shares}.values())
+        announce([job.run_id for job in jobs])
+        if self._try(passes, jobs):
             return
-        for share in shares:
-            self._compute([share], announce)
+        for job in jobs:
+            self._compute([[share for share in shares if share[0] is job] for shares in passes], announce)
 
-    def _try(self, shares: Sequence[Share]) -> bool:
-        """Do a pass. One that fails is noted if it is of one job, else there is more to try."""
+    def _try(self, passes: Sequence[Sequence[Share]], jobs: Sequence[Job]) -> bool:
+        """Do passes. If any fails, that is noted if they are of one job, else there is more to try."""
+        own = passes[self._ranks.rank]
+        work = partial(self._results, own) if own else None
         try:
-            with _out_of_memory_named():
-                self._passes.run(shares)
+            results = self._sharded.run(work, with_gradient=not jobs[0].forward_only)
         except Exception as error:
-            if len(shares) > 1:
-                _log.warning("a pass of %d runs failed; each is tried by itself: %s", len(shares), error)
+            if len(jobs) > 1:
+                _log.warning("a pass of %d runs failed; each is tried by itself: %s", len(jobs), error)
                 return False
-            shares[0][0].fail(error)
+            jobs[0].fail(error)
+        else:
+            for result in results or ():
+                result.give()
         return True
 
+    def _results(self, shares: Sequence[Share]) -> list[Result]:
+        with _out_of_memory_named():
+            return self._passes.compute(shares)
 
-def _finish(job: Job) -> None:
-    try:
-        if job.error is None:
-            with _out_of_memory_named():
-                job.finish()
-    except PacelineError as error:
-        job.fail(error)
+    def _finish(self, job: Job) -> None:
+        try:
+            if job.error is None:
+                job.pool(self._ranks)
+                with _out_of_memory_named():
+                    job.finish()
+        except PacelineError as error:
+            job.fail(error)
+
+
+def _ready_optimizer(run: EngineRun, params: OptimizerParams) -> AnyOptimizer:
+    """Return the run's optimizer, made if it has none, with room for its next step."""
+    with _out_of_memory_named():
+        optimizer = run.optimizer or make_optimizer(run.parameters, params)
+        optimizer.reserve()
+        return optimizer
 
 
 @contextmanager

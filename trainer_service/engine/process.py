@@ -6,10 +6,11 @@ import asyncio
 import itertools
 import logging
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import NoneType
 from typing import Self, TypeVar
 
@@ -27,6 +28,7 @@ from paceline.types import (
 )
 from trainer_service.engine import wire
 from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState
+from trainer_service.engine.launch import engine_command, engine_environment
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.suspects import Suspects
 from trainer_service.failpoints import Failpoints
@@ -74,7 +76,7 @@ class EngineProcess:
 
     async def start(self) -> ModelInfo:
         """Start the process and load the model. Raises what loading raised, or EngineUnavailable."""
-        link = self._link = await _Link.open(self._on_exit, self._suspects)
+        link = self._link = await _Link.open(self._options.ranks, self._on_exit, self._suspects)
         try:
             self._info = await link.call(wire.Start(self._options), ModelInfo)
         except BaseException:
@@ -159,10 +161,12 @@ class _Link:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        directory: TemporaryDirectory[str],
         on_exit: Callable[[int], None] | None,
         suspects: Suspects,
     ) -> None:
         self.process = process
+        self._directory = directory
         self._reader, self._writer = reader, writer
         self._on_exit = on_exit
         self._suspects = suspects
@@ -174,21 +178,24 @@ class _Link:
         self._receiving = asyncio.create_task(self._receive())
 
     @classmethod
-    async def open(cls, on_exit: Callable[[int], None] | None, suspects: Suspects) -> _Link:
+    async def open(cls, ranks: int, on_exit: Callable[[int], None] | None, suspects: Suspects) -> _Link:
+        directory = TemporaryDirectory(prefix="paceline-engine-")
         ours, theirs = socket.socketpair()
-        command = (sys.executable, "-m", "trainer_service.engine", "--fd", str(theirs.fileno()))
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *command,
-                    pass_fds=(theirs.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    *engine_command(ranks, Path(directory.name)),
+                    stdin=theirs.fileno(),
+                    env=engine_environment(ranks),
+                    # Ctrl-C on a terminal is the service's to act on; the launcher would pass it on.
+                    start_new_session=ranks > 1,
                 )
             reader, writer = await asyncio.open_connection(sock=ours, limit=_STREAM_LIMIT)
         except BaseException:
             ours.close()
+            directory.cleanup()
             raise
-        return cls(process, reader, writer, on_exit, suspects)
+        return cls(process, reader, writer, directory, on_exit, suspects)
 
     async def call(self, command: wire.Start | wire.AnyCommand, kind: type[R]) -> R:
         if self._dead:
@@ -244,6 +251,7 @@ class _Link:
                 waiting.answer.set_exception(_died() if {key} == executing.keys() else _unavailable())
         self._waiting.clear()
         status = await self._wait_for_exit()
+        self._directory.cleanup()
         if by_itself:
             _log.error("the engine process died with status %d", status)
             if self._on_exit is not None:
@@ -251,11 +259,11 @@ class _Link:
 
     async def _wait_for_exit(self) -> int:
         # The process ends when its pipe closes. Killing it at once would race with its own end for the exit status.
-        try:
-            return await asyncio.wait_for(self.process.wait(), _EXIT_SECONDS)
-        except TimeoutError:
-            self.process.kill()
-            return await self.process.wait()
+        for end in (self.process.terminate, self.process.kill):
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(self.process.wait(), _EXIT_SECONDS)
+            end()
+        return await self.process.wait()
 
 
 def _died() -> EngineDiedError:

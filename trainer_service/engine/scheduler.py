@@ -41,24 +41,28 @@ class Scheduler(Generic[D]):
     Each run has a level, the tokens that it was served. The lowest goes first; one that comes begins no lower than the
     lowest of those that wait, so that idling earns nothing and a long command holds up nobody. What is in a pass
     depends on the demands and their order alone. The passes of a demand that nothing else waits beside are its
-    segments, first fit by decreasing length.
+    segments, first fit by decreasing length. Passes that several ranks do at the same time are filled alike.
     """
 
-    def __init__(self, pack_tokens: int, *, joint: bool = True) -> None:
-        """Take the tokens of a pass, a longer segment being one by itself, and whether runs share passes."""
+    def __init__(self, pack_tokens: int, *, joint: bool = True, ranks: int = 1) -> None:
+        """Take the tokens of a pass, a longer segment being one by itself, and whether runs share passes.
+
+        `ranks` is how many passes are done at the same time.
+        """
         self._pack_tokens = pack_tokens
+        self._ranks = ranks
         self._joint = joint
         self._levels: dict[str, int] = {}
         self._waiting: set[str] = set()
-        """Runs that waited for more when the last pass was full."""
+        """Runs that waited for more when the last passes were full."""
         self._now = 0
         """The lowest level of those, or where all were served, the highest."""
 
-    def next_pass(self, demands: Sequence[D]) -> list[tuple[D, list[Segment]]]:
-        """Take the next pass's segments from the demands; empty when nothing waits."""
+    def next_passes(self, demands: Sequence[D]) -> list[list[tuple[D, list[Segment]]]]:
+        """Take each rank's next pass from the demands; all are empty when nothing waits, some when little does."""
         waiting = [demand for demand in demands if demand.waiting]
         if not waiting:
-            return []
+            return [[] for _ in range(self._ranks)]
         for demand in waiting:
             if demand.run_id not in self._waiting:
                 self._levels[demand.run_id] = max(self._now, self._levels.get(demand.run_id, 0))
@@ -73,13 +77,15 @@ class Scheduler(Generic[D]):
         """Forget a run that is gone."""
         self._levels.pop(run_id, None)
 
-    def _fill(self, sharing: list[D]) -> list[tuple[D, list[Segment]]]:
+    def _fill(self, sharing: list[D]) -> list[list[tuple[D, list[Segment]]]]:
         queues = {demand.run_id: demand.waiting for demand in sharing}
-        taken: dict[str, tuple[D, list[Segment]]] = {}
-        room = self._pack_tokens
+        passes: list[dict[str, tuple[D, list[Segment]]]] = [{} for _ in range(self._ranks)]
+        rooms = [self._pack_tokens] * self._ranks
         while sharing:
             demand = min(sharing, key=self._level)
             queue = queues[demand.run_id]
+            emptiest = max(range(self._ranks), key=rooms.__getitem__)
+            taken, room = passes[emptiest], rooms[emptiest]
             # The first segment goes however long it is; none fits beside one that is longer than a pass.
             segment = next((each for each in queue if each.length <= room or not taken), None)
             if segment is None:
@@ -88,8 +94,8 @@ class Scheduler(Generic[D]):
             queue.remove(segment)
             taken.setdefault(demand.run_id, (demand, []))[1].append(segment)
             self._levels[demand.run_id] += segment.length
-            room -= segment.length
-        return list(taken.values())
+            rooms[emptiest] -= segment.length
+        return [list(taken.values()) for taken in passes]
 
     def _may_join(self, demand: D, first: D) -> bool:
         return self._joint and not demand.alone and not first.alone and demand.forward_only == first.forward_only

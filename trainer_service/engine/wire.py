@@ -6,6 +6,7 @@ holds dtype, shape and bytes. Replies carry the id of their command.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,6 +136,9 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
 
 Command = CreateRun | DeleteRun | OptimStep | SaveState | SaveAdapter | LoadState
 AnyCommand = Command | ForwardBackward
+READING = (SaveState, SaveAdapter)
+"""Commands that change nothing in the engine; of several ranks only the first executes them."""
+
 Result = ModelInfo | AdapterInfo | ForwardBackwardOutput | OptimStepOutput | LoadedState | None
 
 
@@ -198,8 +202,8 @@ Report = Began | Reply
 """What the engine sends."""
 
 
-def encode(message: Request | Report | AnyCommand | Result) -> bytes:
-    """Encode a message, without its length."""
+def encode(message: Any) -> bytes:
+    """Encode a message of this module, or any dataclass of such parts, without its length."""
     return msgspec.msgpack.encode(message, enc_hook=_encode_array)
 
 
@@ -217,6 +221,15 @@ def decode_report(data: bytes) -> Report:
 def frame(payload: bytes) -> bytes:
     """Put the length before a payload."""
     return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def frames(data: bytes) -> Iterator[bytes]:
+    """Return the payloads of frames that stand one after the other."""
+    start = 0
+    while start < len(data):
+        begin = start + LENGTH_BYTES
+        start = begin + int.from_bytes(data[start:begin], "little")
+        yield data[begin:start]
 
 
 def _encode_array(value: Any) -> msgspec.msgpack.Ext:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
-import uuid
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 import msgspec
 
-from paceline.errors import Internal, PacelineError
 from trainer_service.engine import wire
 from trainer_service.engine.base import TrainerEngine
+from trainer_service.engine.failures import failure_of
+from trainer_service.engine.intake import Intake
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine.ranks import Ranks
 from trainer_service.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ _NOTHING = msgspec.Raw(wire.encode(None))
 
 
 class Worker:
-    """Serves one engine to the process at the other end of `connection`.
+    """Serves one engine to the process at the other end of `connection`, together with the other ranks.
 
     A turn takes every command that waits. Those that are no ForwardBackward are executed at once; a ForwardBackward is
     begun, and the turn ends with one pass over all that were. What a turn does depends on the commands and their order
@@ -34,9 +33,10 @@ class Worker:
 
     _engine: TrainerEngine
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, ranks: Ranks) -> None:
         self._connection = connection
-        self._requests: SimpleQueue[wire.Request] = SimpleQueue()
+        self._ranks = ranks
+        self._intake = Intake(connection, ranks)
         self._held: list[wire.Request] = []
         """Commands of runs that have a job."""
         self._jobs: dict[str, wire.Request] = {}
@@ -45,35 +45,25 @@ class Worker:
 
     def serve(self) -> NoReturn:
         """Answer commands for ever. The process ends, whatever it is doing, when the other end closes."""
-        threading.Thread(target=self._receive, daemon=True).start()
-        while True:
-            self._take()
-            if self._jobs:
-                for job in self._engine.advance(self._announce):
-                    self._answer(self._jobs.pop(job.run_id), job.output)
-
-    def _receive(self) -> None:
-        # Waiting here, beside the engine, an orphan notices at once and frees its memory.
+        self._intake.start()
         try:
-            with self._connection.makefile("rb") as stream:
-                while header := stream.read(wire.LENGTH_BYTES):
-                    payload = stream.read(int.from_bytes(header, "little"))
-                    self._requests.put(wire.decode(payload, wire.Request))
+            while True:
+                self._turn()
         except Exception:
-            _log.exception("the pipe to the service broke")
+            # Other ranks died or went another way; what this one would answer may be wrong.
+            _log.exception("the engine cannot go on")
             os._exit(1)
-        os._exit(0)
+
+    def _turn(self) -> None:
+        self._take()
+        if self._jobs:
+            for job in self._engine.advance(self._announce):
+                self._answer(self._jobs.pop(job.run_id), job.output)
 
     def _take(self) -> None:
         """Execute or begin the commands that wait; wait for one if there is nothing else to do."""
         waiting, self._held = self._held, []
-        if not self._jobs and not waiting:
-            waiting.append(self._requests.get())
-        while True:
-            try:
-                waiting.append(self._requests.get_nowait())
-            except Empty:
-                break
+        waiting += self._intake.take(wait=not self._jobs and not waiting)
         busy = set(self._jobs)
         for request in waiting:
             if request.run_id in busy:
@@ -88,11 +78,13 @@ class Worker:
         try:
             command.begin(self._engine, alone=request.alone)
         except Exception as error:
-            self._send(wire.Reply(request.id, _NOTHING, _failure(request, error)))
+            self._send(wire.Reply(request.id, _NOTHING, failure_of(error, _name(request))))
         else:
             self._jobs[command.run_id] = request
 
     def _execute(self, request: wire.Request, command: wire.Start | wire.Command) -> None:
+        if isinstance(command, wire.READING) and not self._ranks.leads:
+            return
         self._send(wire.Began([request.id]))
         self._answer(request, lambda: self._result(command))
 
@@ -104,7 +96,7 @@ class Worker:
     def _result(self, command: wire.Start | wire.Command) -> wire.Result:
         if isinstance(command, wire.Start):
             self._failpoints = Failpoints(command.options.failpoints)
-            self._engine = PeftEngine(command.options)
+            self._engine = PeftEngine(command.options, self._ranks)
             return self._engine.describe()
         return command.execute(self._engine)
 
@@ -112,18 +104,16 @@ class Worker:
         try:
             reply = wire.Reply(request.id, msgspec.Raw(wire.encode(result())))
         except Exception as error:
-            reply = wire.Reply(request.id, _NOTHING, _failure(request, error))
-        self._failpoints.hit(f"engine_{type(request.command).__name__}")
+            reply = wire.Reply(request.id, _NOTHING, failure_of(error, _name(request)))
+        if not isinstance(request.command, wire.READING):
+            self._ranks.check_alike(reply.failure.reason if reply.failure else "")
+        self._failpoints.hit(f"engine_{_name(request)}")
         self._send(reply)
 
     def _send(self, report: wire.Report) -> None:
-        self._connection.sendall(wire.frame(wire.encode(report)))
+        if self._ranks.leads:
+            self._connection.sendall(wire.frame(wire.encode(report)))
 
 
-def _failure(request: wire.Request, error: Exception) -> wire.Failure:
-    """Describe an error; one that is not of the catalog stays in the log."""
-    if isinstance(error, PacelineError):
-        return wire.Failure.of(error)
-    error_id = uuid.uuid4().hex
-    _log.error("%s failed, error_id=%s", type(request.command).__name__, error_id, exc_info=error)
-    return wire.Failure.of(Internal("the engine failed; its log has the error_id.", metadata={"error_id": error_id}))
+def _name(request: wire.Request) -> str:
+    return type(request.command).__name__

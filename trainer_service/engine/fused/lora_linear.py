@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, autograd, nn
 from torch.nn import functional
 
@@ -18,28 +19,33 @@ from trainer_service.engine.routing import Routing, Span
 class LowRank:
     """A run's part in one layer: x W^T becomes x W^T + scaling (dropout(x) A^T) B^T (LoRA, arXiv 2106.09685, eq. 3)."""
 
-    a: nn.Parameter
+    a: Tensor
     """A, float32, [rank, in]."""
-    b: nn.Parameter
+    b: Tensor
     """B, float32, [out, rank]."""
     scaling: float
     dropout: float
     """Probability with which an element of the input is dropped in training."""
 
 
-class AdaptedLinear(nn.Module):
-    """A frozen linear layer with the low-rank parts of any number of runs.
+class AdaptedLinear(PeftLinear):
+    """PEFT's LoRA layer, its adapters those of runs, computed for the rows of many of them at once.
 
     Whose rows come in the routing says; a row of a run without a part here passes the frozen layer alone. The parts
     stay float32; each pass rounds them once to the dtype of the input, with the scaling folded into B.
     """
 
-    def __init__(self, base_layer: nn.Linear, routing: Routing, index: int) -> None:
-        """Wrap a layer; `index` tells its dropout from that of other layers."""
-        super().__init__()
-        self.base_layer, self.routing, self.index = base_layer, routing, index
-        self.parts: dict[str, LowRank] = {}
-        """By run. Not among the module's parameters: these belong to the runs."""
+    routing: Routing
+    index: int
+    """Tells its dropout from that of other layers."""
+
+    def part(self, run_id: str) -> LowRank | None:
+        """Return what a run adds here, if anything."""
+        if run_id not in self.lora_A:
+            return None
+        dropout = getattr(self.lora_dropout[run_id], "p", 0.0)  # PEFT has an Identity for 0.
+        a, b = cast("nn.Linear", self.lora_A[run_id]), cast("nn.Linear", self.lora_B[run_id])
+        return LowRank(a.weight, b.weight, self.scaling[run_id], dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x`, [..., in], the rows of the pass; returns [..., out] in the dtype of `x`."""
@@ -84,10 +90,9 @@ def _parts(x: Tensor, adapted: Mapping[int, AdaptedLinear], spans: Sequence[Span
     first = next(iter(adapted.values()))
     parts = []
     for span in first.routing.spans if spans is None else spans:
-        places = tuple(place for place, layer in adapted.items() if span.run_id in layer.parts)
-        if places:
-            lows = tuple(adapted[place].parts[span.run_id] for place in places)
-            parts.append(_Part(span, places, lows, first.index))
+        lows = {place: low for place, layer in adapted.items() if (low := layer.part(span.run_id)) is not None}
+        if lows:
+            parts.append(_Part(span, tuple(lows), tuple(lows.values()), first.index))
     if parts and (spans or first.routing.spans)[-1].stop != len(x):
         raise Unsupported("a layer of this model does not see the rows of a pass in order; adapt other layers.")
     return parts

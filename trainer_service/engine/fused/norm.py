@@ -43,10 +43,10 @@ class _RmsNorm(autograd.Function):
         dx = torch.empty_like(x)
         dweight = torch.zeros(weight.shape, device=x.device) if ctx.needs_input_grad[1] else None
         for part, upstream, target, root in row_blocks(x, dout, dx, inverse):
-            normed, g = part * root, upstream.float()
+            normed = part * root
             if dweight is not None:
-                dweight += (g * normed).sum(0)
-            g.mul_(weight)
+                dweight += (upstream * normed).sum(0)
+            g = upstream.float() * weight
             share = torch.linalg.vecdot(g, normed).unsqueeze(1).div_(-x.shape[1])
             target.copy_(g.addcmul_(normed, share).mul_(root))
         return dx.view(gradients[0].shape), None if dweight is None else dweight.to(weight.dtype), None
