@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from make_model import default_directory, make_model
-from train import budget
+from train_report import budget
 
 from paceline.types import Datum, LoraConfig
 from trainer_service.engine.allocator import keep_freed_memory
