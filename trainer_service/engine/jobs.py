@@ -56,7 +56,7 @@ class Job:
         self._outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
         self._counted: set[int] = set()
         """Datums that this rank has done."""
-        self._totals = _Totals()
+        self._totals = Totals()
         self._gradients: list[Tensor | None] = [None] * len(run.parameters)
 
     @property
@@ -91,16 +91,15 @@ class Job:
         result = LOSSES[self._loss_fn](logprobs, pack.loss_inputs, self._config)
         return TokenLoss(result.loss * pack.weights, result.means)
 
-    def add(self, pack: Pack, logprobs: Tensor, token_loss: TokenLoss, gradients: Sequence[Tensor | None]) -> None:
-        """Take in what a pass gave: all detached; no gradients where none are computed."""
-        scatter_logprobs(self._outputs, pack, logprobs.cpu().numpy())
+    def add(self, pack: Pack, logprobs: Array, totals: Totals, gradients: Sequence[Tensor | None]) -> None:
+        """Take in what a pass gave, with no gradients where none are computed. Allocates nothing that can run out."""
+        scatter_logprobs(self._outputs, pack, logprobs)
         self._counted.update(segment.index for segment in pack.segments)
-        self._totals.add(token_loss)
+        self._totals.join(totals)
         for place, gradient in enumerate(gradients):
             sum_so_far = self._gradients[place]
             if sum_so_far is None:
-                # Of weights in bfloat16 it comes so; sums are float32.
-                self._gradients[place] = None if gradient is None else gradient.float()
+                self._gradients[place] = gradient
             elif gradient is not None:
                 sum_so_far.add_(gradient)
 
@@ -109,7 +108,7 @@ class Job:
         if ranks.size == 1:
             return
         own = {index: self._outputs[index] for index in self._counted}
-        self._totals, mine = _Totals(), self._totals
+        self._totals, mine = Totals(), self._totals
         for payload in ranks.gather(wire.encode(_Share(mine, own))):
             share = wire.decode(payload, _Share)
             self._totals.join(share.totals)
@@ -128,6 +127,7 @@ class Job:
         if not self.forward_only:
             self.run.add_gradient(self._gradients, self._totals.tokens)
             self.run.rng_state = self._rng_state
+        self._gradients = []
 
     def fail(self, error: Exception) -> None:
         """End it with an error, the run as it was."""
@@ -136,7 +136,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class _Totals:
+class Totals:
     """Sums over the packs of one request."""
 
     tokens: int = 0
@@ -147,13 +147,16 @@ class _Totals:
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
 
-    def add(self, token_loss: TokenLoss) -> None:
-        loss = token_loss.loss
+    @classmethod
+    def of(cls, token_loss: TokenLoss) -> Totals:
+        """Sum over the positions of one pack."""
+        loss = token_loss.loss.detach()
         positions = int(loss.isfinite().logical_not().sum())
         sums = {name: values.double().sum().item() for name, values in token_loss.means.items()}
-        self.join(_Totals(loss.numel(), positions, loss=loss.double().sum().item(), sums=sums))
+        return cls(loss.numel(), positions, loss=loss.double().sum().item(), sums=sums)
 
-    def join(self, other: _Totals) -> None:
+    def join(self, other: Totals) -> None:
+        """Add another's sums."""
         self.tokens += other.tokens
         self.positions += other.positions
         self.loss += other.loss
@@ -173,6 +176,6 @@ class _Totals:
 class _Share:
     """What one rank has of a job."""
 
-    totals: _Totals
+    totals: Totals
     outputs: dict[int, Array]
     """Place of a datum in the request -> its logprobs."""

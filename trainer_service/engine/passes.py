@@ -10,8 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from paceline.types.training import Array
 from trainer_service.engine.base_model import backbone, output_head
-from trainer_service.engine.jobs import Job
+from trainer_service.engine.jobs import Job, Totals
 from trainer_service.engine.logprobs import has_part, target_logprobs
 from trainer_service.engine.losses import TokenLoss
 from trainer_service.engine.packing import Pack, Segment
@@ -34,17 +35,17 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a job gets of a pass: all detached, and no gradients where none are computed."""
+    """What a job gets of a pass, on the host so that giving it cannot fail; no gradients where none are computed."""
 
     job: Job
     pack: Pack
-    logprobs: Tensor
-    loss: TokenLoss
+    logprobs: Array
+    totals: Totals
     gradients: list[Tensor]
 
     def give(self) -> None:
         """Let the job have it."""
-        self.job.add(self.pack, self.logprobs, self.loss, self.gradients)
+        self.job.add(self.pack, self.logprobs, self.totals, self.gradients)
 
 
 class PassRunner:
@@ -67,7 +68,7 @@ class PassRunner:
                 losses = [part.job.loss(own, part.pack) for part, own in zip(rows, logprobs, strict=True)]
             gradients = _gradients(rows, losses, self._sharded.entrances)
         return [
-            Result(part.job, part.pack, own.detach(), TokenLoss(loss.loss.detach(), loss.means), gradient)
+            Result(part.job, part.pack, own.detach().cpu().numpy(), Totals.of(loss), gradient)
             for part, own, loss, gradient in zip(rows, logprobs, losses, gradients, strict=True)
         ]
 
@@ -132,4 +133,5 @@ def _gradients(rows: Sequence[_Rows], losses: Sequence[TokenLoss], entrances: Se
     weights = [list(part.job.run.parameters.values()) for part in rows]
     inputs = [*(weight for own in weights for weight in own), *entrances]
     flat = iter(torch.autograd.grad([loss.loss.sum() for loss in losses], inputs, allow_unused=True))
-    return [[next(flat) for _ in own] for own in weights]
+    # Of weights in bfloat16 they come so; sums are float32.
+    return [[None if (each := next(flat)) is None else each.float() for _ in own] for own in weights]

@@ -142,7 +142,7 @@ class _LoraLinears(autograd.Function):
             rows = x[part.span.rows] if mask is None else x[part.span.rows] * mask
             das = torch.split((through.t() @ rows).float(), [up.shape[1] for up in ups])
             for da, low, out, factor in zip(das, lows, outs, part.lows, strict=True):
-                factors += [da, (low.t() @ out).t().float().mul(factor.scaling).contiguous()]
+                factors += [da, (out.t() @ low).float().mul_(factor.scaling)]
         if dx is not None:
             for out, weight in zip(gradients, weights, strict=True):
                 dx.addmm_(out, weight)
