@@ -34,15 +34,11 @@ from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import AttemptRecord, Facts, RebaseRecord
 from trainer_service.runs.answers import Answers, check_digest
 from trainer_service.runs.command import Answer, Command, answer_to_record, internal_error, poisoned
-from trainer_service.runs.turn import Executor, Turn
+from trainer_service.runs.turn import READING, REPEATABLE, Executor, Turn
 from trainer_service.runs.waiting import Pending, Waiting
 
 _log = get_logger(__name__)
 
-_REPEATABLE = frozenset({"ForwardBackward", "OptimStep"})
-"""Commands whose replies come out the same when they are executed again, so that they need not be durable first."""
-_READING = frozenset({"SaveCheckpoint", "PublishWeights"})
-"""Commands that let the next begin before they end."""
 _MAX_UNDER_WAY = 8
 """Commands of a run that may be under way, so that what they hold is bounded."""
 
@@ -226,14 +222,14 @@ class Sequencer:
     def _must_wait(self, command: Command) -> bool:
         """Whether a command whose turn has come may not begin beside those that are under way."""
         under_way = len(self._waiting.under_way())
-        alone = command.method not in _READING | _REPEATABLE
+        alone = command.method not in READING | REPEATABLE
         return under_way > 0 if alone else under_way >= _MAX_UNDER_WAY
 
     async def _begin(self, pending: Pending, executor: Executor) -> bool:
         """Execute a command up to where the next may begin; return whether it came so far."""
         command = pending.command
         earlier = [turn for other, turn in self._waiting.under_way() if other.method == command.method]
-        turn = pending.turn = Turn(earlier, may_overlap=command.method in _READING)
+        turn = pending.turn = Turn(earlier, may_overlap=command.method in READING)
         pending.place = None
         task = asyncio.create_task(self._finish(pending, turn, executor))
         self._finishing.add(task)
@@ -254,7 +250,7 @@ class Sequencer:
                 return
             self._failpoints.hit("after_execute")
             record = answer_to_record(command, answer, executor.facts().at(pending.place), turn.version)
-            must_sync = isinstance(answer, errors.PacelineError) or command.method not in _REPEATABLE
+            must_sync = isinstance(answer, errors.PacelineError) or command.method not in REPEATABLE
             await self.journal.append(record, sync=must_sync)
             self._failpoints.hit("after_answer")
             self.answers.keep(record)

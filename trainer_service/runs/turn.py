@@ -12,6 +12,11 @@ from paceline import errors
 from trainer_service.journal.records import Facts
 from trainer_service.runs.command import Command
 
+REPEATABLE = frozenset({"ForwardBackward", "OptimStep"})
+"""Commands whose replies come out the same when they are executed again, so that they need not be durable first."""
+READING = frozenset({"SaveCheckpoint", "PublishWeights"})
+"""Commands that let the next begin before they end."""
+
 
 class Turn:
     """A command's turn to execute.
