@@ -18,8 +18,8 @@ from engine_cases import ADAM, make_data
 from safetensors.numpy import load_file
 from tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen3
 
-from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory
-from paceline.types import Datum, LoraConfig, Reduction
+from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory, Unsupported
+from paceline.types import Datum, FullParameters, LoraConfig, Reduction
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.process import EngineProcess
@@ -247,6 +247,28 @@ def emptied(directory: Path) -> Path:
     for path in directory.iterdir():
         path.unlink()
     return directory
+
+
+async def test_runs_of_several_ranks_wait_on_disk_and_a_full_one_is_refused(tmp_path):
+    options = EngineOptions(str(make_tiny_llama(tmp_path / "untied")), "tiny")
+    run_bytes = 16 * PeftEngine(options).create_run("run", LORAS["all"]).trainable_parameters
+    scratch = str(tmp_path / "scratch")
+    async with EngineProcess(replace(options, ranks=2, run_memory_bytes=2 * run_bytes, scratch_dir=scratch)) as two:
+        with pytest.raises(Unsupported) as caught:
+            await two.create_run("whole", FullParameters())
+        assert caught.value.field == "ranks"
+        names = [f"run{number}" for number in range(5)]
+        for name in names:
+            await two.create_run(name, LORAS["all"])
+        for _ in range(2):
+            work = (two.forward_backward(name, make_data((9, 5)), "ppo", {}, forward_only=False) for name in names)
+            outputs = await asyncio.gather(*work)
+            losses = [output.metrics["loss:sum"] for output in outputs]
+            np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+            steps = [await two.optim_step(name, ADAM) for name in names]
+        assert {step.step for step in steps} == {2}
+        for rank in ("0", "1"):
+            assert list((tmp_path / "scratch" / rank).iterdir())
 
 
 async def test_the_death_of_any_process_is_that_of_the_engine(tmp_path):

@@ -214,7 +214,9 @@ def test_a_run_that_fails_fails_by_itself_and_its_neighbours_are_unharmed(make_e
     jobs = {name: begin(engine, name, 1) for name in names}
     advance_all(engine)
     assert sorted(calls[0]) == sorted(names)
-    assert sorted(calls[1:]) == [["dropped"], ["head"], ["plain"]]
+    assert {len(runs) for runs in calls[1:]} == {1}
+    assert [calls.count([name]) for name in ("plain", "head")] == [1, 1]
+    assert ["dropped"] in calls
     with pytest.raises(OutOfMemory):
         jobs["dropped"].output()
     torch.testing.assert_close(gradients(engine, "dropped"), before[0], rtol=0, atol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tiny_models import make_tiny_llama
 
 from paceline.errors import DiskFull, OutOfMemory, RunNotFound
 from paceline.types import AdafactorParams, FullParameters, LoraConfig, WeightStorage
-from trainer_service.engine import state
+from trainer_service.engine import captures
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -161,11 +162,30 @@ def test_a_full_scratch_directory_refuses_the_command_and_harms_no_run(
         def full(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch.setattr(state, "save", full)
+        patch.setattr(captures, "_write_all", full)
         with pytest.raises(DiskFull, match="scratch_dir"):
             engine.create_run("other", LORA)
     assert saved(engine, tmp_path / "after") == before
     engine.create_run("other", LORA)
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20])
+def test_a_run_is_paged_out_when_what_was_captured_of_it_is_safe(make_engine, adapter_bytes, tmp_path, room):
+    engine = make_engine(adapter_bytes, staging_bytes=room)
+    engine.create_run("run", LORA)
+    train(engine)
+    before = saved(engine, tmp_path / "before")
+    capture = engine.capture_state("run")
+    paging = Thread(target=engine.create_run, args=("other", LORA))
+    paging.start()
+    if room:
+        paging.join(60)
+        assert not paging.is_alive()
+    (tmp_path / "captured").mkdir()
+    capture.write(tmp_path / "captured")
+    paging.join(60)
+    written = {file.name: file.read_bytes() for file in (tmp_path / "captured").iterdir()}
+    assert written == before == saved(engine, tmp_path / "after")
 
 
 def test_a_page_that_cannot_be_read_ends_the_engine_which_comes_back_from_the_journal(
