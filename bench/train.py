@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
 from make_model import default_directory, make_model
 from train_batches import Model, draw_batch, load_model, make_random_model, save_batch
 from train_ours import Trainer, TrainerOptions, start_trainer
