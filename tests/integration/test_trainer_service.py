@@ -3,10 +3,8 @@
 import asyncio
 import hashlib
 import os
-import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -583,8 +581,7 @@ async def test_a_dead_engine_costs_a_delay_and_no_step(caller, cluster):
     reference = await _reference(caller)
     await caller.create_run()
     await caller.train(2)
-    for engine in _children(cluster.trainer.process.pid):
-        os.kill(engine, signal.SIGKILL)
+    cluster.trainer.kill_engine()
     await _when_available(caller.forward_backward)
     step = await _when_available(caller.optim_step)
     assert (step.step, step.grad_norm) == (3, reference.grad_norm)
@@ -698,10 +695,6 @@ async def _weights_sha(caller, version):
     request = weights_pb.FetchVersionRequest(model=ref)
     parts = [part async for part in caller.weights.FetchVersion(request, metadata=caller.metadata)]
     return hashlib.sha256(b"".join(part.chunk.data for part in parts[1:])).hexdigest()
-
-
-def _children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def _when_available(call):
