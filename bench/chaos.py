@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from chaos import Chaos, Outcome  # noqa: E402
+from chaos_run import Chaos, Outcome  # noqa: E402
 from tiny_models import make_tiny_llama  # noqa: E402
 
 RECORD = ROOT / "docs" / "track-record.md"
