@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, autograd, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer_service.engine.fused.blocks import row_blocks
 from trainer_service.engine.fused.lora_linear import AdaptedLinear, shared_input
 from trainer_service.engine.routing import Span, clip
-
-_SOFTMAX_ROWS = 16
-"""Rows that go through softmax in float32 at one time: few, so that they stay in the cache."""
 
 
 def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, spans: Sequence[Span] = ()) -> Tensor:
@@ -83,8 +81,7 @@ class _FrozenHead(autograd.Function):
 def _softmax(logits: Tensor, targets: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits)[targets] in float32, and softmax(logits) in place of the logits if `keep`."""
     logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    rows = _SOFTMAX_ROWS if logits.device.type == "cpu" else len(logits)
-    for part, target, out in zip(*(torch.split(x, rows) for x in (logits, targets, logprobs)), strict=True):
+    for part, target, out in row_blocks(logits, targets, logprobs):
         exact = part.float()
         largest = exact.amax(1)
         chosen = exact.gather(1, target[:, None]).squeeze(1)
