@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -22,7 +23,7 @@ def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int
     targets' shape, differentiable in `hidden` and in the head's parameters (LoRA adapters on the head among them). At
     no time, forward or backward, are there logits of more than `chunk` positions. `spans` are the positions' runs.
     """
-    parts = list(zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True))
+    parts = list(zip(*(torch.split(x, _even(len(hidden), chunk)) for x in (hidden, targets)), strict=True))
     # Several targets of one position would need a derivative each.
     frozen = _frozen_linear(head, spans) if targets.ndim == 1 else None
     if frozen is not None:
@@ -34,6 +35,11 @@ def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int
             for (h, t), end in zip(parts, ends, strict=True)
         ]
     )
+
+
+def _even(rows: int, chunk: int) -> int:
+    """Shrink a chunk until the last is as large as the others: a few rows take as long as reading the head's weights."""
+    return math.ceil(rows / max(1, math.ceil(rows / chunk))) or chunk
 
 
 def has_part(head: nn.Module, run_id: str) -> bool:
