@@ -38,7 +38,7 @@ def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int
 
 
 def _even(rows: int, chunk: int) -> int:
-    """Shrink a chunk until the last is as large as the others: a few rows take as long as reading the head's weights."""
+    """Shrink a chunk so that the last is like the others: a few rows would take as long as reading the weights."""
     return math.ceil(rows / max(1, math.ceil(rows / chunk))) or chunk
 
 
