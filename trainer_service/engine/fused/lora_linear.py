@@ -14,7 +14,7 @@ from torch.nn import functional
 from paceline.errors import Unsupported
 from trainer_service.engine.routing import Routing, Span
 
-_FEW_ROWS = 256
+_FEW_ROWS = 128
 """Rows of a run up to which its products are float32 on a CPU."""
 
 
@@ -35,7 +35,7 @@ class AdaptedLinear(PeftLinear):
     """PEFT's LoRA layer, its adapters those of runs, computed for the rows of many of them at once.
 
     Whose rows come in the routing says; a row of a run without a part here passes the frozen layer alone. The parts
-    stay float32; each pass rounds them once to the dtype of the input, with the scaling folded into B.
+    stay float32; for many rows each pass rounds them once to the dtype of the input.
     """
 
     routing: Routing
@@ -96,8 +96,8 @@ class _Part:
     def dtype(self, x: Tensor) -> torch.dtype:
         """Choose what its products are computed in.
 
-        For few rows on a CPU that is float32: with bfloat16, rounding the factors and setting out for oneDNN's kernels,
-        one for each number of rows, takes longer than the products.
+        For few rows on a CPU that is float32: with bfloat16 it takes longer to round the factors and to come to
+        oneDNN's kernels, of which each new number of rows needs its own, than to multiply.
         """
         few = x.device.type == "cpu" and self.span.stop - self.span.start <= _FEW_ROWS
         return torch.float32 if few else x.dtype
