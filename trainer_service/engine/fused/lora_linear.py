@@ -167,7 +167,7 @@ class _LoraLinears(autograd.Function):
         return dx, None, *([None] * (2 * count)), *factors
 
 
-def _side_by_side(factors: Sequence[Tensor]) -> Tensor:
+def _side_by_side(factors: list[Tensor]) -> Tensor:
     return torch.cat(factors) if len(factors) > 1 else factors[0]
 
 
