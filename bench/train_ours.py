@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,22 +11,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import grpc
 import numpy as np
+from ports import free_port
 
 from paceline import codec
 from paceline.layout import CheckpointPath
 from paceline.rpc.channel import MAX_MESSAGE_BYTES
-from paceline.rpc.health import check_health
+from paceline.rpc.health import wait_until_serving
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
-from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.types import Datum, LoraConfig
 
 RANK = 16
 LOSS = "importance_sampling"
+_SERVICE = "paceline.trainer.v1.TrainerService"
 _LIMITS = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
 
 
@@ -80,8 +80,7 @@ class Trainer:
         return self.now() - start, (reply.metrics["loss:sum"], logprobs)
 
     def optim_step(self, learning_rate: float) -> None:
-        params = codec.adam_params_to_proto(AdamParams(learning_rate=learning_rate))
-        self._call("OptimStep", pb.OptimStepRequest, adamw=params)
+        self._call("OptimStep", pb.OptimStepRequest, adamw=pb.AdamwParams(learning_rate=learning_rate))
 
     def save_state(self, name: str) -> Path:
         """Save weights and the waiting gradient; returns the directory."""
@@ -140,7 +139,7 @@ def first_token(data: list[Datum]) -> list[Datum]:
 def start_trainer(options: TrainerOptions, state: Path) -> Iterator[Trainer]:
     """Run a trainer service until the block ends, on a CPU on one core."""
     state.mkdir()
-    listen, health = (f"127.0.0.1:{_free_port()}" for _ in range(2))
+    listen, health = (f"127.0.0.1:{free_port()}" for _ in range(2))
     places = {"LISTEN": listen, "HEALTH_LISTEN": health, "CHECKPOINT_DIR": str(state / "volume")}
     environment = os.environ | options.environment() | {f"PACELINE_TRAINER_{k}": v for k, v in places.items()}
     if options.device == "cpu":
@@ -149,18 +148,10 @@ def start_trainer(options: TrainerOptions, state: Path) -> Iterator[Trainer]:
     if options.device == "cpu":
         os.sched_setaffinity(process.pid, {options.core})
     try:
-        while check_health(health, "paceline.trainer.v1.TrainerService", 1.0) != "SERVING":
-            if process.poll() is not None:
-                raise SystemExit("the trainer did not start")
-            Event().wait(0.2)
+        if not wait_until_serving(health, _SERVICE, lambda: process.poll() is not None):
+            raise SystemExit("the trainer did not start")
         with grpc.insecure_channel(listen, options=_LIMITS) as channel:
             yield Trainer(TrainerServiceStub(channel), process.pid, state / "volume", options)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

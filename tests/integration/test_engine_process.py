@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import pytest_asyncio
+from memory_limits import short_of_memory
 from tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.errors import (
@@ -21,6 +22,7 @@ from paceline.errors import (
     Internal,
     ModelNotFound,
     NoGradient,
+    OutOfMemory,
     OutOfRange,
     RunNotFound,
 )
@@ -266,6 +268,29 @@ async def test_a_command_that_kills_the_engine_in_a_joint_pass_is_found_and_no_o
             await engine.create_run(run_id, LORA)
         assert await call("a", "c") == [ForwardBackwardOutput] * 2
         assert await call("b") == [EngineDiedError]
+
+
+@pytest.mark.asyncio
+async def test_a_sequence_that_the_process_has_no_memory_for_is_refused_with_what_fits(options):
+    ready, long = make_data(seed=1), make_data((20_000,))
+    async with EngineProcess(replace(options, pack_tokens=32_768)) as engine:
+        for name in ("long", "other"):
+            await engine.create_run(name, LORA)
+            await engine.forward_backward(name, ready, "ppo", {}, forward_only=False)
+        with short_of_memory(engine.pid, 48 << 20):
+            refused, other = await asyncio.gather(
+                engine.forward_backward("long", long, "ppo", {}, forward_only=False),
+                engine.forward_backward("other", ready, "ppo", {}, forward_only=False),
+                return_exceptions=True,
+            )
+            assert isinstance(refused, OutOfMemory)
+            assert refused.field == "data[0]"
+            fitting = int(refused.metadata["fitting_tokens"])
+            assert 0 < fitting < 20_000
+            await engine.forward_backward("long", make_data((fitting,)), "ppo", {}, forward_only=False)
+        assert isinstance(other, ForwardBackwardOutput)
+        for name in ("long", "other"):
+            assert (await engine.optim_step(name, ADAM)).step == 1
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -1,16 +1,12 @@
 """Full-parameter runs through the gateway, on real processes; a sampler that is started from one."""
 
-import os
-import signal
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from cluster import Cluster
 from tiny_models import make_tiny_llama
 
-import paceline
 from paceline import AdamParams, Datum, FullParameters, SamplingParams, WeightStorage, errors
 from paceline.layout import CheckpointPath, Volume
 
@@ -35,12 +31,6 @@ def cluster(tmp_path_factory):
         cluster.stop()
 
 
-@pytest.fixture
-def service(cluster):
-    with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
-        yield service
-
-
 def train(training, steps):
     for _ in range(steps):
         training.forward_backward(DATA)
@@ -62,10 +52,7 @@ def test_a_run_comes_back_bit_for_bit_after_its_engine_and_its_trainer_were_kill
     assert training.get_info().parameters == FullParameters(storage, 3)
     train(straight, 7)
     train(training, 4)
-    (engine,) = (
-        Path(f"/proc/{cluster.trainer.process.pid}/task/{cluster.trainer.process.pid}/children").read_text().split()
-    )
-    os.kill(int(engine), signal.SIGKILL)
+    cluster.trainer.kill_engine()
     train(training, 2)
     cluster.trainer.kill()
     cluster.trainer.start()

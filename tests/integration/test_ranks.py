@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import select
 import signal
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from engine_cases import ADAM, make_data
+from memory_limits import short_of_memory
 from safetensors.numpy import load_file
 from tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen3
 
@@ -125,17 +124,6 @@ class Processes:
         for descriptor in self._descriptors:
             select.select([descriptor], [], [])
             os.close(descriptor)
-
-
-@contextmanager
-def short_of_memory(pid: int, spare: int):
-    """Let a process map `spare` bytes more than it has."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    used = int(status["VmData"].split()[0]) << 10
-    unlimited = resource.prlimit(pid, resource.RLIMIT_DATA)
-    resource.prlimit(pid, resource.RLIMIT_DATA, (used + spare, unlimited[1]))
-    yield
-    resource.prlimit(pid, resource.RLIMIT_DATA, unlimited)
 
 
 async def test_two_ranks_train_as_one(pair, tmp_path):

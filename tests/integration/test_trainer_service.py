@@ -3,10 +3,8 @@
 import asyncio
 import hashlib
 import os
-import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -579,12 +577,19 @@ async def test_old_versions_are_dropped_unless_a_sampler_holds_them(caller, clus
     watch.cancel()
 
 
+async def test_versions_that_are_published_together_all_become_durable_and_the_old_ones_go(caller, cluster):
+    folder = cluster.state / "checkpoints" / "runs" / caller.run_id / "versions"
+    for burst in range(1, 9):
+        published = await asyncio.gather(*(caller.publish(durable=True) for _ in range(8)))
+        assert [reply.model.version for reply in published] == list(range(8 * burst - 7, 8 * burst + 1))
+    assert {"63", "64"} == {path.name for path in folder.glob("[0-9]*")}
+
+
 async def test_a_dead_engine_costs_a_delay_and_no_step(caller, cluster):
     reference = await _reference(caller)
     await caller.create_run()
     await caller.train(2)
-    for engine in _children(cluster.trainer.process.pid):
-        os.kill(engine, signal.SIGKILL)
+    cluster.trainer.kill_engine()
     await _when_available(caller.forward_backward)
     step = await _when_available(caller.optim_step)
     assert (step.step, step.grad_norm) == (3, reference.grad_norm)
@@ -698,10 +703,6 @@ async def _weights_sha(caller, version):
     request = weights_pb.FetchVersionRequest(model=ref)
     parts = [part async for part in caller.weights.FetchVersion(request, metadata=caller.metadata)]
     return hashlib.sha256(b"".join(part.chunk.data for part in parts[1:])).hexdigest()
-
-
-def _children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def _when_available(call):

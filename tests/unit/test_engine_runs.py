@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from engine_cases import ADAM, MAKERS, make_data, train, warmed, weights
+from engine_cases import ADAM, make_data, train, warmed, weights
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import (
@@ -21,11 +21,6 @@ from trainer_service.engine.adapters import initialise
 from trainer_service.engine.base_model import load_base_model
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return {name: make(tmp_path_factory.mktemp(name)) for name, make in MAKERS.items()}
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_cases import ADAM, MAKERS, gradients, make_data, train, weights
+from engine_cases import ADAM, MAKERS, gradients, make_data, saved, train, weights
 from optimizer_cases import PARAMS
 from safetensors.torch import load_file
 from tiny_models import make_tiny_llama
@@ -51,12 +51,6 @@ def steps(engine, params, seeds):
     for seed in seeds:
         train(engine, data=make_data(seed=seed))
         engine.optim_step("run", params)
-
-
-def saved(engine, directory):
-    directory.mkdir()
-    engine.save_state("run", directory)
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def stock_gradients(directory, data):

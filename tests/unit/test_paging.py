@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 import torch
-from engine_cases import ADAM, make_data, train
+from engine_cases import ADAM, make_data, saved, train
 from optimizer_cases import PARAMS
 from tiny_models import make_tiny_llama
 
@@ -40,12 +40,6 @@ def make_engine(model, tmp_path):
         return PeftEngine(EngineOptions(model, "tiny", run_memory_bytes=limit, scratch_dir=scratch, **options))
 
     return make
-
-
-def saved(engine, directory, run_id="run"):
-    directory.mkdir()
-    engine.save_state(run_id, directory)
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_64_runs_in_the_memory_of_4_come_out_as_if_all_had_stayed(make_engine, adapter_bytes, tmp_path):

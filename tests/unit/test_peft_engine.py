@@ -22,11 +22,6 @@ from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return {name: make(tmp_path_factory.mktemp(name)) for name, make in MAKERS.items()}
-
-
 @pytest.fixture
 def make_engine(models):
     def make(model="llama", **options):

@@ -19,9 +19,8 @@ from paceline.codec.times import timestamp_from_proto
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.types import Checkpoint, CheckpointKind, ServedModel
+from trainer_service.checkpoints.sums import find_damaged, write_sums
 from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
-
-SUMS_FILE = "SHA256SUMS"
 
 Writer = Callable[[Path], Awaitable[None]]
 
@@ -163,20 +162,15 @@ def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: i
     describe = weights.describe_adapter if is_adapter else weights.describe_model
     weights.write_manifest(directory, describe(directory, model, tenant=tenant, step=step, seq_id=seq_id))
     if kind is CheckpointKind.STATE or not is_adapter:
-        files = sorted(path for path in directory.iterdir())
-        sums = "".join(f"{weights.hash_file(path)}  {path.name}\n" for path in files)
-        (directory / SUMS_FILE).write_text(sums)
+        write_sums(directory)
 
 
 def _verify(directory: Path, kind: CheckpointKind) -> None:
     manifest = weights.read_manifest(directory)
     if kind is CheckpointKind.SAMPLER and not weights.is_model(manifest):
         weights.verify_adapter(directory, manifest)
-        return
-    for line in (directory / SUMS_FILE).read_text().splitlines():
-        digest, _, name = line.partition("  ")
-        if weights.hash_file(directory / Path(name).name) != digest:
-            raise errors.ChecksumMismatch(f"{name} is damaged; load another checkpoint", field="path")
+    elif name := find_damaged(directory):
+        raise errors.ChecksumMismatch(f"{name} is damaged; load another checkpoint", field="path")
 
 
 def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from paceline import layout, weights
-from trainer_service.checkpoints.store import SUMS_FILE, staged_directory
+from paceline import layout
+from trainer_service.checkpoints.store import staged_directory
+from trainer_service.checkpoints.sums import find_damaged, write_sums
 from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import MAGIC, AnswerRecord, Facts, JournalDamagedError, decode, encode
@@ -55,7 +56,8 @@ class SnapshotStore:
             return None
         directory = self._root / str(seq_id)
         try:
-            _verify(directory)
+            if name := find_damaged(directory):
+                raise JournalDamagedError(f"{seq_id}/{name} is damaged")
             facts = msgspec.json.decode((directory / _FACTS).read_bytes(), type=Facts)
             records = decode((directory / _ANSWERS).read_bytes()).records
         except (OSError, msgspec.MsgspecError) as error:
@@ -105,15 +107,7 @@ class SnapshotStore:
 def _seal(directory: Path, facts: Facts, answers: list[AnswerRecord]) -> None:
     (directory / _FACTS).write_bytes(msgspec.json.encode(facts))
     (directory / _ANSWERS).write_bytes(MAGIC + b"".join(map(encode, answers)))
-    sums = "".join(f"{weights.hash_file(path)}  {path.name}\n" for path in sorted(directory.iterdir()))
-    (directory / SUMS_FILE).write_text(sums)
-
-
-def _verify(directory: Path) -> None:
-    for line in (directory / SUMS_FILE).read_text().splitlines():
-        digest, _, name = line.partition("  ")
-        if weights.hash_file(directory / name) != digest:
-            raise JournalDamagedError(f"{directory.name}/{name} is damaged")
+    write_sums(directory)
 
 
 def _link_files(source: Path, target: Path) -> None:

@@ -69,7 +69,6 @@ class Sequencer:
         self._former: Executor | None = None
         self._task: asyncio.Task[None] | None = None
         self._finishing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
         self._refusal: errors.PacelineError | None = None
         self._is_closed = False
 
@@ -123,7 +122,7 @@ class Sequencer:
         for pending in self._waiting:
             if pending.turn is None or not pending.turn.released.is_set():
                 pending.put_off(error)
-        self._notify()
+        self._waiting.notify()
 
     async def recover(self) -> None:
         """After `hold`, take back what died with the engine; commands that need the engine no more go on."""
@@ -155,7 +154,7 @@ class Sequencer:
         while any(pending.command.seq_id <= seq_id for pending in self._waiting):
             if self._executor is not executor:
                 raise errors.EngineUnavailable("a command has to execute again first")
-            await self._changed.wait()
+            await self._waiting.changed()
 
     async def rebase(self, seq_id: int) -> None:
         """Make `seq_id` the next to execute where the commands before it are lost for good.
@@ -190,7 +189,7 @@ class Sequencer:
         self._is_closed = True
         self.drain(error)
         executor, self._executor = self._executor, None
-        self._notify()
+        self._waiting.notify()
         await self._left_engine()
         if self._finishing:
             await asyncio.wait(self._finishing)
@@ -212,7 +211,7 @@ class Sequencer:
         except errors.PacelineError:
             return  # It was refused, and everybody who waited was told.
         while self._executor is executor and self._must_wait(pending.command):
-            await self._changed.wait()
+            await self._waiting.changed()
         if self._executor is executor and await self._begin(pending, executor):
             self._executed = max(self._executed, pending.command.seq_id)
             self._failpoints.hit("after_capture")
@@ -262,7 +261,7 @@ class Sequencer:
         finally:
             pending.turn = None
             turn.end()
-            self._notify()
+            self._waiting.notify()
 
     async def _answer(self, command: Command, turn: Turn, executor: Executor) -> Answer:
         if self.is_poisoned(command):
@@ -295,8 +294,3 @@ class Sequencer:
         """Whether a command has no answer, and will have none unless it executes again."""
         pending = self._waiting.get(seq_id)
         return pending is not None and pending.turn is None
-
-    def _notify(self) -> None:
-        """Wake up a command that waits for others to end."""
-        self._changed.set()
-        self._changed = asyncio.Event()

@@ -51,6 +51,7 @@ class Waiting:
         self._journal = journal
         self._gap_wait = gap_wait_seconds
         self._pending: dict[int, Pending] = {}
+        self._change = asyncio.Event()
         journal.on_refused = self._refuse
 
     def __iter__(self) -> Iterator[Pending]:
@@ -97,6 +98,15 @@ class Waiting:
     def under_way(self) -> list[tuple[Command, Turn]]:
         """Return the commands that execute."""
         return [(pending.command, pending.turn) for pending in self._pending.values() if pending.turn is not None]
+
+    async def changed(self) -> None:
+        """Wait for the next `notify`."""
+        await self._change.wait()
+
+    def notify(self) -> None:
+        """Wake up what waits for commands to end."""
+        self._change.set()
+        self._change = asyncio.Event()
 
     def _add(self, command: Command) -> Pending:
         pending = self._pending[command.seq_id] = Pending(command, _new_answer())

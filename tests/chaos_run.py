@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import socket
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from random import Random
 
 import grpc
 import numpy as np
+from ports import free_port, is_free
 from safetensors.numpy import load_file
 from unreliable_proxy import UnreliableProxy
 from warm_processes import WarmProcesses
@@ -185,7 +185,7 @@ class Chaos:
         self.kills: Counter = Counter()
         self.volume = directory / "checkpoints"
         self.warm = WarmProcesses(directory)
-        self.port, self.health = _free_port(), _free_port()
+        self.port, self.health = free_port(), free_port()
         self.environment = {
             "PATH": "/usr/bin:/bin",
             "OMP_NUM_THREADS": "1",
@@ -267,8 +267,7 @@ class Chaos:
         self.kills[name] += 1
 
     def _is_up(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+        return not is_free(self.port)
 
     async def _compare(self, theirs: Client, ours: Client) -> list[str]:
         """Return how a run with faults differs from the same run without."""
@@ -305,9 +304,3 @@ def _distance(one: Path, other: Path) -> float:
 
 def _has_issued(count):
     return lambda client: client.seq_id >= count
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
