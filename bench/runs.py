@@ -24,9 +24,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from budgets import budget
 from make_model import default_directory, make_model
 from train_batches import make_random_model
-from train_report import budget
 
 from paceline.types import AdamParams, Datum, LoraConfig
 from trainer_service.engine.allocator import keep_freed_memory
