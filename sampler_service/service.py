@@ -18,12 +18,15 @@ from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
 from sampler_service.engine.base import SamplerEngine
+from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.sampling import Sampler
 from sampler_service.servicer import SamplerServicer, ServerInfo
 from sampler_service.settings import SamplerSettings
 from sampler_service.validation import RequestLimits
+from sampler_service.versions.base import Versions
 from sampler_service.versions.bridges import Bridge, ManifestRules
+from sampler_service.versions.model_slot import ModelSlot
 from sampler_service.versions.push import PushReceiver
 from sampler_service.versions.registry import RegistryLimits, VersionRegistry
 from sampler_service.versions.resolver import VersionResolver
@@ -68,10 +71,11 @@ class SamplerService:
         channel = open_channel(settings.trainer, settings.upstream_tls)
         started.push_async_callback(channel.close)
         trainer = TrainerLink(channel, settings.secret, settings.fetch_timeout_seconds)
-        rules = ManifestRules(settings.served_name, settings.max_lora_rank, settings.max_version_bytes)
+        whole_models = settings.bridge == "restart"
+        rules = ManifestRules(settings.served_name, settings.max_lora_rank, settings.max_version_bytes, whole_models)
         bridge = self._bridge(trainer, staging, rules)
         resolver = VersionResolver(bridge)
-        versions = self._versions(bridge, resolver)
+        versions = self._versions(bridge, resolver, readiness)
         started.push_async_callback(versions.close)
         self._servicer = self._make_servicer(bridge, resolver, versions, PushReceiver(staging, rules, trainer))
         watcher = VersionWatcher(
@@ -91,18 +95,26 @@ class SamplerService:
 
     def _bridge(self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules) -> Bridge:
         volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
-        return volume if self._settings.bridge == "volume" else StreamBridge(trainer, staging, rules, volume)
+        return (
+            volume if self._settings.bridge in {"volume", "restart"} else StreamBridge(trainer, staging, rules, volume)
+        )
 
-    def _versions(self, bridge: Bridge, resolver: VersionResolver) -> VersionRegistry:
-        settings = self._settings
-        limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, settings.fetch_timeout_seconds)
-        versions = VersionRegistry(self._engine, bridge, resolver, settings.served_name, limits, self._metrics)
+    def _versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
+        versions = self._make_versions(bridge, resolver, readiness)
         self._metrics.versions_loaded.set_function(lambda: len(versions))
         self._metrics.completions_running.set_function(self._engine.num_running)
         return versions
 
+    def _make_versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
+        settings, engine = self._settings, self._engine
+        name, seconds = settings.served_name, settings.fetch_timeout_seconds
+        if isinstance(engine, RebuildingEngine):
+            return ModelSlot(engine, bridge, resolver, name, seconds, readiness.set, self._metrics)
+        limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, seconds)
+        return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics)
+
     def _make_servicer(
-        self, bridge: Bridge, resolver: VersionResolver, versions: VersionRegistry, receiver: PushReceiver
+        self, bridge: Bridge, resolver: VersionResolver, versions: Versions, receiver: PushReceiver
     ) -> SamplerServicer:
         settings, model = self._settings, self._engine.describe()
         info = ServerInfo(

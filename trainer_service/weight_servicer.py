@@ -48,7 +48,10 @@ class WeightServicer(WeightServiceServicer):
         self, request: pb.FetchVersionRequest, context: Context
     ) -> AsyncIterator[pb.FetchVersionResponse]:
         directory = self._find(codec.model_ref_from_proto(request.model), current_identity())
-        yield pb.FetchVersionResponse(manifest=weights.read_manifest(directory))
+        manifest = weights.read_manifest(directory)
+        yield pb.FetchVersionResponse(manifest=manifest)
+        if weights.is_model(manifest):
+            raise errors.Unsupported("is a whole model, which is read from the checkpoint volume", field="model")
         for chunk in weights.read_chunks(directory / layout.WEIGHTS_FILE):
             yield pb.FetchVersionResponse(chunk=chunk)
 
@@ -87,10 +90,7 @@ class WeightServicer(WeightServiceServicer):
         path = CheckpointPath.parse(ref.checkpoint, "model.checkpoint")
         if path.kind is not CheckpointKind.SAMPLER:
             raise errors.InvalidPath("is a state checkpoint; save one for the sampler", field="model.checkpoint")
-        directory = self._checkpoints.find(path, identity, "model.checkpoint")
-        if weights.is_model(weights.read_manifest(directory)):
-            raise errors.Unsupported("is a whole model; start a sampler with it as its model", field="model.checkpoint")
-        return directory
+        return self._checkpoints.find(path, identity, "model.checkpoint")
 
 
 async def _outbox(watcher: Watcher, listening: asyncio.Task[None]) -> AsyncIterator[pb.WatchVersionsResponse]:

@@ -15,8 +15,9 @@ from paceline.types import ServedModel
 from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.versions.base import Versions
 from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.registry import LoadedVersion, VersionRegistry
+from sampler_service.versions.registry import LoadedVersion
 from sampler_service.versions.resolver import VersionResolver
 from sampler_service.versions.trainer_link import TrainerLink
 
@@ -36,7 +37,7 @@ class VersionWatcher:
     def __init__(
         self,
         trainer: TrainerLink,
-        registry: VersionRegistry,
+        registry: Versions,
         resolver: VersionResolver,
         sampler_id: str,
         metrics: SamplerMetrics,
