@@ -21,7 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     up.add_argument("--address", default="127.0.0.1:50050", help="address of the gateway")
     up.add_argument("--engine", choices=("vllm", "hf"), default="vllm", help="engine of the sampler")
     up.add_argument(
-        "--bridge", choices=("stream", "volume", "restart"), default="stream", help="how versions reach the sampler"
+        "--bridge",
+        choices=("stream", "volume", "collective", "restart"),
+        default="stream",
+        help="how versions reach the sampler",
     )
     up.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="dtype of both services")
     up.add_argument("--max-lora-rank", type=int, default=32, help="largest rank of an adapter")

@@ -21,6 +21,9 @@ class SamplerMetrics:
         self.rebuilding = Gauge(
             "paceline_sampler_rebuilding", "1 while the engine's model is being changed", registry=registry
         )
+        self.group_losses = Counter(
+            "paceline_sampler_group_losses_total", "Process groups that lost a member", registry=registry
+        )
         self.tokens = Counter("paceline_sampler_tokens_total", "Tokens sampled", registry=registry)
         self.fetch_seconds = Histogram(
             "paceline_sampler_fetch_seconds", "Bringing and verifying a version", buckets=_SECONDS, registry=registry

@@ -26,6 +26,7 @@ from sampler_service.settings import SamplerSettings
 from sampler_service.validation import RequestLimits
 from sampler_service.versions.base import Versions
 from sampler_service.versions.bridges import Bridge, ManifestRules
+from sampler_service.versions.collective import CollectiveBridge, GroupReceiver
 from sampler_service.versions.model_slot import ModelSlot
 from sampler_service.versions.push import PushReceiver
 from sampler_service.versions.registry import RegistryLimits, VersionRegistry
@@ -73,13 +74,20 @@ class SamplerService:
         trainer = TrainerLink(channel, settings.secret, settings.fetch_timeout_seconds)
         whole_models = settings.bridge == "restart"
         rules = ManifestRules(settings.served_name, settings.max_lora_rank, settings.max_version_bytes, whole_models)
-        bridge = self._bridge(trainer, staging, rules)
+        group = self._group(staging)
+        bridge = self._bridge(trainer, staging, rules, group)
         resolver = VersionResolver(bridge)
         versions = self._versions(bridge, resolver, readiness)
         started.push_async_callback(versions.close)
         self._servicer = self._make_servicer(bridge, resolver, versions, PushReceiver(staging, rules, trainer))
         watcher = VersionWatcher(
-            trainer, versions, resolver, settings.name_for_trainer, self._metrics, needs_volume=bridge.needs_volume
+            trainer,
+            versions,
+            resolver,
+            settings.name_for_trainer,
+            self._metrics,
+            needs_volume=bridge.needs_volume,
+            group=group,
         )
         self._keep_running("watcher", watcher.run(), readiness)
         self._keep_running("engine", self._watch_health(), readiness)
@@ -93,11 +101,21 @@ class SamplerService:
     async def stop(self) -> None:
         await self._started.aclose()
 
-    def _bridge(self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules) -> Bridge:
+    def _group(self, staging: StagingArea) -> GroupReceiver | None:
+        if self._settings.bridge != "collective":
+            return None
+        group = GroupReceiver(staging, self._settings.max_version_bytes, self._metrics)
+        self._started.push_async_callback(group.close)
+        return group
+
+    def _bridge(
+        self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules, group: GroupReceiver | None
+    ) -> Bridge:
         volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
-        return (
-            volume if self._settings.bridge in {"volume", "restart"} else StreamBridge(trainer, staging, rules, volume)
-        )
+        if self._settings.bridge in {"volume", "restart"}:
+            return volume
+        stream = StreamBridge(trainer, staging, rules, volume)
+        return stream if group is None else CollectiveBridge(group, stream, rules)
 
     def _versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
         versions = self._make_versions(bridge, resolver, readiness)

@@ -19,6 +19,7 @@ from trainer_service.checkpoints.store import staged_directory
 from trainer_service.engine.process import Captured
 from trainer_service.failpoints import Failpoints
 from trainer_service.publish.feed import AckPolicy, Feed
+from trainer_service.publish.group import BroadcastGroup
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.turn import Turn
@@ -58,11 +59,13 @@ class Publisher:
         staging_root: Path,
         keep_versions: int,
         failpoints: Failpoints,
+        group: BroadcastGroup,
     ) -> None:
         self._save_adapter = save_adapter
         self._failpoints = failpoints
         self._registry = registry
         self._feed = feed
+        self._group = group
         self._volume = volume
         # The same name after a crash, so that nothing is left behind in memory.
         volume_hash = sha256(str(volume.root.resolve()).encode()).hexdigest()[:16]
@@ -98,7 +101,7 @@ class Publisher:
             await earlier_announced.wait()
             self._failpoints.hit("before_announce")
             run.latest_version = turn.version = version
-            expected = self._announce(manifest)
+            expected = self._announce(manifest, directory)
         staged = perf_counter()
         persisting = self._persist(run.run_id, version, directory, manifest)
         if durable:
@@ -121,7 +124,7 @@ class Publisher:
             _log.error("version differs from what it was and is dropped", run=run.run_id, version=version)
             await asyncio.to_thread(shutil.rmtree, directory)
             return
-        self._announce(manifest)
+        self._announce(manifest, directory)
         self._persist(run.run_id, version, directory, manifest)
 
     async def settled(self, run_id: str) -> None:
@@ -243,10 +246,13 @@ class Publisher:
     def _on_volume_numbers(self, run_id: str) -> list[int]:
         return [int(path.name) for path in self._volume.version(run_id, 0).parent.glob("[0-9]*")]
 
-    def _announce(self, manifest: pb.Manifest) -> Set[str]:
-        """Announce a version that was made; a whole model is on the volume from the first."""
-        whole = weights.is_model(manifest)
-        return self._feed.announce(self._announcement(manifest) if whole else pb.Announcement(manifest=manifest))
+    def _announce(self, manifest: pb.Manifest, directory: Path) -> Set[str]:
+        """Announce a version that was made, and broadcast it; a whole model is on the volume from the first."""
+        if weights.is_model(manifest):
+            return self._feed.announce(self._announcement(manifest))
+        # Nothing is awaited between the two, so that members receive in the order of the announcements.
+        generation = self._group.send(directory / layout.WEIGHTS_FILE, manifest.total_size)
+        return self._feed.announce(pb.Announcement(manifest=manifest, broadcast_generation=generation))
 
     def _announcement(self, manifest: pb.Manifest) -> pb.Announcement:
         directory = self._volume.version(manifest.model.run_id, manifest.model.version)
