@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -44,19 +44,20 @@ class MissingRanksError(Exception):
 def main() -> None:
     """Join, then do jobs until the input ends or a member is lost."""
     place = GroupPlace(**json.loads(sys.argv[1]))
+    events = _take_output()
     jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
     try:
-        _join(place)
-        _tell(event="joined")
+        _join(place, events)
+        _tell(events, event="joined")
         while True:
             job = jobs.get()
             _transfer(place, job["path"], job["size"])
-            _tell(event="done")
-    except MissingRanksError as error:
-        _fail(str(error), error.ranks)
+            _tell(events, event="done")
     except Exception as error:
-        _fail(f"{type(error).__name__}: {error}")
+        missing = error.ranks if isinstance(error, MissingRanksError) else ()
+        _tell(events, event="failed", error=f"{type(error).__name__}: {error}", missing=list(missing))
+        os._exit(1)  # without waiting for collectives that will never end
 
 
 def _read(jobs: SimpleQueue[dict[str, Any]]) -> NoReturn:
@@ -65,22 +66,24 @@ def _read(jobs: SimpleQueue[dict[str, Any]]) -> NoReturn:
     os._exit(0)  # the service is gone; a collective cannot be interrupted in another way
 
 
-def _tell(**message: Any) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+def _take_output() -> TextIO:
+    """Return standard output for events alone; gloo, which writes there too, goes to standard error from here on."""
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return events
 
 
-def _fail(error: str, missing: Sequence[int] = ()) -> NoReturn:
-    _tell(event="failed", error=error, missing=list(missing))
-    os._exit(1)
+def _tell(events: TextIO, **message: Any) -> None:
+    events.write(json.dumps(message) + "\n")
+    events.flush()
 
 
-def _join(place: GroupPlace) -> None:
+def _join(place: GroupPlace, events: TextIO) -> None:
     host, _, port = place.address.rpartition(":")
     own = _own_address(host)
     store = _listen(host, int(port)) if place.rank == 0 else dist.TCPStore(host, int(port), timeout=_MEETING)
     if place.rank == 0:
-        _tell(event="listening", port=store.port)
+        _tell(events, event="listening", port=store.port)
     meeting = dist.PrefixStore(str(place.generation), store)
     _meet(meeting, place)
     if interface := _interface(own):

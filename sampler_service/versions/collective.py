@@ -34,11 +34,15 @@ class GroupReceiver:
         self._max_bytes = max_bytes
         self._metrics = metrics
         self._member: GroupMember | None = None
+        self._generation = 0
+        """The one to be in; 0 for none."""
         self._arrivals: dict[VersionKey, Arrival] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def join(self, group: pb.Group, say: Say) -> None:
         """Take a place in a new generation, in the background; `say` tells the trainer when that fails."""
+        self.leave()
+        self._generation = group.generation
         self._spawn(self._join(group, say))
 
     def expect(self, announcement: pb.Announcement, say: Say) -> None:
@@ -61,7 +65,7 @@ class GroupReceiver:
 
     def leave(self) -> None:
         """Leave the group: the trainer is gone, or makes another one."""
-        member, self._member = self._member, None
+        member, self._member, self._generation = self._member, None, 0
         for key in list(self._arrivals):
             self.drop(key)
         if member is not None:
@@ -73,9 +77,12 @@ class GroupReceiver:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _join(self, group: pb.Group, say: Say) -> None:
-        self.leave()
         place = GroupPlace(group.backend, group.address, group.generation, group.rank, group.size, group.seconds)
-        self._member = member = await GroupMember.start(place)
+        member = await GroupMember.start(place)
+        if self._generation != group.generation:
+            await member.stop()
+            return
+        self._member = member
         try:
             await member.join()
         except errors.PeerLost as error:

@@ -99,15 +99,15 @@ class BroadcastGroup:
         self._generation += 1
         member = await GroupMember.start(self._place(len(samplers) + 1))
         try:
-            if await self._gather(member, samplers):
-                self._member, self._samplers = member, len(samplers)
-                _log.info("group made", generation=self._generation, samplers=len(samplers))
+            await self._gather(member, samplers)
+            self._member, self._samplers = member, len(samplers)
+            _log.info("group made", generation=self._generation, samplers=len(samplers))
         finally:
             if self._member is not member:
                 await member.stop()
 
-    async def _gather(self, member: GroupMember, samplers: Sequence[Watcher]) -> bool:
-        """Call the samplers and wait until all came; False when others came or went meanwhile."""
+    async def _gather(self, member: GroupMember, samplers: Sequence[Watcher]) -> None:
+        """Call the samplers and wait until all came. Raises PeerLost, also when others came or went meanwhile."""
         port = await member.listening()
         for rank, watcher in enumerate(samplers, 1):
             watcher.outbox.put_nowait(pb.WatchVersionsResponse(group=self._invitation(rank, len(samplers) + 1, port)))
@@ -115,7 +115,7 @@ class BroadcastGroup:
         try:
             await asyncio.wait({joining, changing}, return_when=asyncio.FIRST_COMPLETED)
             if not joining.done():
-                return False
+                raise PeerLost("samplers came or went while the group was made")
             joining.result()
         except PeerLost as error:
             missing = filter(None, error.metadata.get("missing", "").split(","))
@@ -124,7 +124,6 @@ class BroadcastGroup:
         finally:
             for task in (joining, changing):
                 task.cancel()
-        return True
 
     def _place(self, size: int) -> GroupPlace:
         options = self._options
