@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline.collective.process import GroupPlace
 
@@ -81,10 +82,10 @@ def _tell(events: TextIO, **message: Any) -> None:
 def _join(place: GroupPlace, events: TextIO) -> None:
     host, _, port = place.address.rpartition(":")
     own = _own_address(host)
-    store = _listen(host, int(port)) if place.rank == 0 else dist.TCPStore(host, int(port), timeout=_MEETING)
+    store = _listen(host, int(port)) if place.rank == 0 else TCPStore(host, int(port), timeout=_MEETING)
     if place.rank == 0:
         _tell(events, event="listening", port=store.port)
-    meeting = dist.PrefixStore(str(place.generation), store)
+    meeting = PrefixStore(str(place.generation), store)
     _meet(meeting, place)
     if interface := _interface(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -93,18 +94,18 @@ def _join(place: GroupPlace, events: TextIO) -> None:
     dist.init_process_group(place.backend, store=meeting, rank=place.rank, world_size=place.size, timeout=seconds)
 
 
-def _listen(host: str, port: int) -> dist.TCPStore:
+def _listen(host: str, port: int) -> TCPStore:
     """Open the store on one address; by itself it would listen on all of them."""
     listener = socket.create_server((host, port))
     bound = listener.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         host, bound, is_master=True, timeout=_MEETING, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
-def _meet(store: dist.Store, place: GroupPlace) -> None:
+def _meet(store: Store, place: GroupPlace) -> None:
     """Wait until every member is there. Raises MissingRanksError."""
-    store.set(str(place.rank), b"here")
+    store.set(str(place.rank), "here")
     ranks = range(place.size)
     try:
         store.wait([str(rank) for rank in ranks], _MEETING)
@@ -139,7 +140,7 @@ def _transfer(place: GroupPlace, path: str | None, size: int) -> None:
         content = torch.empty(size, dtype=torch.uint8)
     else:
         content = torch.from_file(path, shared=place.rank != 0, size=size, dtype=torch.uint8)
-    for piece in content.split(CHUNK_BYTES):
+    for piece in torch.split(content, CHUNK_BYTES):
         if place.backend == "gloo":
             dist.broadcast(piece, src=0)
         else:
