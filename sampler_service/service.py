@@ -55,6 +55,7 @@ class SamplerService:
         self._metrics = SamplerMetrics(registry)
         self._started = AsyncExitStack()
         self._servicer: SamplerServicer
+        self._draining = False
 
     def interceptors(self) -> Sequence[AroundInterceptor]:
         return (CredentialInterceptor(self._settings.secret),)
@@ -97,6 +98,7 @@ class SamplerService:
 
     def drain(self) -> None:
         """Leave the calls that wait: they end as those before them do."""
+        self._draining = True
 
     async def stop(self) -> None:
         await self._started.aclose()
@@ -127,7 +129,11 @@ class SamplerService:
         settings, engine = self._settings, self._engine
         name, seconds = settings.served_name, settings.fetch_timeout_seconds
         if isinstance(engine, RebuildingEngine):
-            return ModelSlot(engine, bridge, resolver, name, seconds, readiness.set, self._metrics)
+
+            async def set_ready(ready: bool) -> None:
+                await readiness.set(ready and not self._draining)
+
+            return ModelSlot(engine, bridge, resolver, name, seconds, set_ready, self._metrics)
         limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, seconds)
         return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics)
 

@@ -43,6 +43,8 @@ class BroadcastGroup:
         self._member: GroupMember | None = None
         self._samplers = 0
         self._changed = asyncio.Event()
+        self._refused = False
+        """Whether a sampler said that this generation is of no use to it."""
         self._absent: set[Watcher] = set()
         """Those that did not come when they were called; they are called again when they watch anew."""
         self._transfers: set[asyncio.Task[None]] = set()
@@ -60,6 +62,7 @@ class BroadcastGroup:
         """Note that a sampler says that it is not, or no longer, in the group."""
         _log.warning("sampler left the group", sampler=watcher.sampler_id, reason=left.reason)
         if left.generation == self._generation:
+            self._refused = True
             self._changed.set()
 
     def send(self, path: Path, size: int) -> int:
@@ -96,27 +99,29 @@ class BroadcastGroup:
         samplers = [watcher for watcher in watchers if watcher.joins_group and watcher not in self._absent]
         if not samplers:
             return
-        self._generation += 1
+        self._generation, self._refused = self._generation + 1, False
         member = await GroupMember.start(self._place(len(samplers) + 1))
         try:
-            await self._gather(member, samplers)
-            self._member, self._samplers = member, len(samplers)
-            _log.info("group made", generation=self._generation, samplers=len(samplers))
+            if await self._gather(member, samplers):
+                self._member, self._samplers = member, len(samplers)
+                _log.info("group made", generation=self._generation, samplers=len(samplers))
         finally:
             if self._member is not member:
                 await member.stop()
 
-    async def _gather(self, member: GroupMember, samplers: Sequence[Watcher]) -> None:
-        """Call the samplers and wait until all came. Raises PeerLost, also when others came or went meanwhile."""
+    async def _gather(self, member: GroupMember, samplers: Sequence[Watcher]) -> bool:
+        """Call the samplers and wait until all came; False when others came or went meanwhile. Raises PeerLost."""
         port = await member.listening()
         for rank, watcher in enumerate(samplers, 1):
             watcher.outbox.put_nowait(pb.WatchVersionsResponse(group=self._invitation(rank, len(samplers) + 1, port)))
         joining, changing = asyncio.create_task(member.join()), asyncio.create_task(self._changed.wait())
         try:
             await asyncio.wait({joining, changing}, return_when=asyncio.FIRST_COMPLETED)
-            if not joining.done():
-                raise PeerLost("samplers came or went while the group was made")
-            joining.result()
+            if joining.done():
+                joining.result()
+            elif self._refused:
+                raise PeerLost("a sampler could not join")
+            return joining.done()
         except PeerLost as error:
             missing = filter(None, error.metadata.get("missing", "").split(","))
             self._absent.update(samplers[int(rank) - 1] for rank in missing)
