@@ -21,10 +21,11 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from chaos import Chaos, Outcome  # noqa: E402
+from chaos_run import Chaos, Outcome  # noqa: E402
 from tiny_models import make_tiny_llama  # noqa: E402
 
 RECORD = ROOT / "docs" / "track-record.md"
+_REPORT_SECONDS = 60.0
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
         model = make_tiny_llama(Path(directory) / "model")
         chaos = Chaos(Path(directory), model, options.seed, joint_passes=options.joint)
         try:
-            outcome = asyncio.run(chaos.run(options.kills))
+            outcome = asyncio.run(kill(chaos, options.kills))
         finally:
             chaos.close()
     for point, count in outcome.kills.most_common():
@@ -49,6 +50,14 @@ def main() -> None:
         file.write(row)
     print(row, end="")
     sys.exit(bool(outcome.differences))
+
+
+async def kill(chaos: Chaos, kills: int) -> Outcome:
+    """Kill and compare, and say every minute how far that is."""
+    task = asyncio.create_task(chaos.run(kills))
+    while not (await asyncio.wait({task}, timeout=_REPORT_SECONDS))[0]:
+        print(f"{chaos.kills.total()} of {kills} kills", flush=True)
+    return await task
 
 
 def make_row(arguments: str, outcome: Outcome) -> str:

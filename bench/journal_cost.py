@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline import codec
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Datum, LoraConfig
+from paceline.types import AdamParams, Datum, LoraConfig
 from trainer_service.disk import DiskGuard
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.process import EngineProcess
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from make_model import default_directory, make_model
 
 BUDGET = 0.05
-ADAM = pb.AdamwParams(learning_rate=1e-4)
+ADAM = AdamParams(learning_rate=1e-4)
 
 
 async def main() -> None:
@@ -77,7 +77,9 @@ async def step(engine: EngineProcess, journal: RunJournal, data: list[Datum], nu
         outputs=[codec.output_to_proto(datum) for datum in output.loss_fn_outputs], metrics=output.metrics
     )
     spent += await timed(journal.append(answer_to_record(first, reply, Facts()), sync=False))
-    second = Command.of(pb.OptimStepRequest(seq_id=2 * number + 2, adamw=ADAM), "team")
+    second = Command.of(
+        pb.OptimStepRequest(seq_id=2 * number + 2, adamw=pb.AdamwParams(learning_rate=ADAM.learning_rate)), "team"
+    )
     spent += await timed(journal.append(second.to_record(), sync=True))
     update = await engine.optim_step("run", ADAM)
     answer = pb.OptimStepResponse(step=update.step, grad_norm=update.grad_norm)

@@ -69,7 +69,7 @@ def compare_versions(client: paceline.ServiceClient) -> Parity:
     same, stale = [], []
     for prompt, future in zip(prompts, futures, strict=True):
         for sequence in future.result().sequences:
-            output = training.forward([Datum.from_completion(prompt, sequence.tokens)]).result()
+            output = training.forward([Datum.from_completion(prompt, sequence.tokens.tolist())]).result()
             ours = output.loss_fn_outputs[0]["logprobs"][len(prompt) - 1 :]
             old = previous.compute_logprobs([*prompt, *sequence.tokens]).result().logprobs[len(prompt) :]
             same.append(np.abs(ours - sequence.logprobs))

@@ -23,6 +23,7 @@ from paceline.types import ApolloParams, LoraConfig, OptimizerParams
 from paceline.types.optimizers import OPTIMIZERS
 from trainer_service.engine import adapters
 from trainer_service.engine.base_model import load_base_model
+from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.options import EngineOptions
 
@@ -52,14 +53,16 @@ def loop_step(weights: dict[str, nn.Parameter]) -> Callable[[int], None]:
     return lambda _: optimizer.step()
 
 
+def own_step(optimizer: AnyOptimizer) -> Callable[[int], object]:
+    """Step one of ours with its defaults."""
+    return lambda step: optimizer.step(optimizer.params, step, 1.0)
+
+
 def measure(weights: dict[str, nn.Parameter], rounds: int) -> None:
     """Print the table and the budget."""
     params: dict[str, OptimizerParams] = {name: kind() for name, kind in OPTIMIZERS.items()}
     made = {name: make_optimizer(weights, own) for name, own in (params | {LOW_RANK: ApolloParams(rank=4)}).items()}
-    steps: dict[str, Callable[[int], object]] = {
-        name: lambda step, optimizer=optimizer: optimizer.step(optimizer.params, step, 1.0)
-        for name, optimizer in made.items()
-    }
+    steps = {name: own_step(optimizer) for name, optimizer in made.items()}
     steps[LOOP] = loop_step(weights)
     device = next(iter(weights.values())).device
     times: dict[str, list[float]] = {name: [] for name in steps}

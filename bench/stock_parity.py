@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 os.environ.update(
     OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1"
@@ -29,13 +30,16 @@ def main(model_path: str, prompts: list[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
     differences = []
     for request in requests:
+        prompt: Any = request.prompt_token_ids
         for completion in request.outputs:
-            tokens = torch.tensor([[*request.prompt_token_ids, *completion.token_ids]])
+            tokens = torch.tensor([[*prompt, *completion.token_ids]])
             with torch.no_grad():
-                logits = model(tokens).logits[0, len(request.prompt_token_ids) - 1 : -1].float()
+                logits = model(tokens).logits[0, len(prompt) - 1 : -1].float()
             scored = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
-            steps = zip(completion.logprobs, completion.token_ids, strict=True)
-            sampled = torch.tensor([logprobs[token].logprob for logprobs, token in steps])
+            logprobs: Any = completion.logprobs
+            sampled = torch.tensor(
+                [step[token].logprob for step, token in zip(logprobs, completion.token_ids, strict=True)]
+            )
             differences.append((scored - sampled).abs())
     print(json.dumps({"difference": torch.cat(differences).mean().item()}))
 

@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -149,8 +150,8 @@ def start_arm(
     environment = os.environ | ({"PYTHONPATH": str(TRL)} if arm.startswith("TRL") and TRL.is_dir() else {})
     if options.device == "cpu":
         environment |= {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe) as process:
         if options.device == "cpu":
             os.sched_setaffinity(process.pid, {options.core})
         try:
@@ -182,7 +183,7 @@ def sampled(trainer: Trainer, data: list[Datum]) -> list[Datum]:
     ]
 
 
-def _noise(rng: np.random.Generator, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _noise(rng: np.random.Generator, like: NDArray[Any]) -> NDArray[np.float32]:
     return rng.normal(0, 0.1, like.shape).astype(np.float32)
 
 

@@ -9,6 +9,7 @@ the one that waits in ADAPTER, a state checkpoint. Answers with one line each.
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -112,7 +113,8 @@ def load(path: str, adapter: str, arm: Arm, device: str) -> nn.Module:
     """Load the model and continue an adapter, as PEFT's documentation does it."""
     from peft import PeftModel  # noqa: PLC0415
 
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=arm.dtype, attn_implementation="sdpa").to(device)
+    base: Any = AutoModelForCausalLM.from_pretrained(path, dtype=arm.dtype, attn_implementation="sdpa")
+    base.to(device)
     if arm.checkpointing:
         base.gradient_checkpointing_enable()
         base.enable_input_require_grads()
@@ -145,7 +147,7 @@ def gradient_cosine(model: nn.Module, adapter: str) -> float:
     pairs = [(mine[name].double().flatten(), state[f"grad.{name}"].double().flatten()) for name in mine]
     dot, ours, theirs = (sum(float(value) for value in values) for values in zip(
         *((a @ b, a @ a, b @ b) for a, b in pairs), strict=True))  # fmt: skip
-    return dot / (ours * theirs) ** 0.5
+    return dot / math.sqrt(ours * theirs)
 
 
 def product_rate(now: Callable[[], float], device: str) -> float:
@@ -192,8 +194,8 @@ def answer(
 def main(name: str, path: str, adapter: str, clock: str, device: str = "cpu") -> None:
     """Answer requests until the input ends."""
     replies, sys.stdout = sys.stdout, sys.stderr  # Libraries may print.
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     arm = ARMS[name]
     model = load(path, adapter, arm, device)
     step = arm.make_step(model, device)

@@ -30,7 +30,7 @@ def load_model(name: str, path: Path) -> Model:
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]
     return Model(name, str(path), sum(p.numel() for p in model.parameters()), model.config.vocab_size)
 
 
@@ -48,7 +48,7 @@ def make_random_model(name: str, directory: Path) -> Path:
             num_attention_heads=14,
             num_key_value_heads=2,
             max_position_embeddings=32768,
-            rope_theta=1e6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
             tie_word_embeddings=True,
         ),
         "llama-8b": LlamaConfig(
@@ -59,13 +59,13 @@ def make_random_model(name: str, directory: Path) -> Path:
             num_attention_heads=32,
             num_key_value_heads=8,
             max_position_embeddings=131072,
-            rope_theta=5e5,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
             tie_word_embeddings=False,
         ),
     }
     torch.manual_seed(0)
     with torch.device("cuda" if name == "llama-8b" and torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(shapes[name], dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(shapes[name], dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     return directory
 
@@ -84,7 +84,8 @@ def draw_batch(size: int, vocab_size: int, seed: int) -> list[Datum]:
 def save_batch(data: list[Datum], path: Path) -> Path:
     """Write a batch for the other arms."""
     arrays = {f"{i}.{name}": datum.loss_inputs[name] for i, datum in enumerate(data) for name in LOSS_INPUTS}
-    np.savez(path, **arrays, **{f"{i}.model_input": datum.model_input for i, datum in enumerate(data)})
+    arrays |= {f"{i}.model_input": datum.model_input for i, datum in enumerate(data)}
+    np.savez(path, **arrays)  # type: ignore[arg-type]  # numpy's stubs take any name for `allow_pickle`
     return path
 
 

@@ -23,7 +23,7 @@ from paceline.rpc.channel import MAX_MESSAGE_BYTES
 from paceline.rpc.health import wait_until_serving
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
-from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.types import Datum, LoraConfig
 
 RANK = 16
 LOSS = "importance_sampling"
@@ -80,8 +80,7 @@ class Trainer:
         return self.now() - start, (reply.metrics["loss:sum"], logprobs)
 
     def optim_step(self, learning_rate: float) -> None:
-        params = codec.adam_params_to_proto(AdamParams(learning_rate=learning_rate))
-        self._call("OptimStep", pb.OptimStepRequest, adamw=params)
+        self._call("OptimStep", pb.OptimStepRequest, adamw=pb.AdamwParams(learning_rate=learning_rate))
 
     def save_state(self, name: str) -> Path:
         """Save weights and the waiting gradient; returns the directory."""

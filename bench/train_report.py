@@ -31,7 +31,7 @@ class Figures:
 
     def speed(self, arm: str) -> np.ndarray[Any, Any]:
         """Real tokens a second in each round."""
-        return np.asarray(self.tokens) / np.asarray(self.seconds[arm])
+        return np.divide(self.tokens, self.seconds[arm])
 
     def share(self, arm: str, model: Model) -> float:
         """Median speed of an arm as a share of the median rate of square products."""

@@ -87,7 +87,7 @@ def _tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
     words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")  # type: ignore[no-untyped-call]
 
 
 def _whole(datum: dict[str, Tensor]) -> tuple[Tensor, int]:

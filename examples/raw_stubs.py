@@ -37,7 +37,7 @@ def float32(*values: float) -> tensor_pb2.Tensor:
 
 def main() -> None:
     """Call both services through the gateway."""
-    key = [("authorization", f"Bearer {os.environ['PACELINE_API_KEY']}")]
+    key = (("authorization", f"Bearer {os.environ['PACELINE_API_KEY']}"),)
     channel = grpc.insecure_channel(os.environ.get("PACELINE_ADDRESS", "localhost:50050"))
     training, sampling = TrainerServiceStub(channel), SamplerServiceStub(channel)
 

@@ -54,7 +54,7 @@ def main() -> None:
         loop = Loop(service, training, options)
         draw = questions(rng)
         before = loop.evaluate()
-        reports = []
+        reports: list[StepReport] = []
         with progress_bar(console) as progress:
             bar = progress.add_task("training", total=options.steps, reward="")
             while len(reports) < options.steps:
@@ -121,7 +121,7 @@ class Loop:
 
     def score(self, question: Question, result: SampleResult) -> np.ndarray:
         """Reward each completion of a group: 1 for exactly the answer, else 0."""
-        texts = [self.tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in result.sequences]
+        texts = [str(self.tokenizer.decode(sequence.tokens, skip_special_tokens=True)) for sequence in result.sequences]
         return np.array([reward(text, question.answer) for text in texts])
 
     def make_data(self, question: Question, result: SampleResult, rewards: np.ndarray) -> list[Datum]:
@@ -143,7 +143,8 @@ class Loop:
 
     def encode(self, question: Question) -> list[int]:
         """Return the prompt's token ids."""
-        return self.tokenizer.encode(question.prompt, add_special_tokens=False)
+        tokens: list[int] = self.tokenizer.encode(question.prompt, add_special_tokens=False)
+        return tokens
 
 
 def show(console: Console, reports: list[StepReport], before: float, after: float, out: Path) -> None:

@@ -35,7 +35,8 @@ def main() -> None:
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
             )
-            return tokenizer.encode(text, add_special_tokens=False)
+            tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            return tokens
 
         # A datum is already shifted: position i predicts target i, and only the answer's positions count. The loss is
         # a sum, so the weight makes it a mean over the batch's answers.

@@ -28,7 +28,8 @@ def main() -> None:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer.encode(text, add_special_tokens=False)
 
-        start, first, tokens = perf_counter(), 0.0, []
+        start, first = perf_counter(), 0.0
+        tokens: list[int] = []
         params = SamplingParams(max_tokens=options.max_tokens, temperature=0.7)
         # Leaving this loop early, by break or by Ctrl-C, cancels the request: the sampler stops working on it.
         for delta in sampling.sample_stream(prompt, sampling_params=params):
@@ -38,8 +39,9 @@ def main() -> None:
             print(tokenizer.decode(tokens, skip_special_tokens=True)[shown:], end="", flush=True)
 
         seconds = perf_counter() - start
+        ended = delta.stop_reason.name.lower() if delta.stop_reason else "nothing"
         print(f"\n\n{len(tokens)} tokens in {seconds:.2f} s, the first after {1e3 * first:.0f} ms; "
-              f"ended by {delta.stop_reason.name.lower()}")  # fmt: skip
+              f"ended by {ended}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,13 +17,11 @@ from paceline.codec.tensors import FLOATS
 from paceline.rpc.identity import ROUTE_KEY
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef, SampleResult, SamplingParams
-from paceline.types.training import Array
+from paceline.types.training import Tokens
 from paceline.types.v1 import sampling_pb2, tensor_pb2
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Tokens = Sequence[int] | Array
 
 
 class SamplingClient(Connected):

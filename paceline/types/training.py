@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[Any]
+Tokens = Sequence[int] | NDArray[np.integer[Any]]
+"""Token ids, one after the other."""
 
 TOKEN_INPUTS = frozenset({"target_tokens"})
 """Loss inputs that hold token ids (int64)."""
@@ -53,7 +55,7 @@ class Datum:
 
     @classmethod
     def from_completion(
-        cls, prompt: Sequence[int], completion: Sequence[int], *, weight: float = 1.0, **per_token: ArrayLike | float
+        cls, prompt: Tokens, completion: Tokens, *, weight: float = 1.0, **per_token: ArrayLike | float
     ) -> Datum:
         """Shift a prompt of P tokens and its completion of T tokens into one datum of N = P + T - 1 positions.
 

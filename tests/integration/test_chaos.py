@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from chaos import Chaos, Client
+from chaos_run import Chaos, Client
 from tiny_models import make_tiny_llama
 
 from paceline import errors

@@ -577,6 +577,14 @@ async def test_old_versions_are_dropped_unless_a_sampler_holds_them(caller, clus
     watch.cancel()
 
 
+async def test_versions_that_are_published_together_all_become_durable_and_the_old_ones_go(caller, cluster):
+    folder = cluster.state / "checkpoints" / "runs" / caller.run_id / "versions"
+    for burst in range(1, 9):
+        published = await asyncio.gather(*(caller.publish(durable=True) for _ in range(8)))
+        assert [reply.model.version for reply in published] == list(range(8 * burst - 7, 8 * burst + 1))
+    assert {"63", "64"} == {path.name for path in folder.glob("[0-9]*")}
+
+
 async def test_a_dead_engine_costs_a_delay_and_no_step(caller, cluster):
     reference = await _reference(caller)
     await caller.create_run()

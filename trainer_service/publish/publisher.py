@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -72,6 +73,7 @@ class Publisher:
         self._staging = staging_root / f"paceline-trainer-{volume_hash}"
         self._keep_versions = keep_versions
         self._persisting: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._retiring = asyncio.Lock()
 
     def start(self) -> None:
         """Make an empty staging directory, and announce the newest version of each restored run."""
@@ -214,22 +216,34 @@ class Publisher:
                 await asyncio.to_thread(shutil.copytree, directory, staging, dirs_exist_ok=True)
         if directory != final:
             self._feed.announce(self._announcement(manifest))
-        await asyncio.to_thread(self._retire, *key)
+        await self._retire(*key)
 
     def _copied(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
         del self._persisting[key]
         if not task.cancelled() and (error := task.exception()):
             _log.error("version not kept on the volume", run=key[0], version=key[1], error=str(error))
 
-    def _retire(self, run_id: str, newest: int) -> None:
+    async def _retire(self, run_id: str, newest: int) -> None:
+        """Remove what a version makes superfluous; what cannot be removed is left to the next one.
+
+        One at a time: versions that are copied together find the same older ones.
+        """
+        async with self._retiring:
+            try:
+                await asyncio.to_thread(self._remove_before, run_id, newest)
+            except OSError as error:
+                _log.warning("older versions not removed", run=run_id, version=newest, error=str(error))
+
+    def _remove_before(self, run_id: str, newest: int) -> None:
         """Remove staged versions that the volume holds, and versions on the volume that nobody needs."""
         for staged in (self._staging / run_id).glob("[0-9]*"):
             if int(staged.name) < newest and self._volume.version(run_id, int(staged.name)).exists():
-                shutil.rmtree(staged)
+                shutil.rmtree(staged, ignore_errors=True)  # Its run may be deleted meanwhile.
         leased = self._feed.leased()
         for version in sorted(self._on_volume_numbers(run_id), reverse=True)[self._keep_versions :]:
             if (run_id, version) not in leased:
-                layout.remove_directory(self._volume.version(run_id, version))
+                with suppress(FileNotFoundError):
+                    layout.remove_directory(self._volume.version(run_id, version))
                 self._feed.forget_version((run_id, version))
 
     def _exists(self, run_id: str, version: int) -> bool:
