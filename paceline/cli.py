@@ -20,7 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     up.add_argument("--state", default=".paceline", help="directory of checkpoints, logs and the API key")
     up.add_argument("--address", default="127.0.0.1:50050", help="address of the gateway")
     up.add_argument("--engine", choices=("vllm", "hf"), default="vllm", help="engine of the sampler")
-    up.add_argument("--bridge", choices=("stream", "volume"), default="stream", help="how versions reach the sampler")
+    up.add_argument(
+        "--bridge",
+        choices=("stream", "volume", "collective", "restart"),
+        default="stream",
+        help="how versions reach the sampler",
+    )
     up.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="dtype of both services")
     up.add_argument("--max-lora-rank", type=int, default=32, help="largest rank of an adapter")
     up.add_argument("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")

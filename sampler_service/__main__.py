@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.rpc.server import serve
 from paceline.settings import load_settings
-from sampler_service.engine.factory import create_engine
+from sampler_service.engine.factory import create_service_engine
 from sampler_service.service import SamplerService
 from sampler_service.settings import SamplerSettings
 
@@ -16,7 +16,7 @@ def main() -> None:
     """Serve until SIGTERM, or until the engine dies."""
     settings = load_settings(SamplerSettings)
     registry = CollectorRegistry()
-    engine = create_engine(settings.engine, settings.engine_options)
+    engine = create_service_engine(settings.engine, settings.bridge, settings.engine_options)
     uvloop.run(serve(SamplerService(settings, engine, registry), settings, registry))
 
 

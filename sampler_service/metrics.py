@@ -15,6 +15,15 @@ class SamplerMetrics:
         self.completions_running = Gauge(
             "paceline_sampler_completions_running", "Completions waiting or running in the engine", registry=registry
         )
+        self.requests_queued = Gauge(
+            "paceline_sampler_requests_queued", "Requests that wait for the engine's model to change", registry=registry
+        )
+        self.rebuilding = Gauge(
+            "paceline_sampler_rebuilding", "1 while the engine's model is being changed", registry=registry
+        )
+        self.group_losses = Counter(
+            "paceline_sampler_group_losses_total", "Process groups that lost a member", registry=registry
+        )
         self.tokens = Counter("paceline_sampler_tokens_total", "Tokens sampled", registry=registry)
         self.fetch_seconds = Histogram(
             "paceline_sampler_fetch_seconds", "Bringing and verifying a version", buckets=_SECONDS, registry=registry

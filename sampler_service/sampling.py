@@ -15,7 +15,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.requests import SampleRequest
 from sampler_service.tokens import Coalescer, collect, complete
 from sampler_service.validation import RequestLimits, check_ref, check_sample, check_tokens
-from sampler_service.versions.registry import VersionRegistry
+from sampler_service.versions.base import Versions
 
 Generation = tuple[ServedModel, AsyncIterator[TokenDelta]]
 
@@ -26,7 +26,7 @@ class Sampler:
     def __init__(
         self,
         engine: SamplerEngine,
-        registry: VersionRegistry,
+        registry: Versions,
         limits: RequestLimits,
         max_waiting: int,
         metrics: SamplerMetrics,

@@ -18,12 +18,16 @@ from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
 from sampler_service.engine.base import SamplerEngine
+from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.sampling import Sampler
 from sampler_service.servicer import SamplerServicer, ServerInfo
 from sampler_service.settings import SamplerSettings
 from sampler_service.validation import RequestLimits
+from sampler_service.versions.base import Versions
 from sampler_service.versions.bridges import Bridge, ManifestRules
+from sampler_service.versions.collective import CollectiveBridge, GroupReceiver
+from sampler_service.versions.model_slot import ModelSlot
 from sampler_service.versions.push import PushReceiver
 from sampler_service.versions.registry import RegistryLimits, VersionRegistry
 from sampler_service.versions.resolver import VersionResolver
@@ -51,6 +55,7 @@ class SamplerService:
         self._metrics = SamplerMetrics(registry)
         self._started = AsyncExitStack()
         self._servicer: SamplerServicer
+        self._draining = False
 
     def interceptors(self) -> Sequence[AroundInterceptor]:
         return (CredentialInterceptor(self._settings.secret),)
@@ -68,14 +73,22 @@ class SamplerService:
         channel = open_channel(settings.trainer, settings.upstream_tls)
         started.push_async_callback(channel.close)
         trainer = TrainerLink(channel, settings.secret, settings.fetch_timeout_seconds)
-        rules = ManifestRules(settings.served_name, settings.max_lora_rank, settings.max_version_bytes)
-        bridge = self._bridge(trainer, staging, rules)
+        whole_models = settings.bridge == "restart"
+        rules = ManifestRules(settings.served_name, settings.max_lora_rank, settings.max_version_bytes, whole_models)
+        group = self._group(staging)
+        bridge = self._bridge(trainer, staging, rules, group)
         resolver = VersionResolver(bridge)
-        versions = self._versions(bridge, resolver)
+        versions = self._versions(bridge, resolver, readiness)
         started.push_async_callback(versions.close)
         self._servicer = self._make_servicer(bridge, resolver, versions, PushReceiver(staging, rules, trainer))
         watcher = VersionWatcher(
-            trainer, versions, resolver, settings.name_for_trainer, self._metrics, needs_volume=bridge.needs_volume
+            trainer,
+            versions,
+            resolver,
+            settings.name_for_trainer,
+            self._metrics,
+            needs_volume=bridge.needs_volume,
+            group=group,
         )
         self._keep_running("watcher", watcher.run(), readiness)
         self._keep_running("engine", self._watch_health(), readiness)
@@ -85,24 +98,47 @@ class SamplerService:
 
     def drain(self) -> None:
         """Leave the calls that wait: they end as those before them do."""
+        self._draining = True
 
     async def stop(self) -> None:
         await self._started.aclose()
 
-    def _bridge(self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules) -> Bridge:
-        volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
-        return volume if self._settings.bridge == "volume" else StreamBridge(trainer, staging, rules, volume)
+    def _group(self, staging: StagingArea) -> GroupReceiver | None:
+        if self._settings.bridge != "collective":
+            return None
+        group = GroupReceiver(staging, self._settings.max_version_bytes, self._metrics)
+        self._started.push_async_callback(group.close)
+        return group
 
-    def _versions(self, bridge: Bridge, resolver: VersionResolver) -> VersionRegistry:
-        settings = self._settings
-        limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, settings.fetch_timeout_seconds)
-        versions = VersionRegistry(self._engine, bridge, resolver, settings.served_name, limits, self._metrics)
+    def _bridge(
+        self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules, group: GroupReceiver | None
+    ) -> Bridge:
+        volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
+        if self._settings.bridge in {"volume", "restart"}:
+            return volume
+        stream = StreamBridge(trainer, staging, rules, volume)
+        return stream if group is None else CollectiveBridge(group, stream, rules)
+
+    def _versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
+        versions = self._make_versions(bridge, resolver, readiness)
         self._metrics.versions_loaded.set_function(lambda: len(versions))
         self._metrics.completions_running.set_function(self._engine.num_running)
         return versions
 
+    def _make_versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
+        settings, engine = self._settings, self._engine
+        name, seconds = settings.served_name, settings.fetch_timeout_seconds
+        if isinstance(engine, RebuildingEngine):
+
+            async def set_ready(ready: bool) -> None:
+                await readiness.set(ready and not self._draining)
+
+            return ModelSlot(engine, bridge, resolver, name, seconds, set_ready, self._metrics)
+        limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, seconds)
+        return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics)
+
     def _make_servicer(
-        self, bridge: Bridge, resolver: VersionResolver, versions: VersionRegistry, receiver: PushReceiver
+        self, bridge: Bridge, resolver: VersionResolver, versions: Versions, receiver: PushReceiver
     ) -> SamplerServicer:
         settings, model = self._settings, self._engine.describe()
         info = ServerInfo(

@@ -29,8 +29,9 @@ from paceline.types.v1 import model_pb2, sampling_pb2, tensor_pb2
 from sampler_service.requests import SampleRequest
 from sampler_service.sampling import Sampler
 from sampler_service.validation import check_adapter_ref
+from sampler_service.versions.base import Versions
 from sampler_service.versions.push import PushReceiver
-from sampler_service.versions.registry import LoadedVersion, VersionRegistry
+from sampler_service.versions.registry import LoadedVersion
 from sampler_service.versions.resolver import VersionResolver
 from sampler_service.versions.watcher import acknowledge
 
@@ -58,7 +59,7 @@ class SamplerServicer(Base):
         self,
         info: ServerInfo,
         sampler: Sampler,
-        registry: VersionRegistry,
+        registry: Versions,
         resolver: VersionResolver,
         receiver: PushReceiver,
     ) -> None:

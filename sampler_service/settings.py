@@ -24,8 +24,12 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """Address of the trainer, whose versions are followed."""
     engine: Literal["vllm", "hf"] = "vllm"
     """vllm, or hf (transformers) for hardware that vLLM does not serve. Never chosen by itself."""
-    bridge: Literal["stream", "volume"] = "stream"
-    """How versions arrive: streamed by the trainer, or read from the shared checkpoint volume."""
+    bridge: Literal["stream", "volume", "collective", "restart"] = "stream"
+    """How versions arrive: streamed by the trainer, or read from the shared checkpoint volume.
+
+    collective: broadcast over a torch.distributed process group. restart: whole models, read from the volume, for each
+    of which the engine is built again.
+    """
     model: str
     """Base model: a local directory or a Hugging Face id; the trainer's."""
     model_name: str = ""

@@ -35,7 +35,7 @@ from paceline.weights import describe_adapter, read_chunks, read_manifest, write
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
 from sampler_service.engine.base import SamplerEngine
-from sampler_service.engine.factory import create_engine
+from sampler_service.engine.factory import create_service_engine
 from sampler_service.service import SamplerService
 from sampler_service.settings import SamplerSettings
 
@@ -268,7 +268,7 @@ async def sampling(model: Path, trainer_port: int, folder: Path, **settings: Any
         }
     )
     registry = CollectorRegistry()
-    engine = create_engine(chosen.engine, chosen.engine_options)
+    engine = create_service_engine(chosen.engine, chosen.bridge, chosen.engine_options)
     service = SamplerService(chosen, engine, registry)
     readiness = Readiness(service.service_names)
     await service.start(readiness)

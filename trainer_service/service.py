@@ -24,6 +24,7 @@ from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import Failpoints
 from trainer_service.hardware import choose_options
 from trainer_service.publish.feed import Feed
+from trainer_service.publish.group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.executor import SnapshotPolicy
 from trainer_service.runs.record import RunRecord
@@ -55,6 +56,8 @@ class TrainerService:
         self._registry = RunRegistry(self._volume, storage)
         self._checkpoints = CheckpointStore(self._volume, failpoints)
         self._feed = Feed()
+        group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
+        self._group = BroadcastGroup(group, self._feed)
         self._engine = EngineProcess(choose_options(settings), on_exit=self._engine_exited)
         self._publisher = Publisher(
             self._engine.save_adapter,
@@ -64,6 +67,7 @@ class TrainerService:
             settings.staging_dir,
             settings.keep_versions,
             failpoints,
+            self._group,
         )
         self._trainer = Trainer(
             settings,
@@ -87,6 +91,9 @@ class TrainerService:
         self._restarting = False
         Gauge("paceline_trainer_runs", "Runs", registry=metrics).set_function(lambda: len(list(self._registry)))
         Gauge("paceline_trainer_watchers", "Samplers that watch", registry=metrics).set_function(self._feed.count)
+        Gauge(
+            "paceline_trainer_group_members", "Samplers in the process group of the bridge collective", registry=metrics
+        ).set_function(self._group.count)
 
     def interceptors(self) -> Sequence[AroundInterceptor]:
         return (CredentialInterceptor(self._settings.secret),)
@@ -100,11 +107,12 @@ class TrainerService:
         _log.info("engine ready", model=model.name, dtype=model.dtype, pid=self._engine.pid)
         self._spawn(self._recovery.recover_all(self._registry))
         self._spawn(self._trainer.expire_checkpoints())
+        self._spawn(self._group.run())
 
     def register(self, server: grpc.aio.Server) -> None:
         trainer = TrainerServicer(self._settings, self._trainer, self._engine, self._registry, self._checkpoints)
         add_TrainerServiceServicer_to_server(trainer, server)
-        weights = WeightServicer(self._feed, self._publisher, self._registry, self._checkpoints)
+        weights = WeightServicer(self._feed, self._group, self._publisher, self._registry, self._checkpoints)
         add_WeightServiceServicer_to_server(weights, server)
 
     def drain(self) -> None:

@@ -61,6 +61,15 @@ class TrainerSettings(PeerSettings):
     """Compute each decoder layer again in the backward pass: less memory, a forward pass more."""
     compile: bool = False
     """Compile the element-wise parts of the layers; on a CPU this takes a C++ compiler."""
+    group_listen: str = "127.0.0.1:0"
+    """Where samplers whose bridge is collective meet the trainer: an address that they reach; port 0: any free one.
+
+    What goes over the group is neither encrypted nor authenticated: use a network that nobody else is on.
+    """
+    group_backend: Literal["gloo", "nccl"] = "gloo"
+    """torch.distributed's backend: gloo, or nccl where trainer and samplers have GPUs."""
+    group_seconds: float = Field(30.0, gt=0)
+    """How long one broadcast may take before the group counts as lost."""
     gap_wait_seconds: float = Field(60.0, gt=0)
     """How long a command waits for those before it."""
     keep_versions: int = Field(8, ge=1)

@@ -17,7 +17,6 @@ from paceline.types import (
     CheckpointKind,
     Datum,
     ForwardBackwardOutput,
-    FullParameters,
     LoraConfig,
     OptimizerParams,
     OptimStepOutput,
@@ -254,13 +253,9 @@ class Trainer:
     ) -> Publication:
         """Make the run's weights its next version; one that command `seq_id` made before a crash is used again.
 
-        The run goes on when its weights are captured. Raises DiskFull, when nothing was begun, as `save_checkpoint`;
-        Unsupported for a full-parameter run: samplers follow adapters.
+        The run goes on when its weights are captured. Raises DiskFull, when nothing was begun, as `save_checkpoint`.
         """
         self._check_ready(record)
-        if isinstance(record.parameters, FullParameters):
-            remedy = "save a sampler checkpoint and start a sampler with it as its model"
-            raise errors.Unsupported(f"a full-parameter run is not published; {remedy}", field="run_id")
         self._guard.check(self._settings.checkpoint_dir, record.state_bytes(CheckpointKind.SAMPLER))
         return await self._publisher.publish(
             record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds, turn=turn

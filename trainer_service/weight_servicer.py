@@ -17,6 +17,7 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.publish.feed import Feed, Watcher
+from trainer_service.publish.group import BroadcastGroup
 from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.registry import RunRegistry
 
@@ -26,8 +27,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class WeightServicer(WeightServiceServicer):
     """Announcements, acknowledgements, and the bytes."""
 
-    def __init__(self, feed: Feed, publisher: Publisher, registry: RunRegistry, checkpoints: CheckpointStore) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        group: BroadcastGroup,
+        publisher: Publisher,
+        registry: RunRegistry,
+        checkpoints: CheckpointStore,
+    ) -> None:
         self._feed = feed
+        self._group = group
         self._publisher = publisher
         self._registry = registry
         self._checkpoints = checkpoints
@@ -36,6 +45,7 @@ class WeightServicer(WeightServiceServicer):
         self, request_iterator: AsyncIterator[pb.WatchVersionsRequest], context: Context
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
         watcher = await self._join(request_iterator, current_identity())
+        self._group.changed(watcher)
         listening = asyncio.create_task(self._listen(watcher, request_iterator))
         try:
             async for response in _outbox(watcher, listening):
@@ -43,12 +53,16 @@ class WeightServicer(WeightServiceServicer):
         finally:
             listening.cancel()
             await self._feed.leave(watcher)
+            self._group.changed(watcher)
 
     async def FetchVersion(
         self, request: pb.FetchVersionRequest, context: Context
     ) -> AsyncIterator[pb.FetchVersionResponse]:
         directory = self._find(codec.model_ref_from_proto(request.model), current_identity())
-        yield pb.FetchVersionResponse(manifest=weights.read_manifest(directory))
+        manifest = weights.read_manifest(directory)
+        yield pb.FetchVersionResponse(manifest=manifest)
+        if weights.is_model(manifest):
+            raise errors.Unsupported("is a whole model, which is read from the checkpoint volume", field="model")
         for chunk in weights.read_chunks(directory / layout.WEIGHTS_FILE):
             yield pb.FetchVersionResponse(chunk=chunk)
 
@@ -59,7 +73,7 @@ class WeightServicer(WeightServiceServicer):
                 raise errors.MissingCredential("versions are announced to samplers alone")
             if first.WhichOneof("message") == "hello" and first.hello.sampler_id:
                 held = [(held.run_id, held.version) for held in first.hello.held]
-                return await self._feed.join(first.hello.sampler_id, held)
+                return await self._feed.join(first.hello.sampler_id, held, joins_group=first.hello.joins_group)
             break
         raise errors.InvalidArgument("the first message must be a hello with a sampler_id", field="hello.sampler_id")
 
@@ -72,9 +86,11 @@ class WeightServicer(WeightServiceServicer):
                     await self._feed.refuse(watcher, request.refusal)
                 case "release":
                     self._feed.release(watcher, (request.release.run_id, request.release.version))
+                case "left_group":
+                    self._group.left(watcher, request.left_group)
                 case _:
                     raise errors.InvalidArgument(
-                        "only acknowledgement, release or refusal may follow the hello", field="message"
+                        "only acknowledgement, release, refusal or left_group may follow the hello", field="message"
                     )
 
     def _find(self, ref: ModelRef, identity: Identity) -> Path:
@@ -87,10 +103,7 @@ class WeightServicer(WeightServiceServicer):
         path = CheckpointPath.parse(ref.checkpoint, "model.checkpoint")
         if path.kind is not CheckpointKind.SAMPLER:
             raise errors.InvalidPath("is a state checkpoint; save one for the sampler", field="model.checkpoint")
-        directory = self._checkpoints.find(path, identity, "model.checkpoint")
-        if weights.is_model(weights.read_manifest(directory)):
-            raise errors.Unsupported("is a whole model; start a sampler with it as its model", field="model.checkpoint")
-        return directory
+        return self._checkpoints.find(path, identity, "model.checkpoint")
 
 
 async def _outbox(watcher: Watcher, listening: asyncio.Task[None]) -> AsyncIterator[pb.WatchVersionsResponse]:

@@ -181,8 +181,8 @@ class TrainingClient(Connected):
 
         With `durable` the answer comes once it is synced to the checkpoint volume. `wait_for` says whose
         acknowledgement to wait for: of all samplers that watch (at least one), of any, or of none; AckTimeout after
-        `ack_timeout` seconds, and the version exists all the same. Errors: AckTimeout, DiskFull, Unsupported for a
-        full-parameter run.
+        `ack_timeout` seconds, and the version exists all the same. Samplers whose bridge is `restart` take versions of
+        full-parameter runs. Errors: AckTimeout, DiskFull, what a sampler refused the version with.
         """
         if wait_for not in _ACK_POLICIES:
             raise errors.InvalidArgument(f"is {wait_for!r}; use all, any or none", field="wait_for")

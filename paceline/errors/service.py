@@ -90,6 +90,12 @@ class TrainerUnavailable(Unavailable):
     reason = "TRAINER_UNAVAILABLE"
 
 
+class PeerLost(Unavailable):
+    """The process group of trainer and samplers lost a member, or not all came; another one is being made."""
+
+    reason = "PEER_LOST"
+
+
 class UpstreamUnavailable(Unavailable):
     """The gateway, or the network on the way to it, cannot reach the service."""
 

@@ -129,6 +129,12 @@ class CheckpointMismatch(FailedPrecondition):
     reason = "CHECKPOINT_MISMATCH"
 
 
+class ModelNotLoadable(FailedPrecondition):
+    """The sampler's engine does not load these weights; what it served before it goes on serving."""
+
+    reason = "MODEL_NOT_LOADABLE"
+
+
 class SeqIdGap(PacelineError):
     """Commands before this one did not arrive in time."""
 

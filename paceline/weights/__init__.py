@@ -1,4 +1,4 @@
-"""An adapter on its way: its manifest, its chunks, its checksums.
+"""Weights on their way: their manifest, their chunks, their checksums.
 
 The bytes that travel are the safetensors file itself.
 """
@@ -6,7 +6,7 @@ The bytes that travel are the safetensors file itself.
 from paceline.weights.chunks import ChunkWriter, read_chunks
 from paceline.weights.manifest import (
     describe_adapter,
-    describe_model,
+    describe_weights,
     hash_file,
     is_model,
     read_manifest,
@@ -15,11 +15,13 @@ from paceline.weights.manifest import (
     verify_adapter,
     write_manifest,
 )
+from paceline.weights.sums import find_damaged, verify_model, write_sums
 
 __all__ = [
     "ChunkWriter",
     "describe_adapter",
-    "describe_model",
+    "describe_weights",
+    "find_damaged",
     "hash_file",
     "is_model",
     "read_chunks",
@@ -27,5 +29,7 @@ __all__ = [
     "read_tensor_entries",
     "served_model",
     "verify_adapter",
+    "verify_model",
     "write_manifest",
+    "write_sums",
 ]

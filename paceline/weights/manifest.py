@@ -39,8 +39,10 @@ def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: 
     return manifest
 
 
-def describe_model(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
-    """Make the manifest of a whole model's directory by reading it; arguments as `describe_adapter`."""
+def describe_weights(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
+    """Make the manifest of a directory that holds an adapter or a whole model; arguments as `describe_adapter`."""
+    if (directory / WEIGHTS_FILE).exists():
+        return describe_adapter(directory, model, tenant=tenant, step=step, seq_id=seq_id)
     return _describe(directory / MODEL_FILE, model, tenant, step, seq_id)
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from sampler_service.engine.base import SamplerEngine
 from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.rebuilding import RebuildingEngine
 
 EngineKind = Literal["vllm", "hf"]
+
+
+def create_service_engine(kind: EngineKind, bridge: str, options: EngineOptions) -> SamplerEngine:
+    """Make the engine of a service: for the bridge restart one whose model can be exchanged. As `create_engine`."""
+    if bridge == "restart":
+        return RebuildingEngine(partial(create_engine, kind), options)
+    return create_engine(kind, options)
 
 
 def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:

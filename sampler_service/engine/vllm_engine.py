@@ -80,7 +80,8 @@ class VllmEngine:
 
     async def start(self) -> None:
         _prepare_environment()
-        config = engine_args(self._options).create_engine_config()
+        # In a thread, as all that takes long here: other models are loaded while the service lives.
+        config = await asyncio.to_thread(engine_args(self._options).create_engine_config)
         model = config.model_config
         info = ModelInfo(
             name=self._options.model_name,
@@ -94,7 +95,7 @@ class VllmEngine:
         # position is never computed.
         model.max_model_len += 1
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
-        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         self._started = _Started(llm, info, linear)
 
     async def stop(self) -> None:

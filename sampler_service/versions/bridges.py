@@ -1,4 +1,4 @@
-"""A bridge: a way by which versions reach this sampler. `stream` and `volume` fulfil it."""
+"""A bridge: a way by which versions reach this sampler."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sampler_service.versions.keys import foreign
 
 @dataclass(frozen=True, slots=True)
 class StagedAdapter:
-    """A verified adapter in a directory that an engine can load."""
+    """A verified adapter, or for the bridge restart a whole model, in a directory that an engine can load."""
 
     manifest: pb.Manifest
     directory: Path
-    """Holds adapter_model.safetensors and adapter_config.json (PEFT layout)."""
+    """Holds adapter_model.safetensors and adapter_config.json (PEFT layout), or a Hugging Face model."""
     sha256: str
     """Computed over the bytes that lie there."""
     temporary: bool
@@ -43,7 +43,7 @@ class Bridge(Protocol):
 
     @property
     def name(self) -> str:
-        """Return "stream" or "volume"."""
+        """Return the name by which settings know it."""
         ...
 
     @property
@@ -67,12 +67,19 @@ class ManifestRules:
     base_model: str
     max_lora_rank: int
     max_bytes: int
-    """Largest safetensors file."""
+    """Largest safetensors file of an adapter."""
+    whole_models: bool = False
+    """Whether it takes whole models, and then no adapters: those belong to the base model alone."""
 
     def check(self, manifest: pb.Manifest) -> None:
         """Refuse what the engine could not load. Raises ModelNotFound, Unsupported, RankTooLarge, InvalidShape."""
-        if is_model(manifest):
-            raise errors.Unsupported("is a whole model; start a sampler with it as its model", field="model")
+        if is_model(manifest) and not self.whole_models:
+            raise errors.Unsupported(
+                "is a whole model; a sampler whose bridge is restart serves it, or one that has it as its model",
+                field="model",
+            )
+        if self.whole_models and not is_model(manifest):
+            raise errors.Unsupported("is an adapter; a sampler whose bridge is restart serves none", field="model")
         if manifest.model.base_model != self.base_model:
             raise errors.ModelNotFound(
                 f"was trained on {manifest.model.base_model}; this sampler serves {self.base_model}", field="model"
@@ -81,7 +88,7 @@ class ManifestRules:
             raise errors.RankTooLarge(
                 f"has rank {manifest.rank}; this sampler takes at most {self.max_lora_rank}", field="model"
             )
-        if not 0 < manifest.total_size <= self.max_bytes:
+        if not self.whole_models and not 0 < manifest.total_size <= self.max_bytes:
             raise errors.InvalidShape(
                 f"has {manifest.total_size} bytes; this sampler takes 1 to {self.max_bytes}",
                 field="manifest.total_size",

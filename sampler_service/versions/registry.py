@@ -157,7 +157,7 @@ class VersionRegistry:
     def forget_run(self, run_id: str) -> None:
         """Let everything of a deleted run go, as requests end."""
         for entry in self:
-            if _run_of(entry.served) == run_id:
+            if run_of(entry.served) == run_id:
                 self._retire(entry)
 
     def retire_superseded(self, run_id: str) -> None:
@@ -270,5 +270,6 @@ class VersionRegistry:
             _log.error("version not unloaded", error=repr(error))
 
 
-def _run_of(served: ServedModel) -> str:
+def run_of(served: ServedModel) -> str:
+    """Return the run that weights come from."""
     return CheckpointPath.parse(served.checkpoint).run_id if served.checkpoint else served.run_id

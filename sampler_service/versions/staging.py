@@ -45,11 +45,17 @@ class StagingArea:
         shutil.rmtree(self._directory, ignore_errors=True)
         os.close(self._lock)
 
+    def allocate(self, manifest: pb.Manifest) -> Path:
+        """Make a directory for an adapter, with its configuration and not yet its weights; it is the caller's."""
+        directory = self._directory / uuid4().hex
+        directory.mkdir()
+        (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
+        return directory
+
     @asynccontextmanager
     async def receive(self, manifest: pb.Manifest) -> AsyncIterator[Reception]:
         """Give a reception for one adapter; unless it finishes, its files vanish when the block ends."""
-        directory = self._directory / uuid4().hex
-        reception = await asyncio.to_thread(Reception, directory, manifest)
+        reception = await asyncio.to_thread(lambda: Reception(self.allocate(manifest), manifest))
         try:
             yield reception
         finally:
@@ -60,8 +66,6 @@ class Reception:
     """Puts one adapter together. A thread verifies and writes what has come while more is coming."""
 
     def __init__(self, directory: Path, manifest: pb.Manifest) -> None:
-        directory.mkdir()
-        (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
         self._directory = directory
         self._manifest = manifest
         self._writer = ChunkWriter(directory / WEIGHTS_FILE, manifest)

@@ -1,4 +1,4 @@
-"""The volume bridge: versions and checkpoints are read where the trainer put them."""
+"""The bridges volume and restart: versions and checkpoints are read where the trainer put them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.layout import CheckpointPath, Volume
 from paceline.types import ModelRef
-from paceline.weights import read_manifest, verify_adapter
+from paceline.weights import is_model, read_manifest, verify_adapter, verify_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.bridges import ManifestRules, StagedAdapter, check_is
 from sampler_service.versions.keys import absent, foreign
@@ -18,12 +18,12 @@ _POLL_SECONDS = 0.01
 
 
 class VolumeBridge:
-    """Reads adapters from the checkpoint volume; copies nothing."""
+    """Reads adapters from the checkpoint volume, or whole models (restart); copies nothing."""
 
-    name = "volume"
     needs_volume = True
 
     def __init__(self, volume: Volume, trainer: TrainerLink, rules: ManifestRules) -> None:
+        self.name = "restart" if rules.whole_models else "volume"
         self._volume = volume
         self._trainer = trainer
         self._rules = rules
@@ -59,7 +59,7 @@ class VolumeBridge:
         self._rules.check(manifest)
         directory = self._directory(ref)
         try:
-            digest = verify_adapter(directory, manifest)
+            digest = (verify_model if is_model(manifest) else verify_adapter)(directory, manifest)
         except FileNotFoundError as error:  # deleted meanwhile
             raise absent(ref) from error
         return StagedAdapter(manifest, directory, digest, temporary=False)

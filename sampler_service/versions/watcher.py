@@ -15,8 +15,10 @@ from paceline.types import ServedModel
 from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.versions.base import Versions
+from sampler_service.versions.collective import GroupReceiver
 from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.registry import LoadedVersion, VersionRegistry
+from sampler_service.versions.registry import LoadedVersion
 from sampler_service.versions.resolver import VersionResolver
 from sampler_service.versions.trainer_link import TrainerLink
 
@@ -36,19 +38,22 @@ class VersionWatcher:
     def __init__(
         self,
         trainer: TrainerLink,
-        registry: VersionRegistry,
+        registry: Versions,
         resolver: VersionResolver,
         sampler_id: str,
         metrics: SamplerMetrics,
         *,
         needs_volume: bool,
+        group: GroupReceiver | None,
     ) -> None:
+        """Take the sampler's place in the trainer's process group where it is to have one."""
         self._trainer = trainer
         self._registry = registry
         self._resolver = resolver
         self._sampler_id = sampler_id
         self._metrics = metrics
         self._needs_volume = needs_volume
+        self._group = group
         self._outbox: Outbox | None = None
         self._applying: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_CONCURRENT_LOADS)
@@ -82,6 +87,8 @@ class VersionWatcher:
             return failure.code().name
         finally:
             self._outbox = None
+            if self._group is not None:
+                self._group.leave()
             call.cancel()
         return "closed by the trainer"
 
@@ -90,6 +97,7 @@ class VersionWatcher:
         return pb.Hello(
             sampler_id=self._sampler_id,
             held=[pb.HeldVersion(run_id=served.run_id, version=served.version) for served in held],
+            joins_group=self._group is not None,
         )
 
     def _hear(self, message: pb.WatchVersionsResponse) -> None:
@@ -99,12 +107,16 @@ class VersionWatcher:
             case "run_deleted":
                 self._resolver.forget(message.run_deleted.run_id)
                 self._registry.forget_run(message.run_deleted.run_id)
+            case "group" if self._group is not None:
+                self._group.join(message.group, self._send)
             case other:
                 _log.warning("unknown message on the watch", message=other)
 
     def _announced(self, announcement: pb.Announcement) -> None:
         """Start loading an announced version if it can be had and was not superseded before."""
         served, arrival = served_model(announcement.manifest), perf_counter()
+        if self._group is not None and announcement.broadcast_generation:
+            self._group.expect(announcement, self._send)
         newest, on_volume = self._resolver.newest(served.run_id), bool(announcement.volume_path)
         if self._needs_volume and not on_volume:
             return
@@ -129,6 +141,9 @@ class VersionWatcher:
         else:
             self._acknowledge(entry, perf_counter() - arrival)
             self._registry.retire_superseded(served.run_id)
+        finally:
+            if self._group is not None:
+                self._group.drop(VersionKey.of(served))
 
     def _acknowledge(self, entry: LoadedVersion, seconds: float) -> None:
         self._metrics.apply_seconds.observe(seconds)

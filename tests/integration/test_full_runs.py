@@ -1,5 +1,6 @@
 """Full-parameter runs through the gateway, on real processes; a sampler that is started from one."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,23 @@ def cluster(tmp_path_factory):
         yield cluster
     finally:
         cluster.stop()
+
+
+@contextmanager
+def sampler_of(cluster, **environment):
+    """Run the cluster's sampler with other settings."""
+    sampler, plan = cluster.sampler, cluster.sampler.plan
+    sampler.plan = replace(plan, environment={**plan.environment, **environment})
+    sampler.start()
+    try:
+        yield
+    finally:
+        sampler.plan = plan
+        sampler.stop()
+
+
+def at(service, model):
+    return service.create_sampling_client(run_id=model.run_id, version=model.version)
 
 
 def train(training, steps):
@@ -72,12 +90,21 @@ def test_a_state_checkpoint_resumes_in_a_run_made_from_it(service):
     assert weights_of(resumed, "three") == weights_of(training, "three")
 
 
-def test_publishing_is_refused_with_what_to_do_and_the_run_goes_on(service):
+def test_a_published_model_is_served_by_a_sampler_that_builds_its_engine_again(cluster, service):
     training = service.create_full_training_client()
-    train(training, 1)
-    with pytest.raises(errors.Unsupported, match="sampler checkpoint"):
-        training.publish_weights().result()
-    assert train(training, 1).step == 2
+    with sampler_of(cluster, PACELINE_SAMPLER_BRIDGE="restart"):
+        base = service.create_sampling_client().compute_logprobs(PROMPT + COMPLETION).result()
+        for steps in (1, 2):
+            train(training, steps)
+            published = training.publish_weights(wait_for="any").result()
+            reached = at(service, published.model).compute_logprobs(PROMPT + COMPLETION).result()
+            assert reached.model == published.model
+            np.testing.assert_allclose(reached.logprobs[-len(COMPLETION) :], logprobs(training), atol=1e-4)
+            assert np.abs(reached.logprobs - base.logprobs)[1:].max() > 0.01
+        checkpoint = training.save_weights_for_sampler("served").result()
+        saved = service.create_sampling_client(checkpoint.path).compute_logprobs(PROMPT + COMPLETION).result()
+        np.testing.assert_array_equal(saved.logprobs, reached.logprobs)
+        assert saved.model.checkpoint == checkpoint.path
 
 
 def test_bad_parameters_are_refused_and_make_no_run(service):
@@ -109,19 +136,12 @@ def test_a_sampler_started_from_a_checkpoint_computes_what_was_trained(cluster, 
     train(training, 3)
     checkpoint = training.save_weights_for_sampler("model").result()
     directory = Volume(cluster.state / "checkpoints").checkpoint(CheckpointPath.parse(checkpoint.path))
-    sampler = cluster.sampler
-    environment = {
-        **sampler.plan.environment,
-        "PACELINE_SAMPLER_MODEL": str(directory),
-        "PACELINE_SAMPLER_MODEL_NAME": "trained",
-    }
-    sampler.plan = replace(sampler.plan, environment=environment)
-    sampler.start()
-    sampling = service.create_sampling_client()
-    reached = sampling.compute_logprobs(PROMPT + COMPLETION).result().logprobs[-len(COMPLETION) :]
-    trained = logprobs(training)
-    np.testing.assert_allclose(reached, trained, atol=1e-4)
-    assert np.abs(trained - untrained).max() > 0.1
-    with pytest.raises(errors.Unsupported, match="whole model"):
-        whole = service.create_sampling_client(checkpoint.path)
-        whole.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result()
+    with sampler_of(cluster, PACELINE_SAMPLER_MODEL=str(directory), PACELINE_SAMPLER_MODEL_NAME="trained"):
+        sampling = service.create_sampling_client()
+        reached = sampling.compute_logprobs(PROMPT + COMPLETION).result().logprobs[-len(COMPLETION) :]
+        trained = logprobs(training)
+        np.testing.assert_allclose(reached, trained, atol=1e-4)
+        assert np.abs(trained - untrained).max() > 0.1
+        with pytest.raises(errors.Unsupported, match="whole model"):
+            whole = service.create_sampling_client(checkpoint.path)
+            whole.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result()

@@ -19,7 +19,6 @@ from paceline.codec.times import timestamp_from_proto
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.types import Checkpoint, CheckpointKind, ServedModel
-from trainer_service.checkpoints.sums import find_damaged, write_sums
 from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
 
 Writer = Callable[[Path], Awaitable[None]]
@@ -158,18 +157,17 @@ def _found(field: str) -> Iterator[None]:
 
 
 def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: int, kind: CheckpointKind) -> None:
-    is_adapter = (directory / layout.WEIGHTS_FILE).exists()
-    describe = weights.describe_adapter if is_adapter else weights.describe_model
-    weights.write_manifest(directory, describe(directory, model, tenant=tenant, step=step, seq_id=seq_id))
-    if kind is CheckpointKind.STATE or not is_adapter:
-        write_sums(directory)
+    manifest = weights.describe_weights(directory, model, tenant=tenant, step=step, seq_id=seq_id)
+    weights.write_manifest(directory, manifest)
+    if kind is CheckpointKind.STATE or weights.is_model(manifest):
+        weights.write_sums(directory)
 
 
 def _verify(directory: Path, kind: CheckpointKind) -> None:
     manifest = weights.read_manifest(directory)
     if kind is CheckpointKind.SAMPLER and not weights.is_model(manifest):
         weights.verify_adapter(directory, manifest)
-    elif name := find_damaged(directory):
+    elif name := weights.find_damaged(directory):
         raise errors.ChecksumMismatch(f"{name} is damaged; load another checkpoint", field="path")
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from paceline import layout
+from paceline.weights import find_damaged, write_sums
 from trainer_service.checkpoints.store import staged_directory
-from trainer_service.checkpoints.sums import find_damaged, write_sums
 from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import MAGIC, AnswerRecord, Facts, JournalDamagedError, decode, encode

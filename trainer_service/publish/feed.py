@@ -35,6 +35,8 @@ class Watcher:
 
     sampler_id: str
     held: set[VersionKey]
+    joins_group: bool = False
+    """Whether it is to be in the process group over which versions are broadcast."""
     outbox: asyncio.Queue[pb.WatchVersionsResponse] = field(default_factory=asyncio.Queue)
 
     def announce(self, announcement: pb.Announcement) -> None:
@@ -56,9 +58,13 @@ class Feed:
         """Return how many watch."""
         return len(self._watchers)
 
-    async def join(self, sampler_id: str, held: Iterable[VersionKey]) -> Watcher:
+    def watchers(self) -> list[Watcher]:
+        """Return who watches."""
+        return list(self._watchers.values())
+
+    async def join(self, sampler_id: str, held: Iterable[VersionKey], *, joins_group: bool = False) -> Watcher:
         """Take in a watcher and announce to it what is newer than what it holds."""
-        watcher = Watcher(sampler_id, set(held))
+        watcher = Watcher(sampler_id, set(held), joins_group)
         self._watchers[sampler_id] = watcher
         for run_id, announcement in self._newest.items():
             if (run_id, announcement.manifest.model.version) not in watcher.held:
@@ -79,7 +85,10 @@ class Feed:
         model = announcement.manifest.model
         newest = self._newest.get(model.run_id)
         if newest is None or newest.manifest.model.version <= model.version:
-            self._newest[model.run_id] = announcement
+            # Who comes later is not in the group that it is broadcast to now.
+            self._newest[model.run_id] = pb.Announcement(
+                manifest=announcement.manifest, volume_path=announcement.volume_path
+            )
         for watcher in self._watchers.values():
             watcher.announce(announcement)
         return frozenset(self._watchers)

@@ -14,12 +14,13 @@ from typing import Protocol
 
 from paceline import errors, layout, weights
 from paceline.log import get_logger
-from paceline.types import ServedModel
+from paceline.types import FullParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints.store import staged_directory
 from trainer_service.engine.process import Captured
 from trainer_service.failpoints import Failpoints
 from trainer_service.publish.feed import AckPolicy, Feed
+from trainer_service.publish.group import BroadcastGroup
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.turn import Turn
@@ -59,11 +60,13 @@ class Publisher:
         staging_root: Path,
         keep_versions: int,
         failpoints: Failpoints,
+        group: BroadcastGroup,
     ) -> None:
         self._save_adapter = save_adapter
         self._failpoints = failpoints
         self._registry = registry
         self._feed = feed
+        self._group = group
         self._volume = volume
         # The same name after a crash, so that nothing is left behind in memory.
         volume_hash = sha256(str(volume.root.resolve()).encode()).hexdigest()[:16]
@@ -100,7 +103,7 @@ class Publisher:
             await earlier_announced.wait()
             self._failpoints.hit("before_announce")
             run.latest_version = turn.version = version
-            expected = self._feed.announce(pb.Announcement(manifest=manifest))
+            expected = self._announce(manifest, directory)
         staged = perf_counter()
         persisting = self._persist(run.run_id, version, directory, manifest)
         if durable:
@@ -123,7 +126,7 @@ class Publisher:
             _log.error("version differs from what it was and is dropped", run=run.run_id, version=version)
             await asyncio.to_thread(shutil.rmtree, directory)
             return
-        self._feed.announce(pb.Announcement(manifest=manifest))
+        self._announce(manifest, directory)
         self._persist(run.run_id, version, directory, manifest)
 
     async def settled(self, run_id: str) -> None:
@@ -165,11 +168,13 @@ class Publisher:
 
     async def _is_current(self, run: RunRecord, made: Path) -> bool:
         """Whether a version on the volume holds the run's current weights."""
-        async with staged_directory(self._staged(run.run_id, 0), durable=False) as staging:
+        directory, known = self._directory(run, 0), weights.read_manifest(made)
+        file = layout.MODEL_FILE if weights.is_model(known) else layout.WEIGHTS_FILE
+        async with staged_directory(directory, durable=False) as staging:
             await self._save_adapter(run.run_id, staging)
-            sha256 = await asyncio.to_thread(weights.hash_file, staging / layout.WEIGHTS_FILE)
-        await asyncio.to_thread(shutil.rmtree, self._staged(run.run_id, 0))
-        return sha256 == weights.read_manifest(made).model.sha256
+            sha256 = await asyncio.to_thread(weights.hash_file, staging / file)
+        await asyncio.to_thread(shutil.rmtree, directory)
+        return sha256 == known.model.sha256
 
     async def _wait(
         self, key: tuple[str, int], policy: AckPolicy, expected: Set[str], seconds: float
@@ -183,14 +188,16 @@ class Publisher:
 
     async def _stage(self, run: RunRecord, version: int, seq_id: int, turn: Turn) -> tuple[pb.Manifest, Path]:
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
-        directory = self._staged(run.run_id, version)
-        async with staged_directory(directory, durable=False) as staging:
+        directory, whole = self._directory(run, version), _is_whole(run)
+        async with staged_directory(directory, overwrite=whole, durable=whole) as staging:
             await self._save_adapter(run.run_id, staging, turn.capture)
             turn.release()
             manifest = await asyncio.to_thread(
-                weights.describe_adapter, staging, model, tenant=run.tenant, step=step, seq_id=seq_id
+                weights.describe_weights, staging, model, tenant=run.tenant, step=step, seq_id=seq_id
             )
             weights.write_manifest(staging, manifest)
+            if whole:
+                await asyncio.to_thread(weights.write_sums, staging)
             if version > run.version_limit:
                 run.version_limit = version + _NUMBERS_RESERVED
                 await self._registry.persist(run)
@@ -207,7 +214,8 @@ class Publisher:
         if not final.exists():
             async with staged_directory(final) as staging:
                 await asyncio.to_thread(shutil.copytree, directory, staging, dirs_exist_ok=True)
-        self._feed.announce(self._announcement(manifest))
+        if directory != final:
+            self._feed.announce(self._announcement(manifest))
         await self._retire(*key)
 
     def _copied(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
@@ -244,9 +252,27 @@ class Publisher:
     def _staged(self, run_id: str, version: int) -> Path:
         return self._staging / run_id / str(version)
 
+    def _directory(self, run: RunRecord, version: int) -> Path:
+        """Return where a version is made: in memory, or where it stays if it is a whole model."""
+        run_id = run.run_id
+        return self._volume.version(run_id, version) if _is_whole(run) else self._staged(run_id, version)
+
     def _on_volume_numbers(self, run_id: str) -> list[int]:
         return [int(path.name) for path in self._volume.version(run_id, 0).parent.glob("[0-9]*")]
+
+    def _announce(self, manifest: pb.Manifest, directory: Path) -> Set[str]:
+        """Announce a version that was made, and broadcast it; a whole model is on the volume from the first."""
+        if weights.is_model(manifest):
+            return self._feed.announce(self._announcement(manifest))
+        # Nothing is awaited between the two, so that members receive in the order of the announcements.
+        generation = self._group.send(directory / layout.WEIGHTS_FILE, manifest.total_size)
+        return self._feed.announce(pb.Announcement(manifest=manifest, broadcast_generation=generation))
 
     def _announcement(self, manifest: pb.Manifest) -> pb.Announcement:
         directory = self._volume.version(manifest.model.run_id, manifest.model.version)
         return pb.Announcement(manifest=manifest, volume_path=str(directory.relative_to(self._volume.root)))
+
+
+def _is_whole(run: RunRecord) -> bool:
+    """Whether a run's versions are whole models."""
+    return isinstance(run.parameters, FullParameters)

@@ -1,0 +1,159 @@
+"""The program of a group's member: `python -m paceline.collective.member PLACE`. The one part of paceline with torch.
+
+PLACE is a GroupPlace as JSON. Jobs come as lines of JSON on standard input and events go out so on standard output. The
+process ends when its input does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NoReturn, TextIO
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from paceline.collective.process import GroupPlace
+
+CHUNK_BYTES = 16 << 20
+"""Bytes in one broadcast."""
+
+_MEETING = timedelta(seconds=120)
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass
+class MissingRanksError(Exception):
+    """Not all members came."""
+
+    ranks: Sequence[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"ranks {list(self.ranks)} did not come"
+
+
+def main() -> None:
+    """Join, then do jobs until the input ends or a member is lost."""
+    place = GroupPlace(**json.loads(sys.argv[1]))
+    events = _take_output()
+    jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    threading.Thread(target=_read, args=(jobs,), daemon=True).start()
+    try:
+        _join(place, events)
+        _tell(events, event="joined")
+        while True:
+            job = jobs.get()
+            _transfer(place, job["path"], job["size"])
+            _tell(events, event="done")
+    except Exception as error:
+        missing = error.ranks if isinstance(error, MissingRanksError) else ()
+        _tell(events, event="failed", error=f"{type(error).__name__}: {error}", missing=list(missing))
+        os._exit(1)  # without waiting for collectives that will never end
+
+
+def _read(jobs: SimpleQueue[dict[str, Any]]) -> NoReturn:
+    for line in sys.stdin:
+        jobs.put(json.loads(line))
+    os._exit(0)  # the service is gone; a collective cannot be interrupted in another way
+
+
+def _take_output() -> TextIO:
+    """Return standard output for events alone; gloo, which writes there too, goes to standard error from here on."""
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return events
+
+
+def _tell(events: TextIO, **message: Any) -> None:
+    events.write(json.dumps(message) + "\n")
+    events.flush()
+
+
+def _join(place: GroupPlace, events: TextIO) -> None:
+    host, _, port = place.address.rpartition(":")
+    own = _own_address(host)
+    store = _listen(host, int(port)) if place.rank == 0 else TCPStore(host, int(port), timeout=_MEETING)
+    if place.rank == 0:
+        _tell(events, event="listening", port=store.port)
+    meeting = PrefixStore(str(place.generation), store)
+    _meet(meeting, place)
+    if interface := _interface(own):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    seconds = timedelta(seconds=place.seconds)
+    dist.init_process_group(place.backend, store=meeting, rank=place.rank, world_size=place.size, timeout=seconds)
+
+
+def _listen(host: str, port: int) -> TCPStore:
+    """Open the store on one address; by itself it would listen on all of them."""
+    listener = socket.create_server((host, port))
+    bound = listener.getsockname()[1]
+    return TCPStore(
+        host, bound, is_master=True, timeout=_MEETING, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _meet(store: Store, place: GroupPlace) -> None:
+    """Wait until every member is there. Raises MissingRanksError."""
+    store.set(str(place.rank), "here")
+    ranks = range(place.size)
+    try:
+        store.wait([str(rank) for rank in ranks], _MEETING)
+    except dist.DistStoreError as error:
+        raise MissingRanksError([rank for rank in ranks if not store.check([str(rank)])]) from error
+
+
+def _own_address(host: str) -> str:
+    """Return the address of this machine from which `host` is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _interface(address: str) -> str:
+    """Return the name of the network interface that has an IPv4 address; empty where none is found."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
+
+
+def _transfer(place: GroupPlace, path: str | None, size: int) -> None:
+    """Broadcast a file's bytes from rank 0, in pieces of one flat buffer, straight from and into mapped files."""
+    if path is None:
+        content = torch.empty(size, dtype=torch.uint8)
+    else:
+        content = torch.from_file(path, shared=place.rank != 0, size=size, dtype=torch.uint8)
+    for piece in torch.split(content, CHUNK_BYTES):
+        if place.backend == "gloo":
+            dist.broadcast(piece, src=0)
+        else:
+            _broadcast_on_gpu(piece, sends=place.rank == 0)
+
+
+def _broadcast_on_gpu(piece: torch.Tensor, *, sends: bool) -> None:
+    on_gpu = piece.cuda() if sends else torch.empty_like(piece, device="cuda")
+    dist.broadcast(on_gpu, src=0)
+    torch.cuda.synchronize()
+    if not sends:
+        piece.copy_(on_gpu)
+
+
+if __name__ == "__main__":
+    main()

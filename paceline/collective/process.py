@@ -1,0 +1,105 @@
+"""A member of the process group as its service sees it: a child process, which can be ended whatever it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from paceline.errors import PeerLost
+
+_START_SECONDS = 120.0
+"""How long a member may take to load torch, and then to find the others, who load it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """One member's place in one generation of the group."""
+
+    backend: str
+    """gloo, or nccl for GPUs."""
+    address: str
+    """host:port of the store at which members meet. Rank 0 listens there; its port may be 0."""
+    generation: int
+    rank: int
+    size: int
+    seconds: float
+    """How long a transfer may take."""
+
+
+class GroupMember:
+    """Broadcasts files from rank 0 to all others, in the order of the calls.
+
+    Every failure, of this member or another, is PeerLost: the group is of no use then, and a new generation is made.
+    """
+
+    def __init__(self, process: Process, place: GroupPlace) -> None:
+        self._process = process
+        self._place = place
+        self._busy = asyncio.Lock()
+
+    @classmethod
+    async def start(cls, place: GroupPlace) -> Self:
+        """Start the process; nothing is awaited of it yet."""
+        command = (sys.executable, "-m", "paceline.collective.member", json.dumps(asdict(place)))
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), place)
+
+    @property
+    def generation(self) -> int:
+        return self._place.generation
+
+    async def listening(self) -> int:
+        """Return the port of the store, of rank 0 alone."""
+        async with self._busy:
+            return int((await self._hear("listening", _START_SECONDS))["port"])
+
+    async def join(self) -> None:
+        """Wait until all have met. `metadata["missing"]` of rank 0's PeerLost has the ranks that did not come."""
+        async with self._busy:
+            await self._hear("joined", 2 * _START_SECONDS)
+
+    async def transfer(self, path: Path | None, size: int) -> None:
+        """Send the file `path` of `size` bytes, or as another rank than 0 receive it, into a new file or into none."""
+        async with self._busy:
+            try:
+                self._say({"path": None if path is None else str(path), "size": size})
+                await self._hear("done", self._place.seconds)
+            except BaseException:
+                # Whatever it was, the members may no longer be at the same transfer.
+                self._kill()
+                raise
+
+    async def stop(self) -> None:
+        """End the process."""
+        self._kill()
+        await self._process.wait()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        if self._process.stdin is None or self._process.stdin.is_closing():
+            raise PeerLost("the group has ended; another is made")
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _hear(self, event: str, seconds: float) -> dict[str, Any]:
+        if self._process.stdout is None:
+            raise PeerLost("the group has ended; another is made")
+        try:
+            async with asyncio.timeout(seconds):
+                line = await self._process.stdout.readline()
+        except TimeoutError as error:
+            raise PeerLost(f"the group's members did not all answer within {seconds} s") from error
+        message: dict[str, Any] = json.loads(line or "{}")
+        if message.get("event") != event:
+            missing = ",".join(map(str, message.get("missing", ())))
+            raise PeerLost(
+                f"the group ended: {message.get('error', 'its process died')}", metadata={"missing": missing}
+            )
+        return message

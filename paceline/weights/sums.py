@@ -1,0 +1,46 @@
+"""SHA256SUMS, in a directory that is moved and copied as a whole. `sha256sum -c` checks it, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline import errors
+from paceline.layout import MODEL_FILE
+from paceline.weights.manifest import hash_file
+from paceline.weights.v1 import weight_service_pb2 as pb
+
+SUMS_FILE = "SHA256SUMS"
+
+
+def write_sums(directory: Path) -> None:
+    """Write the SHA-256 of every file of `directory` beside them."""
+    sums = "".join(f"{hash_file(path)}  {path.name}\n" for path in sorted(directory.iterdir()))
+    (directory / SUMS_FILE).write_text(sums)
+
+
+def find_damaged(directory: Path) -> str | None:
+    """Return the name of a file that is not what it was when the sums were written; None when all are.
+
+    Raises FileNotFoundError when one is gone, or the sums are.
+    """
+    for line in (directory / SUMS_FILE).read_text().splitlines():
+        digest, _, name = line.partition("  ")
+        if hash_file(directory / Path(name).name) != digest:
+            return name
+    return None
+
+
+def verify_model(directory: Path, manifest: pb.Manifest) -> str:
+    """Check that a directory holds exactly the whole model that a manifest describes; return the weights' SHA-256.
+
+    Raises ChecksumMismatch, FileNotFoundError.
+    """
+    lines = (directory / SUMS_FILE).read_text().splitlines()
+    listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if {path.name for path in directory.iterdir()} != {*listed, SUMS_FILE}:
+        raise errors.ChecksumMismatch("the model's directory does not hold the files that were saved")
+    if damaged := find_damaged(directory):
+        raise errors.ChecksumMismatch(f"{damaged} is damaged; publish or save the model again")
+    if listed.get(MODEL_FILE) != manifest.model.sha256:
+        raise errors.ChecksumMismatch("the model differs from its manifest; publish or save it again")
+    return manifest.model.sha256

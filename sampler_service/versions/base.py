@@ -1,0 +1,61 @@
+"""Weights that requests sample from, however many of them an engine holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from paceline.rpc.identity import PEER_TENANT
+from paceline.types import ModelRef, ServedModel
+from sampler_service.versions.bridges import StagedAdapter
+from sampler_service.versions.keys import VersionKey
+from sampler_service.versions.registry import Lease, LoadedVersion
+
+
+class Versions(Protocol):
+    """What the engine holds. VersionRegistry: adapters beside each other. ModelSlot: one whole model at a time."""
+
+    def __len__(self) -> int:
+        """Return how many versions and checkpoints are loaded; the base model does not count."""
+        ...
+
+    def __iter__(self) -> Iterator[LoadedVersion]:
+        """Yield what is loaded."""
+        ...
+
+    def find(self, key: VersionKey) -> LoadedVersion | None:
+        """Return what is loaded under a key."""
+        ...
+
+    def on_unloaded(self, listener: Callable[[ServedModel], None]) -> None:
+        """Call `listener` after each unloading."""
+        ...
+
+    def lease(self, ref: ModelRef, tenant: str) -> AbstractAsyncContextManager[Lease]:
+        """Keep the weights that `ref` means loaded while the block runs, bringing them first if need be."""
+        ...
+
+    async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
+        """Bring weights and load them."""
+        ...
+
+    async def install(self, staged: StagedAdapter) -> LoadedVersion:
+        """Load weights that were pushed. Their files are its own from here on, also when this raises."""
+        ...
+
+    def unload(self, ref: ModelRef, tenant: str) -> None:
+        """Let weights go once their last request ends."""
+        ...
+
+    def forget_run(self, run_id: str) -> None:
+        """Let everything of a deleted run go, as requests end."""
+        ...
+
+    def retire_superseded(self, run_id: str) -> None:
+        """Let all but the newest versions of a run go."""
+        ...
+
+    async def close(self) -> None:
+        """End what is under way."""
+        ...

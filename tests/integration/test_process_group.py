@@ -1,0 +1,52 @@
+"""Members of a process group, each a process, alone with each other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import AsyncExitStack
+
+import pytest
+
+from paceline.collective import GroupMember, GroupPlace
+from paceline.collective.member import CHUNK_BYTES
+from paceline.errors import PeerLost
+
+
+async def make_group(stack, size=3, seconds=5.0):
+    """Start a group of `size` members; returns them in the order of their ranks, joined."""
+    first = await GroupMember.start(GroupPlace("gloo", "127.0.0.1:0", 1, 0, size, seconds))
+    stack.push_async_callback(first.stop)
+    address, members = f"127.0.0.1:{await first.listening()}", [first]
+    for rank in range(1, size):
+        members.append(await GroupMember.start(GroupPlace("gloo", address, 1, rank, size, seconds)))
+        stack.push_async_callback(members[-1].stop)
+    await asyncio.gather(*(member.join() for member in members))
+    return members
+
+
+def send(members, paths, size):
+    transfers = (member.transfer(path, size) for member, path in zip(members, paths, strict=True))
+    return asyncio.gather(*transfers, return_exceptions=True)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_every_member_gets_each_file_and_a_lost_peer_is_an_error_at_all_within_the_deadline(
+    tmp_path, signal_number
+):
+    contents = [os.urandom(3 * CHUNK_BYTES + 12_345), os.urandom(77)]
+    async with AsyncExitStack() as stack:
+        members = await make_group(stack)
+        for number, content in enumerate(contents):
+            source = tmp_path / f"source-{number}"
+            source.write_bytes(content)
+            assert await send(members, [source, tmp_path / f"got-{number}", None], len(content)) == [None] * 3
+        assert [(tmp_path / f"got-{number}").read_bytes() for number in range(2)] == contents
+
+        os.kill(members[2]._process.pid, signal_number)
+        paths = [tmp_path / "source-0", tmp_path / "one", tmp_path / "two"]
+        results = await send(members, paths, len(contents[0]))
+        assert [type(result) for result in results] == [PeerLost] * 3
+        assert [type(result) for result in await send(members, [source, None, None], 1)] == [PeerLost] * 3

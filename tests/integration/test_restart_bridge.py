@@ -1,0 +1,185 @@
+"""A sampler whose engine is built again for each whole model that it is to serve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import pytest
+import torch
+from sampler_stack import BASE, PROMPT, TENANT, base_ref, make_version, sampling, stream_request, until, version_ref
+from tiny_models import make_tiny_llama
+from transformers import AutoModelForCausalLM
+
+from paceline import errors
+from paceline.layout import MODEL_FILE, new_run_id
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.types import ServedModel
+from paceline.types.v1 import model_pb2
+from paceline.weights import describe_weights, write_manifest, write_sums
+from paceline.weights.v1 import weight_service_pb2 as weights_pb
+
+pytest_plugins = ["sampler_fixtures"]
+
+RUN = new_run_id()
+SERVICE = "paceline.sampler.v1.SamplerService"
+
+
+def make_model_version(volume, version, run_id=RUN, **config):
+    """Put a whole model on the volume, as the trainer publishes it; `config` overwrites what its configuration says."""
+    directory = make_tiny_llama(volume.version(run_id, version), seed=version)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    manifest = describe_weights(directory, ServedModel(BASE, run_id, version), tenant=TENANT, step=version)
+    write_manifest(directory, manifest)
+    write_sums(directory)
+    return manifest
+
+
+def announce(volume, trainer, manifest):
+    directory = volume.version(manifest.model.run_id, manifest.model.version)
+    trainer.announce(manifest, str(directory.relative_to(volume.root)))
+
+
+@torch.no_grad()
+def expected(directory):
+    """Log-probabilities of the prompt by transformers itself."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    logits = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    return logits.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+
+
+def close(data, reference):
+    return torch.allclose(torch.frombuffer(bytearray(data), dtype=torch.float32)[1:], reference, atol=1e-4)
+
+
+async def is_ready(client):
+    request = type("Request", (), {"service": SERVICE})()
+    return (await client.readiness.servicer.Check(request, None)).status == 1
+
+
+@pytest.fixture
+async def client(model, port, tmp_path):
+    async with sampling(model, port, tmp_path, bridge="restart") as sampler:
+        await sampler.readiness.set(True)
+        yield sampler
+
+
+async def test_an_announced_model_is_served_and_acknowledged_and_gives_way_to_the_next(model, volume, trainer, client):
+    for version in (1, 2):
+        manifest = make_model_version(volume, version)
+        announce(volume, trainer, manifest)
+        ack = (await until(lambda count=version: trainer.heard("acknowledgement")[count - 1 :]))[0]
+        assert (ack.version, ack.sha256) == (version, manifest.model.sha256)
+        logprobs, served = await client.logprobs(version_ref(RUN))
+        assert served == manifest.model
+        assert close(logprobs, expected(volume.version(RUN, version)))
+        assert await is_ready(client)
+    assert list(await client.loaded()) == [2]
+    assert [(held.run_id, held.version) for held in trainer.heard("release")] == [(RUN, 1)]
+
+
+async def test_models_are_brought_on_demand_and_the_base_model_comes_back(model, volume, client):
+    make_model_version(volume, 1)
+    first, _ = await client.logprobs(version_ref(RUN, 1))
+    base, served = await client.logprobs(base_ref())
+    assert close(first, expected(volume.version(RUN, 1)))
+    assert close(base, expected(model))
+    assert served.run_id == ""
+    with pytest.raises(errors.VersionNotFound):
+        await client.logprobs(version_ref(RUN, 9))
+
+
+async def test_requests_in_flight_end_on_their_model_and_those_that_come_meanwhile_wait(volume, trainer, client):
+    make_model_version(volume, 1)
+    stream = client.stub.SampleStream(stream_request(base_ref(), max_tokens=200), metadata=client.metadata)
+    first = await stream.read()
+    waiting = [asyncio.create_task(client.sample(version_ref(RUN, 1))) for _ in range(3)]
+    behind = asyncio.create_task(client.sample(base_ref()))
+    count, served = len(first.tokens), {first.model.version}
+    while (message := await stream.read()) is not grpc.aio.EOF:
+        assert not any(task.done() for task in waiting)
+        count, served = count + len(message.tokens), served | {message.model.version}
+    assert (count, served) == (200, {0})
+    assert {(await task).model.version for task in waiting} == {1}
+    assert (await behind).model.version == 0
+
+
+async def test_a_model_that_does_not_load_leaves_the_one_before_it_serving(volume, trainer, client):
+    announce(volume, trainer, make_model_version(volume, 1))
+    await until(lambda: trainer.heard("acknowledgement"))
+    before, _ = await client.logprobs(version_ref(RUN, 1))
+    announce(volume, trainer, make_model_version(volume, 2, model_type="unknown"))
+    (refusal,) = await until(lambda: trainer.heard("refusal"))
+    assert (refusal.version, refusal.reason) == (2, "MODEL_NOT_LOADABLE")
+    assert (await client.logprobs(version_ref(RUN, 1)))[0] == before
+    with pytest.raises(errors.ModelNotLoadable):
+        await client.sample(version_ref(RUN, 2))
+    assert await is_ready(client)
+    announce(volume, trainer, make_model_version(volume, 3))
+    await until(lambda: len(trainer.heard("acknowledgement")) == 2)
+    assert (await client.sample(version_ref(RUN))).model.version == 3
+
+
+async def test_a_model_of_another_shape_is_refused(volume, trainer, client):
+    announce(volume, trainer, make_model_version(volume, 1, max_position_embeddings=64))
+    (refusal,) = await until(lambda: trainer.heard("refusal"))
+    assert refusal.reason == "MODEL_NOT_LOADABLE"
+    assert (await client.sample(base_ref())).model.version == 0
+
+
+@pytest.mark.parametrize("file", [MODEL_FILE, "config.json"])
+async def test_damaged_files_are_refused_before_anything_ends(volume, trainer, client, file):
+    manifest = make_model_version(volume, 1)
+    path = volume.version(RUN, 1) / file
+    path.write_bytes(path.read_bytes()[:-1] + b" ")
+    announce(volume, trainer, manifest)
+    (refusal,) = await until(lambda: trainer.heard("refusal"))
+    assert refusal.reason == "CHECKSUM_MISMATCH"
+
+
+async def test_adapters_belong_to_the_base_model_and_are_refused(model, volume, trainer, client):
+    announce(volume, trainer, make_version(volume, model, RUN, 1))
+    (refusal,) = await until(lambda: trainer.heard("refusal"))
+    assert refusal.reason == "UNIMPLEMENTED"
+
+
+async def test_anothers_model_looks_absent_whether_it_is_loaded_or_not(volume, client):
+    make_model_version(volume, 1)
+    stranger = client.be("stranger")
+    with pytest.raises(errors.RunNotFound):
+        await stranger.sample(version_ref(RUN, 1))
+    await client.sample(version_ref(RUN, 1))
+    with pytest.raises(errors.RunNotFound):
+        await stranger.sample(version_ref(RUN, 1))
+
+
+async def test_the_model_of_a_deleted_run_is_nobodys(volume, trainer, client):
+    announce(volume, trainer, make_model_version(volume, 1))
+    await until(lambda: trainer.heard("acknowledgement"))
+    await asyncio.to_thread(lambda: [path.unlink() for path in volume.version(RUN, 1).iterdir()])
+    trainer.tell(weights_pb.WatchVersionsResponse(run_deleted=weights_pb.RunDeleted(run_id=RUN)))
+    await until(lambda: trainer.heard("release"))
+    with pytest.raises(errors.NotFound):
+        await client.sample(version_ref(RUN, 1))
+    assert (await client.sample(base_ref())).model == model_pb2.ServedModel(base_model=BASE)
+
+
+async def test_a_version_that_a_newer_one_overtook_is_not_built(volume, trainer, client):
+    stream = client.stub.SampleStream(stream_request(base_ref(), max_tokens=200), metadata=client.metadata)
+    await stream.read()
+    for version in (1, 2, 3):
+        announce(volume, trainer, make_model_version(volume, version))
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+    await until(lambda: [ack for ack in trainer.heard("acknowledgement") if ack.version == 3])
+    assert {refusal.reason for refusal in trainer.heard("refusal")} <= {"ENGINE_UNAVAILABLE"}
+    assert (await client.sample(version_ref(RUN))).model.version == 3
+
+
+async def test_the_one_model_is_never_unloaded_by_hand(client):
+    info = await client.call("GetServerInfo", pb.GetServerInfoRequest())
+    assert info.bridge == "restart"
+    with pytest.raises(errors.Unsupported):
+        await client.call("UnloadVersion", pb.UnloadVersionRequest(model=version_ref(new_run_id(), 1)))
