@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-gpu verify fix bench-parity bench-optimizers bench-train bench-journal chaos images clean
+.PHONY: help proto demo up test test-gpu verify fix bench-parity bench-optimizers bench-train bench-publish bench-journal chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,9 @@ bench-optimizers: proto ## Measure each optimizer's state and step
 
 bench-train: proto ## Time the trainer beside padded and one-at-a-time transformers and PEFT
 	@$(RUN)/python bench/train.py
+
+bench-publish: proto ## Time publishing beside PEFT and vLLM's own HTTP server, under load
+	@OMP_NUM_THREADS=1 $(RUN)/python bench/publish.py
 
 bench-journal: proto ## Measure what the journal costs a training step
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/journal_cost.py
