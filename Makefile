@@ -1,16 +1,20 @@
 # Every target is one line that calls a tool or a script. `make` alone lists them.
 .DEFAULT_GOAL := help
 PYTHON ?= python3.11
+GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-gpu verify fix bench-parity bench-optimizers bench-train bench-publish bench-journal chaos images clean
+.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-journal bench-saves chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml scripts/install.sh
 	@scripts/install.sh $(PYTHON) $(VENV)
+
+$(VENV)/trl: requirements/bench.txt $(VENV)/.installed
+	@$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ -r $< && touch $@
 
 proto: $(VENV)/.installed ## Generate the typed gRPC stubs, and the secrets of a deployment
 	@$(RUN)/python scripts/gen_protos.py && $(RUN)/python scripts/make_secrets.py
@@ -24,8 +28,11 @@ up: proto ## Run the three services with the embedded model until Ctrl-C
 test: proto ## Run every test that needs no GPU
 	@scripts/test.sh $(RUN)
 
-test-gpu: proto ## Run the tests that need a GPU
-	@$(RUN)/python -m pytest -m gpu tests
+wheels-gpu: proto ## Collect in wheels/ what an offline GPU machine lacks
+	@$(RUN)/python scripts/wheels_gpu.py wheels
+
+test-gpu: ## Install from wheels/ beside the machine's torch; run the tests and benches that need a GPU
+	@scripts/test_gpu.sh $(GPU_PYTHON) $(VENV)-gpu wheels
 
 verify: proto ## Check style, types, layers and contracts
 	@scripts/verify.sh $(RUN)
@@ -39,14 +46,23 @@ bench-parity: proto ## Compare trainer's and sampler's log-probabilities, beside
 bench-optimizers: proto ## Measure each optimizer's state and step
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/optimizer_memory.py
 
-bench-train: proto ## Time the trainer beside padded and one-at-a-time transformers and PEFT
+bench-paging: proto ## Measure paging runs out and in, and the memory that many runs hold
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/paging.py
+
+bench-train: proto $(VENV)/trl ## Time the trainer beside transformers and PEFT, padded and one at a time, and TRL
 	@$(RUN)/python bench/train.py
+
+bench-runs: proto ## Time eight runs in joint passes beside one after the other and one run with all tokens
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/runs.py
 
 bench-publish: proto ## Time publishing beside PEFT and vLLM's own HTTP server, under load
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/publish.py
 
 bench-journal: proto ## Measure what the journal costs a training step
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/journal_cost.py
+
+bench-saves: proto ## Measure how long a save and a publish hold up training
+	@OMP_NUM_THREADS=1 $(RUN)/python bench/saves.py
 
 chaos: proto ## Kill the trainer 1,000 times while it trains, and check that nothing is lost
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/chaos.py $(KILLS)
@@ -55,4 +71,4 @@ images: proto ## Build the three container images for CPU
 	@deploy/build-images.sh cpu
 
 clean: ## Remove everything that was made here
-	@rm -rf $(VENV) .paceline dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis paceline/*/v1
+	@rm -rf $(VENV) $(VENV)-gpu wheels .paceline dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis paceline/*/v1

@@ -23,6 +23,7 @@ import numpy as np
 from paceline import codec
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, LoraConfig
+from trainer_service.disk import DiskGuard
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import Failpoints
@@ -47,7 +48,7 @@ async def main() -> None:
     data = make_data(options.datums)
     with TemporaryDirectory(dir=options.directory) as directory:
         RunJournal.make(Path(directory) / "journal", 1)
-        journal = RunJournal(Path(directory) / "journal", 0, ThreadPoolExecutor(1), Failpoints(""))
+        journal = RunJournal(Path(directory) / "journal", 0, ThreadPoolExecutor(1), Failpoints(""), DiskGuard(0))
         async with EngineProcess(EngineOptions(str(make_model(default_directory())), "bench")) as engine:
             await engine.create_run("run", LoraConfig(rank=16))
             parts = [await step(engine, journal, data, number) for number in range(options.steps + 1)][1:]

@@ -38,6 +38,7 @@ def adapter_weights(model: Path, rank: int, device: str) -> dict[str, nn.Paramet
     """Make the weights of one run's adapter, each with a gradient."""
     lora = LoraConfig(rank=rank)
     base = load_base_model(EngineOptions(str(model), "embedded", device=device))
+    adapters.adapt(base)
     adapters.add_adapter(base, "run", lora, adapters.target_modules(base, lora))
     weights = adapters.adapter_parameters(base, "run")
     for weight in weights.values():

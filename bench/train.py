@@ -1,9 +1,10 @@
-"""How fast the trainer is, beside what a first trainer on transformers and PEFT does, on ragged RL batches.
+"""How fast the trainer is, beside what others do with transformers and PEFT, on ragged RL batches.
 
-    make bench-train        python bench/train.py [--rounds 5] [--datums 6] [--models smollm2 qwen2.5-0.5b]
+    make bench-train        python bench/train.py [--rounds 5] [--models smollm2 qwen2.5-0.5b] [--device cpu]
 
-Every arm is a process of its own on the same core with one thread, and works while the others wait. Each round draws a
-new batch for all of them. Ours is the trainer service, called over gRPC; its time is the caller's.
+Every arm is a process of its own, on a CPU on the same core with one thread, and works while the others wait; a GPU's
+memory has one arm at a time, started for each round. Each round draws a new batch for all of them. Ours is the trainer
+service, called over gRPC; its time is the caller's.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,48 +24,135 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
 from make_model import default_directory, make_model
 from train_batches import Model, draw_batch, load_model, make_random_model, save_batch
-from train_ours import Trainer, start_trainer
+from train_ours import Trainer, TrainerOptions, start_trainer
+from train_report import OURS, Figures, budget, report
 
+from paceline.machine import count_gpus
 from paceline.types import Datum
 
-OURS = "paceline bfloat16"
-OTHERS = ("padded float32", "padded bfloat16", "one at a time, checkpointed", "one at a time")
-TIMES_FASTER = {"padded float32": 7.0, "padded bfloat16": 3.5, "one at a time, checkpointed": 3.0}
-FLOP_PER_WEIGHT = 4
-"""A token's forward and backward through a frozen weight: a product for the output, one for the input's gradient."""
+TRL = Path(sys.prefix) / "trl"
+"""Where the make target installs TRL, out of the way of everything else."""
 
 
-@dataclass
-class Figures:
-    """What was measured for one model."""
+@dataclass(frozen=True)
+class Case:
+    """A model to measure with, and what the trainer must reach with it."""
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    peaks: dict[str, float] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    product_rates: list[float] = field(default_factory=list)
-    way_seconds: list[float] = field(default_factory=list)
+    datums: int
+    """Sequences in a batch."""
+    times_faster: Mapping[str, float]
+    """Arm -> budget."""
+    also: tuple[str, ...] = ()
+    """Arms without a budget."""
+    pack_tokens: int = 4096
+    least_share: float | None = None
+    """Of the rate of square products."""
 
-    def add(self, arm: str, seconds: float, peak: float) -> None:
-        """Note one round of an arm."""
-        self.seconds.setdefault(arm, []).append(seconds)
-        self.peaks[arm] = peak
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return (*self.times_faster, *self.also)
 
-    def speed(self, arm: str) -> np.ndarray[Any, Any]:
-        """Real tokens a second in each round."""
-        return np.asarray(self.tokens) / np.asarray(self.seconds[arm])
+
+ON_CPU = {
+    "padded float32": 7.0,
+    "padded bfloat16": 3.5,
+    "one at a time, checkpointed": 3.0,
+    "TRL SFT, padding-free": 1.5,
+    "TRL GRPO, one at a time": 1.5,
+}
+# Eight rows of up to 1,024 tokens are what the memory holds beside 8 billion weights.
+ON_GPU = {"TRL SFT, padded, 8 rows": 1.5, "TRL GRPO, padded, 8 rows": 1.5}
+CASES = {
+    "smollm2": Case(6, ON_CPU, ("one at a time",)),
+    # Three datums: the padded arms hold the logits of a large vocabulary several times.
+    "qwen2.5-0.5b": Case(3, ON_CPU, ("one at a time",), least_share=0.4),
+    "llama-8b": Case(
+        28, ON_GPU, ("padded bfloat16, 8 rows", "TRL SFT, padding-free"), pack_tokens=8192, least_share=0.45
+    ),
+}
+FOR_DEVICE = {"cpu": ("smollm2", "qwen2.5-0.5b"), "cuda": ("llama-8b",)}
+
+
+class Stage:
+    """Starts the arms: once for all rounds on a CPU, for each round on a GPU."""
+
+    def __init__(self, model: Model, case: Case, options: argparse.Namespace, scratch: Path) -> None:
+        self._model, self._case, self._options, self._scratch = model, case, options, scratch
+        self._kept = ExitStack()
+        self._running: dict[str, Any] = {}
+        self._started = 0
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kept.close()
+
+    @contextmanager
+    def ours(self, *settings: str) -> Iterator[Trainer]:
+        """Yield the trainer, with further settings, and a run on it."""
+        self._started += 1
+        state = self._scratch / f"timed-{self._started}"
+        options = self._trainer_options("bfloat16", settings)
+        with self._kept_or_fresh(ours_with(settings), lambda: start_trainer(options, state)) as trainer:
+            yield trainer
+
+    @contextmanager
+    def other(self, arm: str, adapter: Path, warmup: Path) -> Iterator[subprocess.Popen[str]]:
+        """Yield an arm's process, which has done a batch."""
+        with self._kept_or_fresh(arm, lambda: self._start(arm, adapter, warmup)) as process:
+            yield process
+
+    @contextmanager
+    def alone(self, dtype: str, name: str) -> Iterator[Trainer]:
+        """Yield a trainer beside which nothing runs."""
+        with start_trainer(self._trainer_options(dtype), self._scratch / name) as trainer:
+            yield trainer
+
+    @contextmanager
+    def _kept_or_fresh(self, arm: str, start: Any) -> Iterator[Any]:
+        if self._options.device == "cuda":
+            with start() as running:
+                yield running
+            return
+        if arm not in self._running:
+            self._running[arm] = self._kept.enter_context(start())
+        yield self._running[arm]
+
+    @contextmanager
+    def _start(self, arm: str, adapter: Path, warmup: Path) -> Iterator[subprocess.Popen[str]]:
+        with start_arm(arm, self._model, adapter, self._options) as process:
+            ask(process, warmup)
+            yield process
+
+    def _trainer_options(self, dtype: str, settings: Sequence[str] = ()) -> TrainerOptions:
+        o, all_settings = self._options, (*self._options.set, *settings)
+        return TrainerOptions(self._model.path, dtype, o.device, o.core, o.clock, self._case.pack_tokens, all_settings)
+
+
+def ours_with(settings: Sequence[str]) -> str:
+    """Name the arm that is the trainer with further settings."""
+    return ", ".join((OURS, *settings))
 
 
 @contextmanager
-def start_arm(arm: str, model: Model, adapter: Path, core: int, clock: str = "wall") -> Iterator[subprocess.Popen[str]]:
+def start_arm(
+    arm: str, model: Model, adapter: Path, options: argparse.Namespace, clock: str | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """Run one of the other arms."""
-    command = [sys.executable, str(Path(__file__).with_name("train_arm.py")), arm, model.path, str(adapter), clock]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    script = str(Path(__file__).with_name("train_arm.py"))
+    command = [sys.executable, script, arm, model.path, str(adapter), clock or options.clock, options.device]
+    environment = os.environ | ({"PYTHONPATH": str(TRL)} if arm.startswith("TRL") and TRL.is_dir() else {})
+    if options.device == "cpu":
+        environment |= {"OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
-        os.sched_setaffinity(process.pid, {core})
+        if options.device == "cpu":
+            os.sched_setaffinity(process.pid, {options.core})
         try:
             yield process
         finally:
@@ -106,14 +194,14 @@ def prepare(trainer: Trainer, data: list[Datum]) -> Path:
     return trainer.save_state("waiting")
 
 
-def check_numbers(model: Model, size: int, scratch: Path, core: int) -> None:
+def check_numbers(stage: Stage, model: Model, size: int, options: argparse.Namespace, scratch: Path) -> None:
     """Compare loss and gradient in both dtypes with the padded float32 arm, on the same weights."""
     for dtype in ("float32", "bfloat16"):
-        with start_trainer(model.path, dtype, scratch / f"check-{dtype}", core, "wall") as trainer:
+        with stage.alone(dtype, f"check-{dtype}") as trainer:
             data = sampled(trainer, draw_batch(min(size, 3), model.vocab_size, seed=99))
             directory = prepare(trainer, data)
             _, (loss, _) = trainer.forward_backward(data, forward_only=True)
-        with start_arm("padded float32", model, directory, core) as arm:
+        with start_arm("padded float32", model, directory, options, "wall") as arm:
             reply = ask(arm, save_batch(data, scratch / f"check-{dtype}.npz"), compare=True)
         error = abs(loss - reply["loss"]) / abs(reply["loss"])
         if dtype == "float32":
@@ -123,105 +211,89 @@ def check_numbers(model: Model, size: int, scratch: Path, core: int) -> None:
             budget(f"{model.name} bfloat16 gradient cosine", reply["cosine"], 0.999)
 
 
-def measure(model: Model, options: argparse.Namespace, scratch: Path) -> Figures:
+def measure(stage: Stage, model: Model, options: argparse.Namespace, scratch: Path) -> Figures:
     """Run all arms, a round at a time."""
     figures = Figures()
-    with ExitStack() as stack:
-        trainer = stack.enter_context(
-            start_trainer(model.path, "bfloat16", scratch / "timed", options.core, options.clock)
-        )
+    with stage.ours() as trainer:
         adapter = prepare(trainer, draw_batch(2, model.vocab_size, seed=0))
-        arms = {
-            arm: stack.enter_context(start_arm(arm, model, adapter, options.core, options.clock))
-            for arm in options.arms
-        }
-        for seed in range(options.rounds + 1):
-            data = sampled(trainer, draw_batch(options.datums, model.vocab_size, seed))
-            path = save_batch(data, scratch / f"{seed}.npz")
-            one_round(trainer, arms, data, path, figures if seed else Figures())  # The first warms up.
+        batches = [sampled(trainer, draw_batch(options.datums, model.vocab_size, s)) for s in range(options.rounds + 1)]
+    paths = [save_batch(data, scratch / f"{seed}.npz") for seed, data in enumerate(batches)]
+    for data, path in zip(batches[1:], paths[1:], strict=True):
+        figures.tokens.append(sum(len(datum.model_input) for datum in data))
+        for settings in ((), *((setting,) for setting in options.variants)):
+            with stage.ours(*settings) as trainer:
+                our_round(trainer, ours_with(settings), batches[0], data, figures)
+        for arm in options.arms:
+            with stage.other(arm, adapter, paths[0]) as process:
+                reply = ask(process, path)
+                figures.add(arm, reply["seconds"], reply["peak"])
+                figures.product_rates.append(reply["product_rate"])
     return figures
 
 
-def one_round(
-    trainer: Trainer, arms: dict[str, subprocess.Popen[str]], data: list[Datum], path: Path, figures: Figures
-) -> None:
-    """Have each arm do the batch once, in turn."""
-    seconds, _ = trainer.forward_backward(data)
-    figures.way_seconds.append(trainer.way(data))
+def our_round(trainer: Trainer, arm: str, warmup: list[Datum], data: list[Datum], figures: Figures) -> None:
+    """Time a batch, after another for warmth, and the way there and back."""
+    trainer.forward_backward(warmup)
     trainer.optim_step(1e-4)
-    figures.tokens.append(sum(len(datum.model_input) for datum in data))
-    figures.add(OURS, seconds, trainer.peak())
-    for arm, process in arms.items():
-        reply = ask(process, path)
-        figures.add(arm, reply["seconds"], reply["peak"])
-        figures.product_rates.append(reply["product_rate"])
+    seconds, _ = trainer.forward_backward(data)
+    if arm == OURS:
+        figures.way_seconds.append(trainer.way(data))
+    trainer.optim_step(1e-4)
+    figures.add(arm, seconds, trainer.peak())
 
 
-def loss_memory(model: Model, scratch: Path, core: int) -> float:
-    """Growth of the peak from one chunk of labelled positions to eight, over the size of the logits not held."""
+def loss_memory(stage: Stage, model: Model) -> float:
+    """Growth of the peak from two chunks of labelled positions to eight, over the size of the logits not held."""
     peaks = []
-    with start_trainer(model.path, "bfloat16", scratch / "memory", core, "wall") as trainer:
-        tokens = np.random.default_rng(0).integers(0, model.vocab_size, 2049).tolist()
-        for labelled in (256, 2048):
+    with stage.alone("bfloat16", "memory") as trainer:
+        tokens = np.random.default_rng(0).integers(0, model.vocab_size, 4097).tolist()
+        for labelled in (1024, 4096):
             prompt, completion = tokens[:-labelled], tokens[-labelled:]
             datum = Datum.from_completion(prompt, completion, logprobs=-1.0, advantages=1.0)
             for _ in range(2):  # The second finds the memory that the first left.
                 trainer.forward_backward([datum])
             peaks.append(trainer.peak())
-    return (peaks[1] - peaks[0]) / ((2048 - 256) * model.vocab_size * 2)
+    return (peaks[1] - peaks[0]) / ((4096 - 1024) * model.vocab_size * 2)
 
 
-def report(model: Model, figures: Figures) -> None:
-    """Print the table and the budgets of one model."""
-    rate = float(np.median(figures.product_rates))
-    ours = figures.speed(OURS)
-    print(f"\n{model.name}: {model.parameters / 1e6:.0f} M parameters, bfloat16 products {rate / 1e9:.0f} GFLOP/s")
-    print(f"{len(figures.tokens)} rounds of {min(figures.tokens)} to {max(figures.tokens)} tokens")
-    print(f"{'arm':30}{'tokens/s':>9}{'s median':>10}{'s p99':>8}{'peak MiB':>10}{'of GEMM':>9}{'ours':>7}")
-    for arm, seconds in figures.seconds.items():
-        speed = figures.speed(arm)
-        share = FLOP_PER_WEIGHT * model.parameters * np.median(speed) / rate
-        print(f"{arm:30}{np.median(speed):9.0f}{np.median(seconds):10.2f}{np.percentile(seconds, 99):8.2f}"
-              f"{figures.peaks[arm] / 2**20:10.0f}{share:9.0%}{np.median(ours / speed):6.1f}x")  # fmt: skip
-    for arm, times in TIMES_FASTER.items():
-        if arm in figures.seconds:
-            budget(f"{model.name} against {arm}", float(np.median(ours / figures.speed(arm))), times)
-    if model.parameters > 3e8:
-        share = FLOP_PER_WEIGHT * model.parameters * float(np.median(ours)) / rate
-        budget(f"{model.name} share of the bfloat16 GEMM rate", share, 0.4)
-    way = np.asarray(figures.way_seconds) / np.asarray(figures.seconds[OURS])
-    budget(f"{model.name} share of RPC and serialisation", float(np.median(way)), 0.02, at_most=True)
-
-
-def budget(name: str, figure: float, limit: float, *, at_most: bool = False) -> None:
-    """Print one budget's line."""
-    met = figure <= limit if at_most else figure >= limit
-    print(
-        f"budget {name}: {figure:.4g} ({'<=' if at_most else '>='} {limit:g}) {'met' if met else 'missed'}", flush=True
-    )
+def run(name: str, options: argparse.Namespace, scratch: Path) -> None:
+    """Measure with one model and print what came out."""
+    path = make_model(default_directory()) if name == "smollm2" else make_random_model(name, scratch / name)
+    model, case = load_model(name, path), CASES[name]
+    chosen = argparse.Namespace(**vars(options))
+    chosen.datums = options.datums or case.datums
+    chosen.arms = case.arms if options.arms is None else options.arms
+    with Stage(model, case, chosen, scratch) as stage:
+        report(model, measure(stage, model, chosen, scratch), case.times_faster, case.least_share)
+    if not options.skip_checks:
+        stage = Stage(model, case, chosen, scratch)
+        budget(f"{name} loss memory growth, share of the logits", loss_memory(stage, model), 0.05, at_most=True)
+        check_numbers(stage, model, chosen.datums, chosen, scratch)
 
 
 def main() -> None:
-    """Measure each model."""
+    """Measure with each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--datums", type=int, default=6, help="sequences in a batch")
-    parser.add_argument("--models", nargs="+", default=["smollm2", "qwen2.5-0.5b"], help="which of the two")
-    parser.add_argument("--arms", nargs="*", default=OTHERS, choices=OTHERS, help="beside ours")
+    parser.add_argument("--datums", type=int, help="sequences in a batch")
+    parser.add_argument("--models", nargs="+", choices=CASES, help="by default those for the device")
+    parser.add_argument("--arms", nargs="*", help="beside ours; by default those of the model")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one"
+    )
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="where every arm works")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu where others use the machine too")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="more settings of the trainer")
+    parser.add_argument(
+        "--variants", nargs="*", default=[], metavar="NAME=VALUE", help="settings, each a further arm of ours"
+    )
     parser.add_argument("--skip-checks", action="store_true", help="measure times alone")
     options = parser.parse_args()
-    for name in options.models:
+    if options.device == "auto":
+        options.device = "cuda" if count_gpus() else "cpu"
+    for name in options.models or FOR_DEVICE[options.device]:
         with TemporaryDirectory() as directory:
-            scratch = Path(directory)
-            path = make_model(default_directory()) if name == "smollm2" else make_random_model(scratch / name)
-            model = load_model(name, path)
-            report(model, measure(model, options, scratch))
-            if not options.skip_checks:
-                growth = loss_memory(model, scratch, options.core)
-                budget(f"{name} loss memory growth, share of the logits", growth, 0.05, at_most=True)
-                check_numbers(model, options.datums, scratch, options.core)
+            run(name, options, Path(directory))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +26,32 @@ from transformers import AutoModelForCausalLM
 from transformers import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import train_trl
 from train_batches import load_batch
 
 Batch = list[dict[str, Tensor]]
-Losses = Callable[[nn.Module, Batch], Iterator[Tensor]]
-PRODUCT, PRODUCTS = 2048, 5
+Loss = Callable[[nn.Module, Batch], Tensor]
+Step = Callable[[Batch], float]
+"""Forward and backward over a batch; returns the loss."""
+PRODUCTS = {"cpu": (2048, 5), "cuda": (8192, 20)}
+"""Width of the square products that are timed, and how many."""
 
 
-def padded(model: nn.Module, batch: Batch) -> Iterator[Tensor]:
+def padded(model: nn.Module, batch: Batch) -> Tensor:
     """One forward pass over the batch, padded to its longest; full-vocabulary log-softmax in float32."""
     rows = {name: nn.utils.rnn.pad_sequence([datum[name] for datum in batch], batch_first=True) for name in batch[0]}
     lengths = torch.tensor([len(datum["model_input"]) for datum in batch])
     attention_mask = (torch.arange(rows["model_input"].shape[1]) < lengths[:, None]).long()
     logits = model(input_ids=rows["model_input"], attention_mask=attention_mask, use_cache=False).logits
     logprobs = logits.float().log_softmax(-1).gather(2, rows["target_tokens"][..., None]).squeeze(2)
-    yield importance_sampling(logprobs, rows)
+    return importance_sampling(logprobs, rows)
 
 
-def single(model: nn.Module, batch: Batch) -> Iterator[Tensor]:
-    """One pass for each datum; log-softmax in the dtype of the logits, as MetaClaw's server has it."""
-    for datum in batch:
-        logits = model(input_ids=datum["model_input"][None], use_cache=False).logits[0]
-        yield importance_sampling(logits.log_softmax(-1).gather(1, datum["target_tokens"][:, None])[:, 0], datum)
+def single(model: nn.Module, batch: Batch) -> Tensor:
+    """A pass over one datum; log-softmax in the dtype of the logits, as MetaClaw's server has it."""
+    (datum,) = batch
+    logits = model(input_ids=datum["model_input"][None], use_cache=False).logits[0]
+    return importance_sampling(logits.log_softmax(-1).gather(1, datum["target_tokens"][:, None])[:, 0], datum)
 
 
 def importance_sampling(logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
@@ -53,21 +59,61 @@ def importance_sampling(logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     return -((logprobs - inputs["logprobs"]).exp() * inputs["advantages"] * inputs["mask"]).sum()
 
 
-ARMS: dict[str, tuple[torch.dtype, Losses, bool]] = {
-    "padded float32": (torch.float32, padded, False),
-    "padded bfloat16": (torch.bfloat16, padded, False),
-    "one at a time": (torch.bfloat16, single, False),
-    "one at a time, checkpointed": (torch.bfloat16, single, True),
+def plainly(loss_of: Loss) -> Callable[[nn.Module, str], Step]:
+    """Make the step of a plain loop."""
+
+    def make(model: nn.Module, device: str) -> Step:
+        def step(batch: Batch) -> float:
+            loss = loss_of(model, [{name: x.to(device) for name, x in datum.items()} for datum in batch])
+            torch.autograd.backward(loss)
+            return loss.item()
+
+        return step
+
+    return make
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What one of the others does."""
+
+    make_step: Callable[[nn.Module, str], Step]
+    dtype: torch.dtype = torch.bfloat16
+    checkpointing: bool = False
+    """Gradient checkpointing, which MetaClaw's server has on."""
+    rows: int | None = None
+    """Datums in one pass, of like lengths; None: all."""
+
+    def passes(self, batch: Batch) -> Iterator[Batch]:
+        """Split a batch into what goes through the model at one time."""
+        if self.rows is not None:
+            batch = sorted(batch, key=lambda datum: len(datum["model_input"]))
+        rows = self.rows or len(batch)
+        for start in range(0, len(batch), rows):
+            yield batch[start : start + rows]
+
+
+ARMS = {
+    "padded float32": Arm(plainly(padded), torch.float32),
+    "padded bfloat16": Arm(plainly(padded)),
+    "padded bfloat16, 8 rows": Arm(plainly(padded), rows=8),
+    "one at a time": Arm(plainly(single), rows=1),
+    "one at a time, checkpointed": Arm(plainly(single), checkpointing=True, rows=1),
+    "TRL SFT, padding-free": Arm(partial(train_trl.sft, padding_free=True)),
+    "TRL SFT, padded": Arm(partial(train_trl.sft, padding_free=False)),
+    "TRL SFT, padded, 8 rows": Arm(partial(train_trl.sft, padding_free=False), rows=8),
+    "TRL GRPO, padded": Arm(train_trl.grpo),
+    "TRL GRPO, padded, 8 rows": Arm(train_trl.grpo, rows=8),
+    "TRL GRPO, one at a time": Arm(train_trl.grpo, rows=1),
 }
-"""Name -> dtype, how losses are computed, gradient checkpointing (which MetaClaw's server has on)."""
 
 
-def load(path: str, adapter: str, dtype: torch.dtype, *, checkpointing: bool) -> nn.Module:
+def load(path: str, adapter: str, arm: Arm, device: str) -> nn.Module:
     """Load the model and continue an adapter, as PEFT's documentation does it."""
     from peft import PeftModel  # noqa: PLC0415
 
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    if checkpointing:
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=arm.dtype, attn_implementation="sdpa").to(device)
+    if arm.checkpointing:
         base.gradient_checkpointing_enable()
         base.enable_input_require_grads()
     model: nn.Module = PeftModel.from_pretrained(base, adapter, is_trainable=True).train()
@@ -77,14 +123,19 @@ def load(path: str, adapter: str, dtype: torch.dtype, *, checkpointing: bool) ->
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def step(model: nn.Module, losses: Losses, batch: Batch, now: Callable[[], float]) -> tuple[float, float]:
-    """Forward and backward; returns seconds and the loss."""
-    model.zero_grad(set_to_none=True)
-    start, total = now(), 0.0
-    for loss in losses(model, batch):
-        torch.autograd.backward(loss)
-        total += loss.item()
-    return now() - start, total
+def timed(step: Step, passes: Iterable[Batch], now: Callable[[], float], device: str) -> tuple[float, float]:
+    """Return seconds of the passes over a batch and the sum of their losses."""
+    settle(device)
+    start = now()
+    loss = sum(step(batch) for batch in passes)
+    settle(device)
+    return now() - start, loss
+
+
+def settle(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def gradient_cosine(model: nn.Module, adapter: str) -> float:
@@ -97,14 +148,24 @@ def gradient_cosine(model: nn.Module, adapter: str) -> float:
     return dot / (ours * theirs) ** 0.5
 
 
-def product_rate(now: Callable[[], float]) -> float:
+def product_rate(now: Callable[[], float], device: str) -> float:
     """FLOP/s of a square matrix product in bfloat16."""
-    a, b = (torch.randn(PRODUCT, PRODUCT).bfloat16() for _ in range(2))
+    width, count = PRODUCTS[device]
+    a, b = (torch.randn(width, width, device=device).bfloat16() for _ in range(2))
     torch.mm(a, b)
+    settle(device)
     start = now()
-    for _ in range(PRODUCTS):
+    for _ in range(count):
         torch.mm(a, b)
-    return PRODUCTS * 2 * PRODUCT**3 / (now() - start)
+    settle(device)
+    return count * 2 * width**3 / (now() - start)
+
+
+def peak(device: str) -> int:
+    """Most memory that this process has held, in bytes: resident on a CPU, reserved by torch on a GPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:
@@ -114,26 +175,31 @@ def as_tensor(array: NDArray[Any]) -> Tensor:
 
 
 def answer(
-    model: nn.Module, losses: Losses, adapter: str, now: Callable[[], float], request: dict[str, Any]
+    arm: Arm, model: nn.Module, step: Step, adapter: str, clock: str, device: str, request: dict[str, Any]
 ) -> dict[str, float]:
     """Do what a line asks for."""
+    now = CLOCKS[clock]
     batch = [{name: as_tensor(a) for name, a in datum.items()} for datum in load_batch(Path(request["batch"]))]
-    rate = product_rate(now)
-    seconds, loss = step(model, losses, batch, now)
+    rate = product_rate(now, device)
+    model.zero_grad(set_to_none=True)
+    seconds, loss = timed(step, arm.passes(batch), now, device)
     reply = {"seconds": seconds, "loss": loss, "product_rate": rate}
     if request.get("compare"):
         reply["cosine"] = gradient_cosine(model, adapter)
-    return reply | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return reply | {"peak": peak(device)}
 
 
-def main(arm: str, path: str, adapter: str, clock: str) -> None:
+def main(name: str, path: str, adapter: str, clock: str, device: str = "cpu") -> None:
     """Answer requests until the input ends."""
+    replies, sys.stdout = sys.stdout, sys.stderr  # Libraries may print.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    dtype, losses, checkpointing = ARMS[arm]
-    model = load(path, adapter, dtype, checkpointing=checkpointing)
+    arm = ARMS[name]
+    model = load(path, adapter, arm, device)
+    step = arm.make_step(model, device)
     for line in sys.stdin:
-        print(json.dumps(answer(model, losses, adapter, CLOCKS[clock], json.loads(line))), flush=True)
+        reply = answer(arm, model, step, adapter, clock, device, json.loads(line))
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,30 +26,47 @@ class Model:
 
 def load_model(name: str, path: Path) -> Model:
     """Describe a model's directory."""
+    import torch  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     return Model(name, str(path), sum(p.numel() for p in model.parameters()), model.config.vocab_size)
 
 
-def make_random_model(directory: Path) -> Path:
-    """Write a model of Qwen2.5-0.5B's shape with random weights."""
+def make_random_model(name: str, directory: Path) -> Path:
+    """Write a model of a known shape with random weights: qwen2.5-0.5b, or llama-8b (Llama 3.1's)."""
     import torch  # noqa: PLC0415
-    from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config  # noqa: PLC0415
 
-    config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-    )
+    shapes = {
+        "qwen2.5-0.5b": Qwen2Config(
+            vocab_size=151936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=32768,
+            rope_theta=1e6,
+            tie_word_embeddings=True,
+        ),
+        "llama-8b": LlamaConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            rope_theta=5e5,
+            tie_word_embeddings=False,
+        ),
+    }
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).bfloat16().save_pretrained(directory)
+    with torch.device("cuda" if name == "llama-8b" and torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(shapes[name], dtype=torch.bfloat16)
+    model.save_pretrained(directory)
     return directory
 
 

@@ -4,39 +4,70 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import grpc
 import numpy as np
+from ports import free_port
 
 from paceline import codec
 from paceline.layout import CheckpointPath
 from paceline.rpc.channel import MAX_MESSAGE_BYTES
-from paceline.rpc.health import check_health
+from paceline.rpc.health import wait_until_serving
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import AdamParams, Datum, LoraConfig
 
 RANK = 16
 LOSS = "importance_sampling"
+_SERVICE = "paceline.trainer.v1.TrainerService"
 _LIMITS = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """How a trainer service is started."""
+
+    model: str
+    dtype: str
+    device: str
+    core: int
+    """Where it works, on a CPU."""
+    clock: str
+    """wall, or cpu: processor time."""
+    pack_tokens: int = 4096
+    settings: Sequence[str] = ()
+    """More of them, as name=value."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the settings as variables."""
+        settings = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "device": self.device,
+            "pack_tokens": str(self.pack_tokens),
+            "insecure": "true",
+            "log_level": "WARNING",
+            **dict(setting.split("=", 1) for setting in self.settings),
+        }
+        return {f"PACELINE_TRAINER_{name.upper()}": value for name, value in settings.items()}
 
 
 class Trainer:
     """One run on a trainer service."""
 
-    def __init__(self, stub: TrainerServiceStub, pid: int, volume: Path, rank: int, clock: str) -> None:
-        self._stub, self._pid, self._volume, self._seq_id, self._clock = stub, pid, volume, 0, clock
+    def __init__(self, stub: TrainerServiceStub, pid: int, volume: Path, options: TrainerOptions) -> None:
+        self._stub, self._pid, self._volume, self._seq_id = stub, pid, volume, 0
+        self._clock, self._device = options.clock, options.device
         (self._engine,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        request = pb.CreateRunRequest(request_id=os.urandom(8).hex(), lora=codec.lora_config_to_proto(LoraConfig(rank)))
+        request = pb.CreateRunRequest(request_id=os.urandom(8).hex(), lora=codec.lora_config_to_proto(LoraConfig(RANK)))
         self._run_id = stub.CreateRun(request).run.run_id
 
     def forward_backward(self, data: list[Datum], *, forward_only: bool = False) -> tuple[float, Any]:
@@ -70,7 +101,10 @@ class Trainer:
         return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
     def peak(self) -> int:
-        """Highest resident memory of the engine's process, in bytes."""
+        """Most memory that the engine has held, in bytes: resident on a CPU, all that is in use on a GPU."""
+        if self._device == "cuda":
+            query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+            return int(subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0]) * 2**20
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{self._engine}/status").read_text().splitlines())
         return int(fields["VmHWM"].split()[0]) * 1024
 
@@ -103,39 +137,22 @@ def first_token(data: list[Datum]) -> list[Datum]:
 
 
 @contextmanager
-def start_trainer(model: str, dtype: str, state: Path, core: int, clock: str) -> Iterator[Trainer]:
-    """Run a trainer service on one core until the block ends."""
+def start_trainer(options: TrainerOptions, state: Path) -> Iterator[Trainer]:
+    """Run a trainer service until the block ends, on a CPU on one core."""
     state.mkdir()
-    ports = [_free_port(), _free_port()]
-    settings = {
-        "model": model,
-        "dtype": dtype,
-        "device": "cpu",
-        "insecure": "true",
-        "listen": f"127.0.0.1:{ports[0]}",
-        "health_listen": f"127.0.0.1:{ports[1]}",
-        "checkpoint_dir": str(state / "volume"),
-        "log_level": "WARNING",
-    }
-    environment = {f"PACELINE_TRAINER_{name.upper()}": value for name, value in settings.items()}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer_service"],
-        env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
-    )
-    os.sched_setaffinity(process.pid, {core})
+    listen, health = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    places = {"LISTEN": listen, "HEALTH_LISTEN": health, "CHECKPOINT_DIR": str(state / "volume")}
+    environment = os.environ | options.environment() | {f"PACELINE_TRAINER_{k}": v for k, v in places.items()}
+    if options.device == "cpu":
+        environment |= {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "trainer_service"], env=environment)
+    if options.device == "cpu":
+        os.sched_setaffinity(process.pid, {options.core})
     try:
-        while check_health(settings["health_listen"], "paceline.trainer.v1.TrainerService", 1.0) != "SERVING":
-            if process.poll() is not None:
-                raise SystemExit("the trainer did not start")
-            Event().wait(0.2)
-        with grpc.insecure_channel(settings["listen"], options=_LIMITS) as channel:
-            yield Trainer(TrainerServiceStub(channel), process.pid, state / "volume", RANK, clock)
+        if not wait_until_serving(health, _SERVICE, lambda: process.poll() is not None):
+            raise SystemExit("the trainer did not start")
+        with grpc.insecure_channel(listen, options=_LIMITS) as channel:
+            yield Trainer(TrainerServiceStub(channel), process.pid, state / "volume", options)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

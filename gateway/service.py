@@ -62,6 +62,9 @@ class GatewayService:
         add_GatewayServiceServicer_to_server(servicer, server)
         server.add_generic_rpc_handlers([Proxy(router, settings.secret)])
 
+    def drain(self) -> None:
+        """Leave the calls that wait: they end as those before them do."""
+
     async def stop(self) -> None:
         for upstream in self._upstreams:
             await upstream.close()

@@ -38,6 +38,7 @@ from paceline.types import (
     CheckpointKind,
     Datum,
     ForwardBackwardOutput,
+    FullParameters,
     LoraConfig,
     ModelInfo,
     ModelRef,
@@ -51,6 +52,7 @@ from paceline.types import (
     StopReason,
     StreamedTokens,
     TopkLogprobs,
+    WeightStorage,
 )
 
 __version__ = "0.1.0"
@@ -67,6 +69,7 @@ __all__ = [
     "CheckpointKind",
     "Datum",
     "ForwardBackwardOutput",
+    "FullParameters",
     "LogprobsResult",
     "LoraConfig",
     "ModelInfo",
@@ -91,6 +94,7 @@ __all__ = [
     "Timeouts",
     "TopkLogprobs",
     "TrainingClient",
+    "WeightStorage",
     "__version__",
     "errors",
 ]

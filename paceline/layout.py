@@ -28,6 +28,8 @@ from paceline.types import CheckpointKind
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 MANIFEST_FILE = "manifest.json"
+MODEL_FILE = "model.safetensors"
+"""Weights of a full-parameter run."""
 ADAPTER_FILES = frozenset({WEIGHTS_FILE, CONFIG_FILE, MANIFEST_FILE})
 """All that an adapter's directory may hold: loaders elsewhere also read pickled files if they find them."""
 

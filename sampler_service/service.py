@@ -83,6 +83,9 @@ class SamplerService:
     def register(self, server: grpc.aio.Server) -> None:
         add_SamplerServiceServicer_to_server(self._servicer, server)
 
+    def drain(self) -> None:
+        """Leave the calls that wait: they end as those before them do."""
+
     async def stop(self) -> None:
         await self._started.aclose()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from ports import free_service_ports
 
 from paceline.rpc.health import wait_until_serving
 from paceline.up_plan import Plan, UpOptions, make_plans, read_or_make_key
@@ -45,6 +46,12 @@ class ServiceProcess:
             )
         if self.plan.cores:
             os.sched_setaffinity(self.process.pid, self.plan.cores)
+
+    def kill_engine(self) -> None:
+        """Kill the processes that it started."""
+        pid = self.process.pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -87,7 +94,7 @@ class Cluster:
         """Plan a cluster; `settings` are further environment variables of the services."""
         options = UpOptions(
             model=str(model),
-            address=f"127.0.0.1:{_free_ports()}",
+            address=f"127.0.0.1:{free_service_ports()}",
             engine=engine,
             bridge=bridge,
             dtype="float32",
@@ -135,19 +142,3 @@ def wait_for(condition, seconds: float = 30.0, explain=str):
             return value
         threading.Event().wait(0.05)
     raise AssertionError(f"not so within {seconds} s: {explain()}")
-
-
-def _free_ports() -> int:
-    """Find a port that is free, with the next two, and those 100 above for health."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            base = probe.getsockname()[1]
-        wanted = [base + offset for offset in (0, 1, 2, 100, 101, 102)]
-        if max(wanted) < 65536 and all(_is_free(port) for port in wanted):
-            return base
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0

@@ -44,3 +44,10 @@ def warmed(engine, run_id="run"):
     train(engine, run_id)
     engine.optim_step(run_id, ADAM)
     return engine
+
+
+def saved(engine, directory, run_id="run"):
+    """Bytes of every file that save_state writes into a new directory."""
+    directory.mkdir()
+    engine.save_state(run_id, directory)
+    return {path.name: path.read_bytes() for path in directory.iterdir()}

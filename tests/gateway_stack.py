@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from ports import free_port
 from prometheus_client import CollectorRegistry
 
 from gateway.keys import add_key
@@ -164,13 +164,6 @@ class Client:
 def bearer(key: str) -> tuple[str, str]:
     """Metadata that shows a key."""
     return ("authorization", f"Bearer {key}")
-
-
-def free_port() -> int:
-    """A port that nobody holds now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @asynccontextmanager

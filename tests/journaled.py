@@ -4,6 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from paceline.trainer.v1 import trainer_service_pb2 as pb
+from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
@@ -13,20 +14,28 @@ from trainer_service.runs.command import Command
 from trainer_service.runs.sequencer import Sequencer
 
 NO_FAILPOINTS = Failpoints("")
+NO_GUARD = DiskGuard(0)
 
 
 class Executor:
-    """Notes commands; `act` holds what some of them do beside that."""
+    """Notes commands; `act` holds what some of them do beside that, `rest` what they do after they captured."""
 
     def __init__(self):
         self.ran = []
         self.act = {}
+        self.rest = {}
+        self.ended = []
 
-    async def execute(self, command):
+    async def execute(self, command, turn):
         await asyncio.sleep(0)
         reply = await self.act[command.seq_id]() if command.seq_id in self.act else None
         self.ran.append(command.seq_id)
-        return reply or pb.OptimStepResponse(step=command.seq_id)
+        if command.seq_id in self.rest:
+            turn.capture()
+            await self.rest[command.seq_id](turn)
+        self.ended.append(command.seq_id)
+        is_save = command.method == "SaveCheckpoint"
+        return reply or (pb.SaveCheckpointResponse() if is_save else pb.OptimStepResponse(step=command.seq_id))
 
     def facts(self):
         return Facts(step=len(self.ran))
@@ -41,13 +50,13 @@ class Executor:
 class JournaledRun:
     """A run's sequencer and executor on a directory."""
 
-    def __init__(self, directory, gap_wait=10.0, max_attempts=2, *, started=True):
+    def __init__(self, directory, gap_wait=10.0, max_attempts=2, *, started=True, guard=NO_GUARD):
         self.directory = directory
         if not directory.exists():
             RunJournal.make(directory, 1)
         self.executor = Executor()
         history = read_history(directory)
-        self.journal = RunJournal(directory, history.last_seq_id, ThreadPoolExecutor(2), NO_FAILPOINTS)
+        self.journal = RunJournal(directory, history.last_seq_id, ThreadPoolExecutor(2), NO_FAILPOINTS, guard)
         answers = Answers()
         for record in history.answers.values():
             answers.keep(record)
@@ -62,7 +71,7 @@ class JournaledRun:
         )
         self.sequencer.attempts = history.attempts
         for seq_id, record in history.commands.items():
-            if seq_id > executed:
+            if seq_id not in history.answers:
                 self.sequencer.restore(Command.from_record(record))
         if started:
             self.start()
@@ -80,6 +89,23 @@ class JournaledRun:
         request = pb.OptimStepRequest(run_id=run_id, seq_id=seq_id)
         request.adamw.learning_rate = rate
         return asyncio.ensure_future(self.sequencer.execute(Command.of(request, "team")))
+
+    def save(self, seq_id):
+        """Send a command that only reads, a SaveCheckpoint; return the task of its answer."""
+        request = pb.SaveCheckpointRequest(run_id="run", seq_id=seq_id, name="x")
+        return asyncio.ensure_future(self.sequencer.execute(Command.of(request, "team")))
+
+    def load(self, seq_id):
+        """Send a command that replaces the run's state, a LoadCheckpoint; return the task of its answer."""
+        request = pb.LoadCheckpointRequest(run_id="run", seq_id=seq_id, path="x")
+        return asyncio.ensure_future(self.sequencer.execute(Command.of(request, "team")))
+
+    async def recover(self):
+        """Execute again what others have overtaken, and go on."""
+        await self.sequencer.recover()
+        for seq_id in self.sequencer.overtaken:
+            await self.sequencer.replay(seq_id, self.executor)
+        self.start()
 
     def history(self):
         return read_history(self.directory)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from formulas import log_softmax
 from peft import PeftModel
 from tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -59,11 +60,6 @@ class Reference:
         """Log-probability of each token but the first, at temperature 1."""
         rows = log_softmax(self.logits(tokens, adapter))
         return rows[np.arange(len(tokens) - 1), tokens[1:]]
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:

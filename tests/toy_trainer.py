@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 import grpc
 import numpy as np
+from formulas import log_softmax
 
 from paceline import codec, errors
 from paceline.layout import new_run_id
@@ -22,11 +23,6 @@ from paceline.types import Datum, LoraConfig, Run, RunState
 from paceline.types.v1 import model_pb2
 
 VOCABULARY = 7
-
-
-def log_softmax(logits):
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def make_data(count=2, length=5, seed=0, **inputs):
@@ -190,7 +186,7 @@ class ToyTrainer(TrainerServiceServicer):
         return Run(
             run_id=self.run_id,
             base_model="toy",
-            lora=LoraConfig(rank=8, alpha=16.0),
+            parameters=LoraConfig(rank=8, alpha=16.0),
             step=self.steps,
             last_seq_id=self.last,
             latest_version=0,

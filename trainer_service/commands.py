@@ -16,6 +16,7 @@ from paceline.types import CheckpointKind
 from trainer_service.publish.feed import AckPolicy
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
+from trainer_service.runs.turn import Turn
 from trainer_service.trainer import Trainer
 
 _DEFAULT_ACK_SECONDS = 60.0
@@ -26,7 +27,7 @@ class Commands:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._verbs: dict[str, Callable[[RunRecord, Command, Any], Awaitable[Message]]] = {
+        self._verbs: dict[str, Callable[[RunRecord, Command, Any, Turn], Awaitable[Message]]] = {
             "ForwardBackward": self._forward_backward,
             "OptimStep": self._optim_step,
             "SaveCheckpoint": self._save_checkpoint,
@@ -34,11 +35,13 @@ class Commands:
             "PublishWeights": self._publish_weights,
         }
 
-    async def execute(self, run: RunRecord, command: Command) -> Message:
+    async def execute(self, run: RunRecord, command: Command, turn: Turn) -> Message:
         """Execute a command and return its reply. Raises PacelineError."""
-        return await self._verbs[command.method](run, command, command.request)
+        return await self._verbs[command.method](run, command, command.request, turn)
 
-    async def _forward_backward(self, run: RunRecord, _: Command, request: pb.ForwardBackwardRequest) -> Message:
+    async def _forward_backward(
+        self, run: RunRecord, _: Command, request: pb.ForwardBackwardRequest, __: Turn
+    ) -> Message:
         output = await self._trainer.forward_backward(
             run,
             [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)],
@@ -47,11 +50,12 @@ class Commands:
             forward_only=request.forward_only,
             reduction=codec.reduction_from_proto(request.reduction),
             reduction_count=request.reduction_count if request.HasField("reduction_count") else None,
+            refuse_non_finite=request.refuse_non_finite,
         )
         outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
         return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)
 
-    async def _optim_step(self, run: RunRecord, _: Command, request: pb.OptimStepRequest) -> Message:
+    async def _optim_step(self, run: RunRecord, _: Command, request: pb.OptimStepRequest, __: Turn) -> Message:
         output = await self._trainer.optim_step(run, codec.optimizer_from_proto(request))
         return pb.OptimStepResponse(
             step=output.step,
@@ -61,7 +65,9 @@ class Commands:
             milliseconds=output.milliseconds,
         )
 
-    async def _save_checkpoint(self, run: RunRecord, command: Command, request: pb.SaveCheckpointRequest) -> Message:
+    async def _save_checkpoint(
+        self, run: RunRecord, command: Command, request: pb.SaveCheckpointRequest, turn: Turn
+    ) -> Message:
         if request.kind not in {kind.value for kind in CheckpointKind}:
             raise errors.MissingField("is not set; say STATE or SAMPLER", field="kind")
         checkpoint = await self._trainer.save_checkpoint(
@@ -71,10 +77,13 @@ class Commands:
             seq_id=command.seq_id,
             ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
             overwrite=request.overwrite,
+            turn=turn,
         )
         return pb.SaveCheckpointResponse(checkpoint=checkpoint_to_proto(checkpoint))
 
-    async def _load_checkpoint(self, run: RunRecord, command: Command, request: pb.LoadCheckpointRequest) -> Message:
+    async def _load_checkpoint(
+        self, run: RunRecord, command: Command, request: pb.LoadCheckpointRequest, _: Turn
+    ) -> Message:
         await self._trainer.load_checkpoint(
             run,
             Identity(command.tenant),
@@ -84,13 +93,16 @@ class Commands:
         )
         return pb.LoadCheckpointResponse(run=run_to_proto(run.public()))
 
-    async def _publish_weights(self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest) -> Message:
+    async def _publish_weights(
+        self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest, turn: Turn
+    ) -> Message:
         done = await self._trainer.publish(
             run,
             seq_id=command.seq_id,
             durable=request.durable,
             policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
             ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
+            turn=turn,
         )
         return pb.PublishWeightsResponse(
             model=codec.served_model_to_proto(done.model),

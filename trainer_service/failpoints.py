@@ -2,7 +2,8 @@
 
 `PACELINE_TRAINER_FAILPOINTS="after_sync:3"` kills the service's process the third time it comes to that point;
 `engine_OptimStep:2` kills the engine's process when its second OptimStep has been executed and not yet answered, and
-`engine_OptimStep:2+` also every time after that, in every engine that is started. Several are separated by commas.
+`engine_OptimStep:2+` also every time after that, in every engine that is started; `engine_pass_<run_id>:1` when it
+begins a pass that the run has a part in. Several are separated by commas.
 Unset, as it is outside tests, a point costs a look into an empty table.
 """
 
@@ -18,6 +19,9 @@ SERVICE_POINTS = (
     "after_append",
     "after_sync",
     "before_execute",
+    "after_capture",
+    "before_checkpoint",
+    "before_announce",
     "after_execute",
     "after_answer",
     "before_ack",
@@ -27,7 +31,10 @@ SERVICE_POINTS = (
     "after_snapshot",
     "during_recovery",
 )
-"""Points of the service's process; those of the engine are `engine_` and the name of a message of engine/wire.py."""
+"""Points of the service's process.
+
+Those of the engine are `engine_` and the name of a command of engine/wire.py, or `engine_pass_` and a run's id.
+"""
 
 
 class Failpoints:
@@ -60,6 +67,9 @@ class Failpoints:
         self._left[name] -= 1
         if self._left[name] == 0:
             die()
+
+
+NO_FAILPOINTS = Failpoints("")
 
 
 def die() -> NoReturn:

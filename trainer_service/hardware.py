@@ -18,9 +18,15 @@ def choose_options(settings: TrainerSettings) -> EngineOptions:
         model_name=settings.served_name,
         dtype=dtype,
         device=device,
+        ranks=settings.ranks,
         pack_tokens=settings.pack_tokens,
+        joint_passes=settings.joint_passes,
         logprob_chunk=settings.logprob_chunk,
+        activation_checkpointing=settings.activation_checkpointing,
+        compile=settings.compile,
         max_lora_rank=settings.max_lora_rank,
+        run_memory_bytes=None if settings.run_memory_gib is None else int(settings.run_memory_gib * (1 << 30)),
+        scratch_dir=str(settings.scratch_dir / f"engine-{settings.volume_id}"),
         failpoints=settings.failpoints,
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from paceline import errors, layout, weights
-from paceline.types import Checkpoint, CheckpointKind
+from paceline.types import Checkpoint, CheckpointKind, LoraConfig
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.peft_format import check_adapter_config
 from trainer_service.runs.record import RunOrigin
@@ -67,7 +67,9 @@ def _check_files(source: Path, run: RunOrigin) -> None:
         weights.read_tensor_entries(source / layout.WEIGHTS_FILE)
     except (msgspec.MsgspecError, ValueError, struct.error) as error:
         raise errors.CheckpointMismatch(f"{source} holds no adapter that can be read: {error}") from error
-    check_adapter_config(run.lora, config)
+    if not isinstance(run.parameters, LoraConfig):
+        raise errors.CheckpointMismatch("the run trains every parameter; make one with an adapter")
+    check_adapter_config(run.parameters, config)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

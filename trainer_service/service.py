@@ -53,7 +53,7 @@ class TrainerService:
         failpoints = Failpoints(settings.failpoints)
         storage = RunStorage(self._volume, settings, failpoints)
         self._registry = RunRegistry(self._volume, storage)
-        self._checkpoints = CheckpointStore(self._volume)
+        self._checkpoints = CheckpointStore(self._volume, failpoints)
         self._feed = Feed()
         self._engine = EngineProcess(choose_options(settings), on_exit=self._engine_exited)
         self._publisher = Publisher(
@@ -63,6 +63,7 @@ class TrainerService:
             self._volume,
             settings.staging_dir,
             settings.keep_versions,
+            failpoints,
         )
         self._trainer = Trainer(
             settings,
@@ -105,6 +106,9 @@ class TrainerService:
         add_TrainerServiceServicer_to_server(trainer, server)
         weights = WeightServicer(self._feed, self._publisher, self._registry, self._checkpoints)
         add_WeightServiceServicer_to_server(weights, server)
+
+    def drain(self) -> None:
+        self._registry.drain()
 
     async def stop(self) -> None:
         for task in list(self._tasks):

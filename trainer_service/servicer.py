@@ -15,7 +15,7 @@ from paceline.pages import page_of
 from paceline.rpc.identity import current_identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
-from paceline.types import Checkpoint, CheckpointKind, RunState
+from paceline.types import Checkpoint, CheckpointKind, RunParameters, RunState
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.loss_specs import LOSS_SPECS
 from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
@@ -73,14 +73,17 @@ class TrainerServicer(TrainerServiceServicer):
         return pb.GetTokenizerResponse(files=read_tokenizer_files(self._settings.model))
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
-        if request.WhichOneof("parameters") is None:
-            raise errors.MissingField("is not set; say what the run trains", field="lora")
+        if request.HasField("like_checkpoint"):
+            parameters: RunParameters | CheckpointPath
+            parameters = CheckpointPath.parse(request.like_checkpoint, "like_checkpoint")
+        else:
+            parameters = codec.parameters_from_proto(request)
         record = await self._trainer.create_run(
             current_identity(),
             request.request_id,
             _digest(request),
             request.base_model,
-            codec.lora_config_from_proto(request.lora),
+            parameters,
             request.user_metadata,
         )
         return pb.CreateRunResponse(run=run_to_proto(record.public()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
@@ -29,19 +30,37 @@ class TrainerSettings(PeerSettings):
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
+    ranks: int = Field(1, ge=1)
+    """Processes that the engine consists of, with a GPU each, or a share of the cores; the base model is sharded."""
     checkpoint_dir: Path = Path(".paceline/checkpoints")
     """The checkpoint volume."""
     staging_dir: Path = Path("/dev/shm")  # noqa: S108
     """Where versions are staged for streaming; memory, best."""
+    run_memory_gib: float | None = Field(None, gt=0)
+    """GiB that the weights, gradients and optimizer states of all runs may take; the others wait in `scratch_dir`.
+
+    Unset means no limit.
+    """
+    scratch_dir: Path = Path(".paceline/scratch")
+    """Where runs wait that do not fit; a fast local disk. Nothing there needs to last."""
     max_lora_rank: int = Field(64, ge=1)
     """Largest rank that CreateRun takes; keep it at or below every sampler's."""
     max_runs_per_tenant: int = Field(64, ge=1)
     max_datums: int = Field(1024, ge=1)
     """Most datums in one ForwardBackward."""
     pack_tokens: int = Field(4096, ge=1)
-    """Tokens in one forward pass; sets the peak of activation memory."""
+    """Tokens in one forward pass of a rank; sets the peak of activation memory."""
+    joint_passes: bool = True
+    """Whether one pass takes tokens of several runs.
+
+    Off, other runs change no bit of a run's results; on, they change their rounding, and small batches are faster.
+    """
     logprob_chunk: int = Field(256, ge=1)
     """Positions whose logits exist at one time; sets the peak of the loss's memory."""
+    activation_checkpointing: bool = False
+    """Compute each decoder layer again in the backward pass: less memory, a forward pass more."""
+    compile: bool = False
+    """Compile the element-wise parts of the layers; on a CPU this takes a C++ compiler."""
     gap_wait_seconds: float = Field(60.0, gt=0)
     """How long a command waits for those before it."""
     keep_versions: int = Field(8, ge=1)
@@ -54,10 +73,17 @@ class TrainerSettings(PeerSettings):
     """Seconds of execution after which it is saved: what a replay may take."""
     max_attempts: int = Field(2, ge=1)
     """How often the engine may die of a command before the command is refused."""
+    min_free_bytes: int = Field(256 << 20, ge=0)
+    """Bytes of the checkpoint volume that commands, checkpoints and versions leave free for answers and small files."""
     failpoints: str = ""
     """Points at which the service kills itself, for tests; see trainer_service/failpoints.py."""
     expiry_check_seconds: float = Field(60.0, gt=0)
     """How often checkpoints past their time to live are looked for."""
+
+    @property
+    def volume_id(self) -> str:
+        """Name of the checkpoint volume, for what belongs to the one trainer that uses it."""
+        return sha256(str(self.checkpoint_dir.resolve()).encode()).hexdigest()[:16]
 
     @property
     def served_name(self) -> str:

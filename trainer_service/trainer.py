@@ -17,20 +17,24 @@ from paceline.types import (
     CheckpointKind,
     Datum,
     ForwardBackwardOutput,
+    FullParameters,
     LoraConfig,
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
     RunState,
 )
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.disk import DiskGuard
 from trainer_service.engine.optimizers.specs import spec_of
 from trainer_service.engine.process import EngineProcess
 from trainer_service.publish.feed import AckPolicy
 from trainer_service.publish.publisher import Publication, Publisher
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
+from trainer_service.runs.turn import Turn
 from trainer_service.settings import TrainerSettings
 
 _log = get_logger(__name__)
@@ -55,6 +59,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._publisher = publisher
         self._start_run = start_run
+        self._guard = DiskGuard(settings.min_free_bytes)
         self._creating = asyncio.Lock()
 
     async def create_run(
@@ -63,16 +68,14 @@ class Trainer:
         request_id: str,
         digest: bytes,
         base_model: str,
-        lora: LoraConfig,
+        parameters: RunParameters | CheckpointPath,
         user_metadata: Mapping[str, str],
     ) -> RunRecord:
-        """Make a run, or return the one that the same request made. Raises RequestIdReused for another request."""
+        """Make a run, or return the one that the same request made. Raises RequestIdReused for another request.
+
+        A checkpoint stands for the configuration of its run.
+        """
         validation.check_request_id(request_id)
-        model = self._engine.describe()
-        if base_model not in {"", model.name}:
-            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
-        validation.check_lora(lora, model)
-        validation.check_user_metadata(user_metadata)
         async with self._creating:
             made = self._registry.find_request(identity.tenant, request_id)
             known = made.request_digest if made else self._registry.find_deleted(identity.tenant, request_id)
@@ -80,24 +83,45 @@ class Trainer:
                 raise errors.RequestIdReused("was used with another payload; make a new one", field="request_id")
             if known and made is None:
                 raise errors.RunNotFound("the run that this request made was deleted", field="request_id")
-            return made or await self._make_run(identity, request_id, digest, lora, user_metadata)
+            if made is not None:
+                return made
+            if isinstance(parameters, CheckpointPath):
+                self._checkpoints.find(parameters, identity, "like_checkpoint")
+                origin = await self._registry.origin(parameters.run_id)
+                base_model, user_metadata = base_model or origin.base_model, user_metadata or origin.user_metadata
+                parameters = origin.parameters
+            self._check_run(base_model, parameters, user_metadata)
+            return await self._make_run(identity, request_id, digest, parameters, user_metadata)
+
+    def _check_run(self, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str]) -> None:
+        model = self._engine.describe()
+        if base_model not in {"", model.name}:
+            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        if isinstance(parameters, LoraConfig):
+            validation.check_lora(parameters, model)
+        validation.check_user_metadata(user_metadata)
 
     async def _make_run(
-        self, identity: Identity, request_id: str, digest: bytes, lora: LoraConfig, user_metadata: Mapping[str, str]
+        self,
+        identity: Identity,
+        request_id: str,
+        digest: bytes,
+        parameters: RunParameters,
+        user_metadata: Mapping[str, str],
     ) -> RunRecord:
         limit = self._settings.max_runs_per_tenant
         if len(self._registry.owned_by(identity)) >= limit:
             raise errors.TooManyRuns(f"{limit} runs exist, as many as a tenant may have; delete one")
         run_id = layout.new_run_id()
         sequencer, snapshots = await self._registry.make_journal(run_id)
-        adapter = await self._engine.create_run(run_id, lora)
+        made = await self._engine.create_run(run_id, parameters)
         record = RunRecord(
             run_id=run_id,
             tenant=identity.tenant,
             base_model=self._engine.describe().name,
-            lora=lora,
+            parameters=parameters,
             create_time=datetime.now(UTC),
-            trainable_parameters=adapter.trainable_parameters,
+            trainable_parameters=made.trainable_parameters,
             request_id=request_id,
             request_digest=digest.hex(),
             sequencer=sequencer,
@@ -106,7 +130,7 @@ class Trainer:
         )
         await self._registry.add(record)
         self._start_run(record)
-        _log.info("run made", run=run_id, rank=lora.rank, parameters=adapter.trainable_parameters)
+        _log.info("run made", run=run_id, kind=type(parameters).__name__, parameters=made.trainable_parameters)
         return record
 
     async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:
@@ -130,6 +154,7 @@ class Trainer:
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
+        refuse_non_finite: bool = False,
     ) -> ForwardBackwardOutput:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
         self._check_ready(record)
@@ -144,6 +169,7 @@ class Trainer:
             forward_only=forward_only,
             reduction=reduction,
             reduction_count=reduction_count,
+            refuse_non_finite=refuse_non_finite,
         )
 
     async def optim_step(self, record: RunRecord, params: OptimizerParams) -> OptimStepOutput:
@@ -163,14 +189,22 @@ class Trainer:
         seq_id: int,
         ttl_seconds: int | None,
         overwrite: bool,
+        turn: Turn,
     ) -> Checkpoint:
-        """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is."""
+        """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is.
+
+        The run goes on when its state is captured; its checkpoints appear in the order of its commands. Raises DiskFull
+        before it begins where too little room would be left, and later when the disk fills up all the same; either way
+        the run is as it was.
+        """
         self._check_ready(record)
         path = CheckpointPath(record.run_id, kind, layout.check_name(name))
+        self._guard.check(self._settings.checkpoint_dir, record.state_bytes(kind))
 
         async def write(directory: Path) -> None:
             save = self._engine.save_state if kind is CheckpointKind.STATE else self._engine.save_adapter
-            await save(record.run_id, directory)
+            await save(record.run_id, directory, turn.capture)
+            turn.release()
 
         checkpoint = await self._checkpoints.save(
             path,
@@ -181,6 +215,7 @@ class Trainer:
             seq_id=seq_id,
             ttl_seconds=ttl_seconds,
             overwrite=overwrite,
+            earlier=turn.wait_for_earlier,
         )
         if kind is CheckpointKind.STATE:
             record.latest_state_checkpoint = checkpoint.path
@@ -203,7 +238,7 @@ class Trainer:
             directory = await record.snapshots.pin(seq_id, await self._checkpoints.open(path, identity))
         fresh = not record.in_engine
         if fresh:
-            await self._engine.create_run(record.run_id, record.lora)
+            await self._engine.create_run(record.run_id, record.parameters)
         try:
             loaded = await self._engine.load_state(record.run_id, directory, with_optimizer=with_optimizer)
         except errors.PacelineError:
@@ -215,12 +250,20 @@ class Trainer:
         _log.info("checkpoint loaded", path=str(path), run=record.run_id, with_optimizer=with_optimizer)
 
     async def publish(
-        self, record: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float
+        self, record: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float, turn: Turn
     ) -> Publication:
-        """Make the run's weights its next version; one that command `seq_id` made before a crash is used again."""
+        """Make the run's weights its next version; one that command `seq_id` made before a crash is used again.
+
+        The run goes on when its weights are captured. Raises DiskFull, when nothing was begun, as `save_checkpoint`;
+        Unsupported for a full-parameter run: samplers follow adapters.
+        """
         self._check_ready(record)
+        if isinstance(record.parameters, FullParameters):
+            remedy = "save a sampler checkpoint and start a sampler with it as its model"
+            raise errors.Unsupported(f"a full-parameter run is not published; {remedy}", field="run_id")
+        self._guard.check(self._settings.checkpoint_dir, record.state_bytes(CheckpointKind.SAMPLER))
         return await self._publisher.publish(
-            record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds
+            record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds, turn=turn
         )
 
     async def expire_checkpoints(self) -> None:

@@ -87,7 +87,10 @@ class WeightServicer(WeightServiceServicer):
         path = CheckpointPath.parse(ref.checkpoint, "model.checkpoint")
         if path.kind is not CheckpointKind.SAMPLER:
             raise errors.InvalidPath("is a state checkpoint; save one for the sampler", field="model.checkpoint")
-        return self._checkpoints.find(path, identity, "model.checkpoint")
+        directory = self._checkpoints.find(path, identity, "model.checkpoint")
+        if weights.is_model(weights.read_manifest(directory)):
+            raise errors.Unsupported("is a whole model; start a sampler with it as its model", field="model.checkpoint")
+        return directory
 
 
 async def _outbox(watcher: Watcher, listening: asyncio.Task[None]) -> AsyncIterator[pb.WatchVersionsResponse]:

@@ -64,6 +64,7 @@ def make_batch(
     *,
     forward_only: bool,
     reduction: Reduction = Reduction.SUM,
+    refuse_non_finite: bool = False,
 ) -> Batch:
     """Encode and split a batch. Raises EmptyBatch, InvalidDtype, InvalidArgument; nothing has been sent then.
 
@@ -80,6 +81,7 @@ def make_batch(
             forward_only=forward_only,
             reduction=codec.reduction_to_proto(reduction),
             reduction_count=None if reduction is Reduction.SUM else reduction.count(data),
+            refuse_non_finite=refuse_non_finite,
         )
     requests = []
     for part in split([_size(datum) for datum in data]):

@@ -19,7 +19,7 @@ from paceline.client.transport import Transport, blocking
 from paceline.layout import CheckpointPath
 from paceline.rpc.channel import TlsFiles
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import LoraConfig, ModelRef
+from paceline.types import FullParameters, LoraConfig, ModelRef, RunParameters, WeightStorage
 
 DEFAULT_ADDRESS = "localhost:50050"
 SYSTEM_AUTHORITIES = "system"
@@ -91,10 +91,27 @@ class ServiceClient(Catalog):
     create_training_run_async = create_lora_training_client_async
     create_training_run = create_lora_training_client
 
-    async def create_training_client_from_state_async(self, path: str) -> TrainingClient:
-        """Make a run with the configuration and the weights of a checkpoint's run, and a fresh optimizer.
+    async def create_full_training_client_async(
+        self,
+        base_model: str = "",
+        *,
+        storage: WeightStorage = WeightStorage.FLOAT32,
+        seed: int = 0,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> TrainingClient:
+        """Make a run that trains every parameter of the model (see FullParameters) and return its client.
 
-        Errors: InvalidPath, RunNotFound (the checkpoint's run was deleted), CheckpointNotFound.
+        Its weights are sampled from by starting a sampler with a checkpoint of `save_weights_for_sampler` as its model:
+        `publish_weights` is for adapters. Errors: ModelNotFound, OutOfMemory, TooManyRuns.
+        """
+        return await self._create(base_model, FullParameters(storage, seed), user_metadata or {})
+
+    create_full_training_client = blocking(create_full_training_client_async)
+
+    async def create_training_client_from_state_async(self, path: str) -> TrainingClient:
+        """Make a run with the configuration and the weights of a checkpoint, and a fresh optimizer.
+
+        The checkpoint's run may have been deleted. Errors: InvalidPath, CheckpointNotFound, ModelNotFound.
         """
         return await self._from_state(path, with_optimizer=False)
 
@@ -149,19 +166,22 @@ class ServiceClient(Catalog):
     async def __aexit__(self, *_: object) -> None:
         await self.close_async()
 
-    async def _create(self, base_model: str, lora: LoraConfig, user_metadata: Mapping[str, str]) -> TrainingClient:
-        with sendable("lora"):
-            wire_lora = codec.lora_config_to_proto(lora)
+    async def _create(
+        self, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str]
+    ) -> TrainingClient:
         with sendable("user_metadata"):
-            request = pb.CreateRunRequest(
-                request_id=uuid4().hex, base_model=base_model, lora=wire_lora, user_metadata=user_metadata
-            )
+            request = pb.CreateRunRequest(base_model=base_model, user_metadata=user_metadata)
+        with sendable("lora" if isinstance(parameters, LoraConfig) else "full"):
+            codec.put_parameters(request, parameters)
+        return await self._create_run(request)
+
+    async def _create_run(self, request: pb.CreateRunRequest) -> TrainingClient:
+        request.request_id = uuid4().hex
         call = self.transport.call(self.transport.trainer.CreateRun, request, self.transport.timeouts.training)
         return TrainingClient(self.transport, codec.run_from_proto((await self.transport.submit(call)).run))
 
     async def _from_state(self, path: str, *, with_optimizer: bool) -> TrainingClient:
-        source = await self.get_run_async(CheckpointPath.parse(path).run_id)
-        client = await self._create(source.base_model, source.lora, source.user_metadata)
+        client = await self._create_run(pb.CreateRunRequest(like_checkpoint=str(CheckpointPath.parse(path))))
         try:
             await (client.load_state_with_optimizer(path) if with_optimizer else client.load_state(path))
         except errors.PacelineError:

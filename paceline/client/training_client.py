@@ -81,6 +81,8 @@ class TrainingClient(Connected):
         loss_fn: str = "cross_entropy",
         loss_fn_config: Mapping[str, float] | None = None,
         reduction: ReductionName = "sum",
+        *,
+        refuse_non_finite: bool = False,
     ) -> PacelineFuture[ForwardBackwardOutput]:
         """Compute a loss and add its gradient to the run's.
 
@@ -88,12 +90,17 @@ class TrainingClient(Connected):
         of `data`, with "sequence_mean" it is the mean over datums of the mean over each one's counted positions. Either
         is the mean over this call alone: gradients of several calls add up.
 
+        NaN and infinity are counted in the metrics `nonfinite:sum` (positions) and `nonfinite_gradient:sum` (elements),
+        and the next optim_step is refused; with `refuse_non_finite` this call is, and adds nothing.
+
         A batch above 1024 datums or 4 MiB is sent in parts and their results are merged; if a part fails, its error is
         raised and the gradient of the others stays in the run. Errors: EmptyBatch, UnknownLoss, UnknownField,
         MissingField, InvalidArgument, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob,
-        OutOfRange, SequenceTooLong, OutOfMemory.
+        OutOfRange, SequenceTooLong, NonFiniteLoss, OutOfMemory.
         """
-        return self._pass(data, loss_fn, loss_fn_config, reduction, forward_only=False)
+        return self._pass(
+            data, loss_fn, loss_fn_config, reduction, forward_only=False, refuse_non_finite=refuse_non_finite
+        )
 
     forward_backward_async = awaitable(forward_backward)
 
@@ -141,7 +148,10 @@ class TrainingClient(Connected):
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, *, overwrite: bool = False
     ) -> PacelineFuture[Checkpoint]:
-        """Save the weights durably in PEFT's layout, for sampling and for other tools. Arguments as `save_state`."""
+        """Save the weights durably, for sampling and for other tools. Arguments as `save_state`.
+
+        In PEFT's layout, or of a full-parameter run a whole Hugging Face model.
+        """
         return self._save(name, CheckpointKind.SAMPLER, ttl_seconds, overwrite=overwrite)
 
     save_weights_for_sampler_async = awaitable(save_weights_for_sampler)
@@ -171,7 +181,8 @@ class TrainingClient(Connected):
 
         With `durable` the answer comes once it is synced to the checkpoint volume. `wait_for` says whose
         acknowledgement to wait for: of all samplers that watch (at least one), of any, or of none; AckTimeout after
-        `ack_timeout` seconds, and the version exists all the same. Errors: AckTimeout, DiskFull.
+        `ack_timeout` seconds, and the version exists all the same. Errors: AckTimeout, DiskFull, Unsupported for a
+        full-parameter run.
         """
         if wait_for not in _ACK_POLICIES:
             raise errors.InvalidArgument(f"is {wait_for!r}; use all, any or none", field="wait_for")
@@ -223,11 +234,18 @@ class TrainingClient(Connected):
         reduction: ReductionName,
         *,
         forward_only: bool,
+        refuse_non_finite: bool = False,
     ) -> PacelineFuture[ForwardBackwardOutput]:
         if reduction not in _REDUCTIONS:
             raise errors.InvalidArgument(f"is {reduction!r}; use {', '.join(_REDUCTIONS)}", field="reduction")
         batch = make_batch(
-            self.run_id, data, loss_fn, config or {}, forward_only=forward_only, reduction=_REDUCTIONS[reduction]
+            self.run_id,
+            data,
+            loss_fn,
+            config or {},
+            forward_only=forward_only,
+            reduction=_REDUCTIONS[reduction],
+            refuse_non_finite=refuse_non_finite,
         )
         return self._queue.put(self.transport.trainer.ForwardBackward, batch.requests, batch.merge)
 

@@ -25,6 +25,8 @@ from paceline.codec.training import (
     lora_config_to_proto,
     output_from_proto,
     output_to_proto,
+    parameters_from_proto,
+    put_parameters,
     reduction_from_proto,
     reduction_to_proto,
 )
@@ -45,6 +47,8 @@ __all__ = [
     "optimizer_to_proto",
     "output_from_proto",
     "output_to_proto",
+    "parameters_from_proto",
+    "put_parameters",
     "reduction_from_proto",
     "reduction_to_proto",
     "run_from_proto",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from paceline.codec.times import timestamp_from_proto, timestamp_to_proto
-from paceline.codec.training import lora_config_from_proto, lora_config_to_proto
+from paceline.codec.training import parameters_from_proto, put_parameters
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Run, RunState
 
 
 def run_to_proto(run: Run) -> pb.Run:
     """Encode a run."""
-    return pb.Run(
+    message = pb.Run(
         run_id=run.run_id,
         base_model=run.base_model,
-        lora=lora_config_to_proto(run.lora),
         step=run.step,
         last_seq_id=run.last_seq_id,
         latest_version=run.latest_version,
@@ -23,6 +22,8 @@ def run_to_proto(run: Run) -> pb.Run:
         user_metadata=run.user_metadata,
         trainable_parameters=run.trainable_parameters,
     )
+    put_parameters(message, run.parameters)
+    return message
 
 
 def run_from_proto(message: pb.Run) -> Run:
@@ -30,7 +31,7 @@ def run_from_proto(message: pb.Run) -> Run:
     return Run(
         run_id=message.run_id,
         base_model=message.base_model,
-        lora=lora_config_from_proto(message.lora),
+        parameters=parameters_from_proto(message),
         step=message.step,
         last_seq_id=message.last_seq_id,
         latest_version=message.latest_version,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from paceline import errors
 from paceline.codec.tensors import FLOATS, INTEGERS, MASKS, tensor_from_proto, tensor_to_proto, token_ids_from_proto
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
-from paceline.types import Datum, LoraConfig, Reduction
+from paceline.types import Datum, FullParameters, LoraConfig, Reduction, RunParameters, WeightStorage
 from paceline.types.training import MASK_INPUTS, MULTI_TARGET_INPUTS, TOKEN_INPUTS, Array
-from paceline.types.v1 import datum_pb2, lora_pb2
+from paceline.types.v1 import datum_pb2, full_pb2, lora_pb2
 
 _ONE, _ONE_OR_TWO = range(1, 2), range(1, 3)
 
@@ -95,3 +95,25 @@ def lora_config_from_proto(message: lora_pb2.LoraConfig) -> LoraConfig:
         layers=tuple(message.layers),
         use_rslora=message.use_rslora,
     )
+
+
+def put_parameters(message: trainer_pb.CreateRunRequest | trainer_pb.Run, parameters: RunParameters) -> None:
+    """Write into a message what a run trains."""
+    if isinstance(parameters, LoraConfig):
+        message.lora.CopyFrom(lora_config_to_proto(parameters))
+    else:
+        storage = full_pb2.WeightStorage.ValueType(parameters.storage.value)
+        message.full.CopyFrom(full_pb2.FullParameters(storage=storage, seed=parameters.seed))
+
+
+def parameters_from_proto(message: trainer_pb.CreateRunRequest | trainer_pb.Run) -> RunParameters:
+    """Read from a message what a run trains, every default filled in. Raises MissingField, InvalidArgument."""
+    if message.HasField("lora"):
+        return lora_config_from_proto(message.lora)
+    if not message.HasField("full"):
+        raise errors.MissingField("is not set; say what the run trains", field="lora")
+    storage = message.full.storage or WeightStorage.FLOAT32.value
+    if storage not in full_pb2.WeightStorage.values():
+        known = ", ".join(member.name for member in WeightStorage)
+        raise errors.InvalidArgument(f"is {storage}; send one of {known}", field="full.storage")
+    return FullParameters(WeightStorage(storage), message.full.seed)

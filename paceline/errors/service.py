@@ -31,7 +31,10 @@ class MessageTooLarge(Exhausted):
 
 
 class OutOfMemory(Exhausted):
-    """The engine ran out of memory."""
+    """The engine ran out of memory.
+
+    Of a sequence that does not fit, `metadata["tokens"]` is its length and `metadata["fitting_tokens"]` one that would.
+    """
 
     reason = "OUT_OF_MEMORY"
 
@@ -132,7 +135,7 @@ class Cancelled(PacelineError):
 
 
 class Unsupported(PacelineError):
-    """No such method."""
+    """No such method, or not for this kind of run or model."""
 
     code = Code.UNIMPLEMENTED
     reason = "UNIMPLEMENTED"

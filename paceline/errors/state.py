@@ -104,6 +104,16 @@ class NonFiniteGradient(FailedPrecondition):
     reason = "NON_FINITE_GRADIENT"
 
 
+class NonFiniteLoss(FailedPrecondition):
+    """The loss or its gradient holds NaN or infinity; asked to refuse that, the call added nothing to the gradient.
+
+    `metadata["positions"]` is how many positions have such a loss, `metadata["gradient_elements"]` how many elements
+    of the gradient are so.
+    """
+
+    reason = "NON_FINITE_LOSS"
+
+
 class OptimizerChanged(FailedPrecondition):
     """The run has the state of another optimizer, or of this one with another rank or seed.
 

@@ -64,6 +64,10 @@ class Service(Protocol):
         """Add the service's handlers."""
         ...
 
+    def drain(self) -> None:
+        """Let calls that wait for their turn end now: no more are taken."""
+        ...
+
     async def stop(self) -> None:
         """End what `start` began. Calls have drained by then."""
         ...
@@ -89,6 +93,7 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
             await server.start()
             await readiness.set(True)
             await interrupted
+            service.drain()
             await _drain(server, readiness, settings.drain_seconds)
     finally:
         starting.cancel()

@@ -22,7 +22,16 @@ from paceline.types.sampling import (
     StreamedTokens,
     TopkLogprobs,
 )
-from paceline.types.training import Datum, ForwardBackwardOutput, LoraConfig, OptimStepOutput, Reduction
+from paceline.types.training import (
+    Datum,
+    ForwardBackwardOutput,
+    FullParameters,
+    LoraConfig,
+    OptimStepOutput,
+    Reduction,
+    RunParameters,
+    WeightStorage,
+)
 
 __all__ = [
     "AdafactorParams",
@@ -35,6 +44,7 @@ __all__ = [
     "CheckpointKind",
     "Datum",
     "ForwardBackwardOutput",
+    "FullParameters",
     "LoraConfig",
     "ModelInfo",
     "ModelRef",
@@ -42,6 +52,7 @@ __all__ = [
     "OptimizerParams",
     "Reduction",
     "Run",
+    "RunParameters",
     "RunState",
     "SampleResult",
     "SampledSequence",
@@ -50,4 +61,5 @@ __all__ = [
     "StopReason",
     "StreamedTokens",
     "TopkLogprobs",
+    "WeightStorage",
 ]

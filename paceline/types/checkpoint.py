@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 
-from paceline.types.training import LoraConfig
+from paceline.types.training import RunParameters
 
 
 class RunState(Enum):
@@ -23,7 +23,7 @@ class CheckpointKind(Enum):
     STATE = 1
     """Weights, optimizer, RNG, step, pending gradient."""
     SAMPLER = 2
-    """Weights in PEFT's layout."""
+    """Weights in PEFT's layout, or of a full-parameter run a whole Hugging Face model."""
 
     @property
     def folder(self) -> str:
@@ -37,7 +37,8 @@ class Run:
 
     run_id: str
     base_model: str
-    lora: LoraConfig
+    parameters: RunParameters
+    """What it trains."""
     step: int
     """Optimizer steps taken."""
     last_seq_id: int
@@ -64,7 +65,7 @@ class Checkpoint:
     step: int
     size_bytes: int
     sha256: str
-    """Of the adapter's safetensors file."""
+    """Of the weights' safetensors file."""
     create_time: datetime
     expire_time: datetime | None = None
     """When it is deleted by itself; None means never."""

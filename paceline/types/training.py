@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -129,6 +129,28 @@ class LoraConfig:
     """Indices of the layers that get an adapter. Empty means all."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead (rsLoRA, arXiv 2312.03732)."""
+
+
+class WeightStorage(Enum):
+    """How a full-parameter run keeps its weights between steps. The values are those of the wire."""
+
+    FLOAT32 = 1
+    """In float32; where the trainer computes in bfloat16, a rounded copy beside them is computed with."""
+    BFLOAT16 = 2
+    """In bfloat16, which the run is computed in too; each step rounds stochastically."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullParameters:
+    """All parameters of the base model, of which the run has a copy of its own."""
+
+    storage: WeightStorage = WeightStorage.FLOAT32
+    seed: int = 0
+    """Seed of what the run draws: the rounding of `BFLOAT16`."""
+
+
+RunParameters: TypeAlias = LoraConfig | FullParameters
+"""What a run trains."""
 
 
 @dataclass(slots=True)

@@ -6,7 +6,9 @@ The bytes that travel are the safetensors file itself.
 from paceline.weights.chunks import ChunkWriter, read_chunks
 from paceline.weights.manifest import (
     describe_adapter,
+    describe_model,
     hash_file,
+    is_model,
     read_manifest,
     read_tensor_entries,
     served_model,
@@ -17,7 +19,9 @@ from paceline.weights.manifest import (
 __all__ = [
     "ChunkWriter",
     "describe_adapter",
+    "describe_model",
     "hash_file",
+    "is_model",
     "read_chunks",
     "read_manifest",
     "read_tensor_entries",

@@ -1,4 +1,4 @@
-"""The manifest of an adapter directory: what it is, whose it is, its tensors, and the SHA-256 of its weights."""
+"""The manifest of a directory of weights: what it is, whose it is, its tensors, and the SHA-256 of its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from google.protobuf import json_format
 from paceline import errors
 from paceline.codec.models import served_model_from_proto, served_model_to_proto
 from paceline.codec.times import timestamp_to_proto
-from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
+from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
 from paceline.types import ServedModel
 from paceline.types.v1 import tensor_pb2
 from paceline.weights.v1 import weight_service_pb2 as pb
@@ -33,19 +33,20 @@ def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: 
 
     `seq_id` is that of the command that made it.
     """
-    weights = directory / WEIGHTS_FILE
-    config = (directory / CONFIG_FILE).read_bytes()
-    return pb.Manifest(
-        model=served_model_to_proto(replace(model, sha256=hash_file(weights))),
-        tenant=tenant,
-        tensors=read_tensor_entries(weights),
-        total_size=weights.stat().st_size,
-        adapter_config=config,
-        rank=int(json.loads(config)["r"]),
-        step=step,
-        create_time=timestamp_to_proto(datetime.now(UTC)),
-        seq_id=seq_id,
-    )
+    manifest = _describe(directory / WEIGHTS_FILE, model, tenant, step, seq_id)
+    manifest.adapter_config = (directory / CONFIG_FILE).read_bytes()
+    manifest.rank = int(json.loads(manifest.adapter_config)["r"])
+    return manifest
+
+
+def describe_model(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
+    """Make the manifest of a whole model's directory by reading it; arguments as `describe_adapter`."""
+    return _describe(directory / MODEL_FILE, model, tenant, step, seq_id)
+
+
+def is_model(manifest: pb.Manifest) -> bool:
+    """Whether a manifest describes a whole model and no adapter."""
+    return not manifest.adapter_config and manifest.rank == 0
 
 
 def hash_file(path: Path) -> str:
@@ -101,9 +102,21 @@ def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
     return entries
 
 
+def _describe(weights: Path, model: ServedModel, tenant: str, step: int, seq_id: int) -> pb.Manifest:
+    return pb.Manifest(
+        model=served_model_to_proto(replace(model, sha256=hash_file(weights))),
+        tenant=tenant,
+        tensors=read_tensor_entries(weights),
+        total_size=weights.stat().st_size,
+        step=step,
+        create_time=timestamp_to_proto(datetime.now(UTC)),
+        seq_id=seq_id,
+    )
+
+
 def _entry(name: str, facts: dict[str, Any], base: int) -> pb.TensorEntry:
     start, end = facts["data_offsets"]
     dtype = _DTYPES.get(facts["dtype"])
     if dtype is None:
-        raise errors.InvalidDtype(f"has dtype {facts['dtype']}; an adapter holds F32, BF16 or F16", field=name)
+        raise errors.InvalidDtype(f"has dtype {facts['dtype']}; weights are F32, BF16 or F16", field=name)
     return pb.TensorEntry(name=name, dtype=dtype, shape=facts["shape"], offset=base + start, size=end - start)

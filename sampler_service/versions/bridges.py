@@ -11,7 +11,7 @@ from typing import Protocol
 from paceline import errors
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef
-from paceline.weights import served_model
+from paceline.weights import is_model, served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.keys import foreign
 
@@ -70,7 +70,9 @@ class ManifestRules:
     """Largest safetensors file."""
 
     def check(self, manifest: pb.Manifest) -> None:
-        """Refuse what the engine could not load. Raises ModelNotFound, RankTooLarge, InvalidShape."""
+        """Refuse what the engine could not load. Raises ModelNotFound, Unsupported, RankTooLarge, InvalidShape."""
+        if is_model(manifest):
+            raise errors.Unsupported("is a whole model; start a sampler with it as its model", field="model")
         if manifest.model.base_model != self.base_model:
             raise errors.ModelNotFound(
                 f"was trained on {manifest.model.base_model}; this sampler serves {self.base_model}", field="model"

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from sampler_contract import CONTEXT, PROMPT, ask, complete, deltas_of, filtered, log_softmax, one
+from formulas import log_softmax
+from sampler_contract import CONTEXT, PROMPT, ask, complete, deltas_of, filtered, one
 from tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
 
 from paceline.errors import InvalidArgument, OutOfRange, SequenceTooLong, TokenOutOfRange, VersionNotFound

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_cases import make_data, train
+from engine_cases import make_data, saved, train
 from optimizer_cases import PARAMS, make_weights, step_with
 from tiny_models import make_tiny_llama
 from torch import nn
@@ -55,11 +55,6 @@ def test_two_and_two_steps_are_four_to_the_last_bit(tmp_path, name):
         for seed in seeds:
             train(engine, data=make_data(seed=seed))
             engine.optim_step("run", PARAMS[name])
-
-    def saved(engine, directory):
-        directory.mkdir()
-        engine.save_state("run", directory)
-        return {path.name: path.read_bytes() for path in directory.iterdir()}
 
     steps(straight, range(4))
     steps(first, range(2))

@@ -174,7 +174,7 @@ async def test_nothing_is_sent_after_a_load_before_it_is_answered(server, client
 async def test_a_run_made_from_a_checkpoint_has_its_configuration_and_weights(server, client):
     path = f"paceline://{server.trainer.run_id}/state/best"
     training = await client.create_training_client_from_state_with_optimizer_async(path)
-    assert server.trainer.requests[-2].lora.rank == 8
+    assert server.trainer.requests[-2].like_checkpoint == path
     assert (server.trainer.requests[-1].path, server.trainer.requests[-1].with_optimizer) == (path, True)
     await training.forward_backward(make_data())
     assert server.trainer.executed == ["LoadCheckpoint", "ForwardBackward"]

@@ -7,22 +7,26 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from memory_limits import short_of_memory
 from tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.errors import (
     CheckpointMismatch,
+    DiskFull,
     EngineUnavailable,
     Internal,
     ModelNotFound,
     NoGradient,
+    OutOfMemory,
     OutOfRange,
     RunNotFound,
 )
-from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
 from trainer_service.engine.base import EngineDiedError
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -123,6 +127,65 @@ async def test_queued_commands_are_executed_in_order(engine):
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_commands_go_on_while_what_was_captured_is_written(engine, tmp_path):
+    await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+    await engine.optim_step("run", ADAM)
+    await engine.save_state("run", new(tmp_path / "at once"))
+    order = []
+    pipe = new(tmp_path / "later") / "adapter_model.safetensors"
+    os.mkfifo(pipe)  # whoever writes into it waits for a reader
+    saving = asyncio.ensure_future(engine.save_state("run", pipe.parent, lambda: order.append("captured")))
+    await asyncio.sleep(0)
+    await engine.forward_backward("run", make_data(seed=3), "ppo", {}, forward_only=False)
+    order.append((await engine.optim_step("run", ADAM)).step)
+    assert order == ["captured", 2]
+    assert not saving.done()
+    written = await asyncio.to_thread(pipe.read_bytes)
+    await saving
+    expected = files(tmp_path / "at once")
+    assert written == expected.pop(pipe.name)
+    pipe.unlink()
+    assert files(pipe.parent) == expected
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_full_disk_is_the_answer_of_what_was_written_and_the_engine_goes_on(engine, tmp_path):
+    (tmp_path / "adapter_model.safetensors").symlink_to("/dev/full")
+    with pytest.raises(DiskFull):
+        await engine.save_state("run", tmp_path)
+    await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+    assert (await engine.optim_step("run", ADAM)).step == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_death_while_one_command_executes_and_another_is_written_is_charged_to_none_until_it_is_certain(
+    options, tmp_path
+):
+    pipe = tmp_path / "adapter_model.safetensors"
+    os.mkfifo(pipe)  # whoever writes into it waits for a reader
+    async with EngineProcess(replace(options, failpoints="engine_OptimStep:1")) as engine:
+
+        async def begin():
+            await engine.create_run("run", LORA)
+            await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+            saving = asyncio.ensure_future(engine.save_state("run", tmp_path))
+            await asyncio.sleep(0)
+            return saving, asyncio.ensure_future(engine.optim_step("run", ADAM))
+
+        assert await outcomes(await begin()) == [EngineUnavailable, EngineUnavailable]
+        await engine.restart()
+        saving, step = await begin()
+        assert not (await asyncio.wait({step}, timeout=0.5))[0], "what was suspected is written before the next begins"
+        await asyncio.to_thread(pipe.read_bytes)
+        await asyncio.gather(saving, step)
+        captured = asyncio.Event()
+        saving = asyncio.ensure_future(engine.save_state("run", tmp_path, captured.set))
+        await captured.wait()
+        os.kill(engine.pid, signal.SIGKILL)
+        assert await outcomes([saving]) == [EngineDiedError], "it did nothing else"
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_typed_errors_cross_the_pipe(engine, tmp_path):
     with pytest.raises(NoGradient) as no_gradient:
         await engine.optim_step("run", ADAM)
@@ -154,13 +217,8 @@ async def test_a_killed_engine_is_an_error_and_restarts(options):
     exits = []
     async with EngineProcess(options, on_exit=exits.append) as engine:
         await engine.create_run("run", LORA)
-        long = engine.forward_backward("run", make_data((400,) * 200), "ppo", {}, forward_only=False)
-        calls = [asyncio.create_task(call) for call in (long, engine.optim_step("run", ADAM))]
-        await asyncio.sleep(0)  # Lets the calls be sent.
         first = engine.pid
         os.kill(first, signal.SIGKILL)
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(result) for result in results] == [EngineDiedError, EngineUnavailable]
         with pytest.raises(EngineUnavailable):
             await engine.create_run("later", LORA)
         assert (await engine.restart()).name == "tiny"
@@ -172,6 +230,67 @@ async def test_a_killed_engine_is_an_error_and_restarts(options):
     assert len(exits) == 1, "closing is no death"
     with pytest.raises(EngineUnavailable):
         await engine.create_run("run", LORA)
+
+
+async def outcomes(calls):
+    return [type(result) for result in await asyncio.gather(*calls, return_exceptions=True)]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("point", ["engine_pass_run:1", "engine_ForwardBackward:1"])
+async def test_a_death_is_charged_to_the_command_that_was_executing_alone(options, point):
+    async with EngineProcess(replace(options, failpoints=point)) as engine:
+        await engine.create_run("run", LORA)
+        await engine.create_run("idle", LORA)
+        calls = (
+            engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False),
+            engine.optim_step("run", ADAM),
+        )
+        assert await outcomes(calls) == [EngineDiedError, EngineUnavailable]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_command_that_kills_the_engine_in_a_joint_pass_is_found_and_no_other_is_charged(options):
+    # The first has many passes to do, so that the others come meanwhile and join.
+    data = {"a": make_data((60,) * 100), "b": make_data((10,), 1), "c": make_data((10,), 2)}
+    async with EngineProcess(replace(options, failpoints="engine_pass_b:1+", pack_tokens=128)) as engine:
+
+        async def call(*run_ids):
+            return await outcomes(
+                engine.forward_backward(run_id, data[run_id], "ppo", {}, forward_only=False) for run_id in run_ids
+            )
+
+        for run_id in data:
+            await engine.create_run(run_id, LORA)
+        assert await call(*data) == [EngineUnavailable] * 3
+        await engine.restart()
+        for run_id in data:
+            await engine.create_run(run_id, LORA)
+        assert await call("a", "c") == [ForwardBackwardOutput] * 2
+        assert await call("b") == [EngineDiedError]
+
+
+@pytest.mark.asyncio
+async def test_a_sequence_that_the_process_has_no_memory_for_is_refused_with_what_fits(options):
+    ready, long = make_data(seed=1), make_data((20_000,))
+    async with EngineProcess(replace(options, pack_tokens=32_768)) as engine:
+        for name in ("long", "other"):
+            await engine.create_run(name, LORA)
+            await engine.forward_backward(name, ready, "ppo", {}, forward_only=False)
+        with short_of_memory(engine.pid, 48 << 20):
+            refused, other = await asyncio.gather(
+                engine.forward_backward("long", long, "ppo", {}, forward_only=False),
+                engine.forward_backward("other", ready, "ppo", {}, forward_only=False),
+                return_exceptions=True,
+            )
+            assert isinstance(refused, OutOfMemory)
+            assert refused.field == "data[0]"
+            fitting = int(refused.metadata["fitting_tokens"])
+            assert 0 < fitting < 20_000
+            await engine.forward_backward("long", make_data((fitting,)), "ppo", {}, forward_only=False)
+        assert isinstance(other, ForwardBackwardOutput)
+        for name in ("long", "other"):
+            assert (await engine.optim_step(name, ADAM)).step == 1
 
 
 @pytest.mark.asyncio(loop_scope="module")

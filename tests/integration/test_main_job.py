@@ -10,7 +10,6 @@ import pytest
 from cluster import Cluster
 from tiny_models import make_tiny_llama
 
-import paceline
 from paceline import AdamParams, Datum, SamplingParams, errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,12 +36,6 @@ def cluster(request, tmp_path_factory):
         yield cluster
     finally:
         cluster.stop()
-
-
-@pytest.fixture
-def service(cluster):
-    with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
-        yield service
 
 
 @pytest.fixture

@@ -3,10 +3,8 @@
 import asyncio
 import hashlib
 import os
-import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -583,8 +581,7 @@ async def test_a_dead_engine_costs_a_delay_and_no_step(caller, cluster):
     reference = await _reference(caller)
     await caller.create_run()
     await caller.train(2)
-    for engine in _children(cluster.trainer.process.pid):
-        os.kill(engine, signal.SIGKILL)
+    cluster.trainer.kill_engine()
     await _when_available(caller.forward_backward)
     step = await _when_available(caller.optim_step)
     assert (step.step, step.grad_norm) == (3, reference.grad_norm)
@@ -637,6 +634,33 @@ async def test_a_deleted_run_stays_deleted_across_a_restart(caller, cluster):
         await caller.call("CreateRun", request)
 
 
+async def test_a_checkpoint_of_a_deleted_run_makes_a_run_like_it(caller, channel, credential, cluster):
+    lora = lora_pb2.LoraConfig(rank=3, alpha=5.0, seed=7, layers=[1])
+    made = pb.CreateRunRequest(request_id=os.urandom(8).hex(), lora=lora, user_metadata={"purpose": "test"})
+    caller.run_id, caller.seq_id = (await caller.call("CreateRun", made)).run.run_id, 0
+    await caller.train(2)
+    path = (await caller.save("kept")).path
+    weights_path = (await caller.save("weights", pb.CHECKPOINT_KIND_SAMPLER)).path
+    expected = await caller.train()
+    await caller.call("DeleteRun", pb.DeleteRunRequest(run_id=caller.run_id))
+    cluster.trainer.kill()
+    cluster.trainer.start()
+    for like in (path, weights_path):
+        request = pb.CreateRunRequest(request_id=os.urandom(8).hex(), like_checkpoint=like)
+        run = (await caller.call("CreateRun", request)).run
+        assert (run.lora.rank, run.lora.alpha, run.lora.seed, list(run.lora.layers)) == (3, 5.0, 7, [1])
+        assert dict(run.user_metadata) == {"purpose": "test"}
+        caller.run_id, caller.seq_id = run.run_id, 0
+        await caller.load(like, with_optimizer=like == path)
+        await caller.forward_backward()
+        assert (await caller.optim_step()).step == (expected.step if like == path else 1)
+    assert (await caller.call("CreateRun", request)).run.run_id == run.run_id
+    stranger = Caller(channel, credential, "stranger")
+    with pytest.raises(errors.CheckpointNotFound) as caught:
+        await stranger.call("CreateRun", pb.CreateRunRequest(request_id="x", like_checkpoint=path))
+    assert caught.value.field == "like_checkpoint"
+
+
 async def test_a_damaged_journal_loses_its_run_alone_which_goes_on_from_a_checkpoint(
     caller, cluster, channel, credential
 ):
@@ -671,10 +695,6 @@ async def _weights_sha(caller, version):
     request = weights_pb.FetchVersionRequest(model=ref)
     parts = [part async for part in caller.weights.FetchVersion(request, metadata=caller.metadata)]
     return hashlib.sha256(b"".join(part.chunk.data for part in parts[1:])).hexdigest()
-
-
-def _children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def _when_available(call):

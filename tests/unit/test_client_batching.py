@@ -132,3 +132,10 @@ def test_the_first_failure_is_raised():
     with pytest.raises(errors.NonFinite) as caught:
         batch.merge([reply(*[0.0] * 1024), failure])
     assert caught.value.field == "data[1024].loss_inputs[weights]"
+
+
+def test_every_part_asks_to_be_refused_where_the_batch_does():
+    batch = make_batch(
+        "run", [datum_of(4)] * (MAX_DATUMS + 1), "cross_entropy", {}, forward_only=False, refuse_non_finite=True
+    )
+    assert [request.refuse_non_finite for request in batch.requests] == [True, True]

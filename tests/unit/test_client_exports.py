@@ -22,6 +22,7 @@ EXPORTS = frozenset(
         "CheckpointKind",
         "Datum",
         "ForwardBackwardOutput",
+        "FullParameters",
         "LogprobsResult",
         "LoraConfig",
         "ModelInfo",
@@ -46,6 +47,7 @@ EXPORTS = frozenset(
         "Timeouts",
         "TopkLogprobs",
         "TrainingClient",
+        "WeightStorage",
         "__version__",
         "errors",
     ]
@@ -54,6 +56,7 @@ EXPORTS = frozenset(
 SERVICE_METHODS = frozenset(
     [
         "close",
+        "create_full_training_client",
         "create_lora_training_client",
         "create_sampling_client",
         "create_training_client_from_state",

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from engine_cases import make_data, train, weights
+from engine_cases import make_data, saved, train, weights
 from optimizer_cases import PARAMS
 from safetensors.torch import load_file
 from tiny_models import make_tiny_llama
@@ -39,13 +39,6 @@ def steps(engine, params, seeds):
         train(engine, data=make_data(seed=seed))
         output = engine.optim_step("run", params)
     return output
-
-
-def saved(engine, directory):
-    """Bytes of every file that save_state writes."""
-    directory.mkdir()
-    engine.save_state("run", directory)
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def edit_state(directory, change):

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from engine_cases import ADAM, MAKERS, make_data, train, warmed, weights
+from engine_cases import ADAM, make_data, train, warmed, weights
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import (
@@ -21,11 +21,6 @@ from trainer_service.engine.adapters import initialise
 from trainer_service.engine.base_model import load_base_model
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return {name: make(tmp_path_factory.mktemp(name)) for name, make in MAKERS.items()}
 
 
 @pytest.fixture
@@ -167,7 +162,7 @@ def test_default_alpha_is_twice_the_rank_and_rslora_scales_by_the_root(make_engi
     }
     for i, (lora, scaling) in enumerate(scalings.items()):
         engine.create_run(f"run{i}", lora)
-        assert engine._model.model.layers[0].self_attn.q_proj.scaling[f"run{i}"] == scaling
+        assert engine._model.model.layers[0].self_attn.q_proj.part(f"run{i}").scaling == scaling
 
 
 def test_dropout_acts_in_training_only(make_engine):

@@ -94,6 +94,14 @@ def test_norm_equals_its_formula_with_both_gradients(generator):
     torch.testing.assert_close(torch.autograd.grad(norm(x), (x, norm.weight), upstream), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_norm_leaves_the_gradient_that_it_is_given(generator):
+    x = torch.randn(5, 48, generator=generator, requires_grad=True)
+    upstream = torch.randn(1, 48, generator=generator).expand(5, 48)
+    before = upstream.clone()
+    torch.autograd.grad(FusedRmsNorm(torch.nn.Parameter(torch.full((48,), 2.0)), 1e-6)(x), x, upstream)
+    assert torch.equal(upstream, before)
+
+
 def packed_logits(model, parts):
     lengths = tuple(len(part) for part in parts)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -132,7 +140,9 @@ def test_a_frozen_head_works_once_for_forward_and_backward(tmp_path):
     engine = PeftEngine(EngineOptions(str(make_tiny_llama(tmp_path)), "tiny", logprob_chunk=4))
     engine.create_run("run", LoraConfig(rank=4))
     rows = []
-    output_head(engine._model).register_forward_hook(lambda _module, args, _output: rows.append(len(args[0])))
+    output_head(engine._model).base_layer.register_forward_hook(
+        lambda _module, args, _output: rows.append(len(args[0]))
+    )
     output = train(engine)
     assert sum(rows) == output.metrics["tokens:sum"]
 

@@ -3,14 +3,16 @@
 import asyncio
 import os
 import resource
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from journaled import NO_FAILPOINTS, JournaledRun, blocked, refusal
+from journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, blocked, refusal
 
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
+from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import read_history, segments
 from trainer_service.journal.journal import RunJournal
@@ -39,7 +41,7 @@ def command(seq_id):
 
 async def written(directory, *records):
     RunJournal.make(directory, 1)
-    journal = RunJournal(directory, 0, ThreadPoolExecutor(1), NO_FAILPOINTS)
+    journal = RunJournal(directory, 0, ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
     for record in records:
         await journal.append(record, sync=True)
     await journal.close()
@@ -161,6 +163,37 @@ async def test_a_full_disk_refuses_the_command_executes_nothing_and_leaves_its_s
     assert list(run.history().answers) == [1, 2, 3]
 
 
+async def test_a_disk_with_too_little_room_refuses_commands_before_it_is_full_and_takes_answers(directory):
+    free = shutil.disk_usage(directory.parent).free
+    run = JournaledRun(directory, guard=DiskGuard(free // 2))
+    release = asyncio.Event()
+    run.executor.act[1] = blocked(release)
+    first = run.send(1)
+    await asyncio.wait({first}, timeout=0.5)
+    run.journal._guard = DiskGuard(2 * free)
+    with pytest.raises(errors.DiskFull) as caught:
+        await run.send(2)
+    assert int(caught.value.metadata["free_bytes"]) <= 2 * free < int(caught.value.metadata["needed_bytes"])
+    assert caught.value.retry_after
+    release.set()
+    await first
+    assert (list(run.history().commands), list(run.history().answers)) == ([1], [1])
+    run.journal._guard = NO_GUARD
+    await run.send(2)
+    assert run.executor.ran == [1, 2]
+
+
+async def test_a_snapshot_that_would_leave_too_little_room_is_not_begun(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+
+    async def write(directory):
+        raise AssertionError("not begun")
+
+    with pytest.raises(errors.DiskFull):
+        await SnapshotStore(tmp_path, NO_FAILPOINTS, NO_GUARD).save(1, 2 * free, write)
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_an_answer_for_which_there_was_no_room_is_written_with_the_next_command(directory):
     run = JournaledRun(directory)
     with ExitStack() as limit:
@@ -205,16 +238,15 @@ async def test_a_segment_begins_with_what_the_one_before_does_not_hold_however_c
 
 
 async def test_a_snapshot_comes_back_whole_or_not_at_all(tmp_path):
-    store = SnapshotStore(tmp_path, NO_FAILPOINTS)
+    store = SnapshotStore(tmp_path, NO_FAILPOINTS, NO_GUARD)
     answers = [AnswerRecord(5, b"digest", "OptimStep", b"reply")]
 
     async def write(directory):
         (directory / "weights").write_bytes(b"w" * 100)
+        return Facts(step=seq_id), answers
 
     for seq_id in (3, 5):
-        saved = asyncio.Event()
-        await store.save(seq_id, write, Facts(step=seq_id), answers, saved)
-        assert saved.is_set()
+        await store.save(seq_id, 100, write)
     store.drop_before(5)
     assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["5"]
     snapshot = store.newest(above=0)

@@ -89,7 +89,7 @@ async def test_a_command_that_the_engine_dies_of_is_refused_for_good_and_the_nex
         run.start()
         with pytest.raises(errors.EngineUnavailable):
             await waiting
-        await run.sequencer.idle()
+        await run.sequencer.recover()
         await run.sequencer.close(errors.ShuttingDown("test"))
     run = JournaledRun(directory)
     with pytest.raises(errors.PoisonedCommand) as caught:
@@ -152,6 +152,25 @@ async def test_rebase_goes_on_at_a_later_command_and_refuses_those_before(run):
     await run.send(21)
     assert run.executor.ran == [1, 20, 21]
     assert list(run.history().commands) == [20, 21]
+
+
+async def test_a_draining_run_ends_what_executes_and_leaves_the_rest_to_the_next_start(directory):
+    run = JournaledRun(directory)
+    release = asyncio.Event()
+    run.executor.act[1] = blocked(release)
+    first, second = run.send(1), run.send(2)
+    await asyncio.wait({second}, timeout=0.5)
+    run.sequencer.drain(errors.ShuttingDown("stopping"))
+    for refused in (second, run.send(3)):
+        with pytest.raises(errors.ShuttingDown):
+            await refused
+    release.set()
+    assert (await first).step == 1
+    await run.sequencer.close(errors.ShuttingDown("stopping"))
+    assert list(run.history().commands) == [1, 2]
+    again = JournaledRun(directory)
+    assert (await again.send(2)).step == 2
+    assert run.executor.ran == [1]
 
 
 async def test_seq_id_zero_is_refused(run):

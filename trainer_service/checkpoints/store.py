@@ -1,8 +1,8 @@
 """The checkpoint store.
 
-A checkpoint is a directory with the adapter in PEFT's layout and a manifest; a state checkpoint also holds optimizer,
-RNG
-and counters, and SHA256SUMS over all of it (`sha256sum -c` checks it). When one expires stands in a file beside it.
+A checkpoint is a directory with the adapter in PEFT's layout, or a whole model, and a manifest; a state checkpoint also
+holds optimizer, RNG and counters. Beside a state or a whole model stands SHA256SUMS over all of it (`sha256sum -c`
+checks it). When a checkpoint expires stands in a file beside it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from paceline.codec.times import timestamp_from_proto
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.types import Checkpoint, CheckpointKind, ServedModel
-
-SUMS_FILE = "SHA256SUMS"
+from trainer_service.checkpoints.sums import find_damaged, write_sums
+from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
 
 Writer = Callable[[Path], Awaitable[None]]
+
+
+async def _none_earlier() -> None:
+    pass
 
 
 class CheckpointStore:
     """Saves, finds, lists and deletes checkpoints. Every path it touches was taken apart and checked first."""
 
-    def __init__(self, volume: layout.Volume) -> None:
+    def __init__(self, volume: layout.Volume, failpoints: Failpoints = NO_FAILPOINTS) -> None:
         self._volume = volume
+        self._failpoints = failpoints
 
     async def save(
         self,
@@ -42,22 +47,26 @@ class CheckpointStore:
         seq_id: int = 0,
         ttl_seconds: int | None,
         overwrite: bool,
+        earlier: Callable[[], Awaitable[None]] = _none_earlier,
     ) -> Checkpoint:
         """Let `write` fill a directory and make it the checkpoint `path`, durably and all at once.
 
         One that the same command, `seq_id`, made before a crash is returned as it is; 0 stands for no command.
+        `earlier` waits for those that must be there before it, which may have its name.
         Raises CheckpointExists unless `overwrite`, DiskFull, OutOfRange for a TTL of 0.
         """
         expire_time = _expiry(ttl_seconds)
         final = self._volume.checkpoint(path)
         if seq_id and final.exists() and weights.read_manifest(final).seq_id == seq_id:
             return await asyncio.to_thread(_describe, path, final)
-        if final.exists() and not overwrite:
-            raise errors.CheckpointExists("a checkpoint of this name exists; choose another or overwrite", field="name")
+        _check_free(final, overwrite=overwrite)
         async with staged_directory(final, overwrite=overwrite) as staging:
             await write(staging)
             model = ServedModel(base_model, path.run_id, checkpoint=str(path))
             await asyncio.to_thread(_seal, staging, model, tenant, step, seq_id, path.kind)
+            await earlier()
+            _check_free(final, overwrite=overwrite)
+            self._failpoints.hit("before_checkpoint")
             await asyncio.to_thread(_write_expiry, final, expire_time)
         return await asyncio.to_thread(_describe, path, final)
 
@@ -149,23 +158,19 @@ def _found(field: str) -> Iterator[None]:
 
 
 def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: int, kind: CheckpointKind) -> None:
-    manifest = weights.describe_adapter(directory, model, tenant=tenant, step=step, seq_id=seq_id)
-    weights.write_manifest(directory, manifest)
-    if kind is CheckpointKind.STATE:
-        files = sorted(path for path in directory.iterdir())
-        sums = "".join(f"{weights.hash_file(path)}  {path.name}\n" for path in files)
-        (directory / SUMS_FILE).write_text(sums)
+    is_adapter = (directory / layout.WEIGHTS_FILE).exists()
+    describe = weights.describe_adapter if is_adapter else weights.describe_model
+    weights.write_manifest(directory, describe(directory, model, tenant=tenant, step=step, seq_id=seq_id))
+    if kind is CheckpointKind.STATE or not is_adapter:
+        write_sums(directory)
 
 
 def _verify(directory: Path, kind: CheckpointKind) -> None:
     manifest = weights.read_manifest(directory)
-    if kind is CheckpointKind.SAMPLER:
+    if kind is CheckpointKind.SAMPLER and not weights.is_model(manifest):
         weights.verify_adapter(directory, manifest)
-        return
-    for line in (directory / SUMS_FILE).read_text().splitlines():
-        digest, _, name = line.partition("  ")
-        if weights.hash_file(directory / Path(name).name) != digest:
-            raise errors.ChecksumMismatch(f"{name} is damaged; load another checkpoint", field="path")
+    elif name := find_damaged(directory):
+        raise errors.ChecksumMismatch(f"{name} is damaged; load another checkpoint", field="path")
 
 
 def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
@@ -181,6 +186,11 @@ def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
         create_time=timestamp_from_proto(manifest.create_time),
         expire_time=_read_expiry(directory),
     )
+
+
+def _check_free(final: Path, *, overwrite: bool) -> None:
+    if final.exists() and not overwrite:
+        raise errors.CheckpointExists("a checkpoint of this name exists; choose another or overwrite", field="name")
 
 
 def _expiry(ttl_seconds: int | None) -> datetime | None:

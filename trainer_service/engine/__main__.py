@@ -7,11 +7,13 @@ import logging
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from transformers.utils import logging as transformers_logging
 
 from trainer_service.engine.allocator import keep_freed_memory
+from trainer_service.engine.ranks import Ranks, end_with
 from trainer_service.engine.worker import Worker
 
 
@@ -19,12 +21,17 @@ def main() -> NoReturn:
     """Serve the engine on the inherited socket."""
     parser = argparse.ArgumentParser(prog="python -m trainer_service.engine")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the service")
+    parser.add_argument("--store", type=Path, help="file by which several ranks find each other")
+    arguments = parser.parse_args()
+    if arguments.store is not None:
+        end_with(arguments.fd)
     # Ctrl-C reaches the whole process group; the service drains first and then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     keep_freed_memory()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    Worker(socket.socket(fileno=parser.parse_args().fd)).serve()
+    ranks = Ranks.alone() if arguments.store is None else Ranks.join(arguments.store)
+    Worker(socket.socket(fileno=arguments.fd), ranks).serve()
 
 
 if __name__ == "__main__":

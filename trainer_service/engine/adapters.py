@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,8 +16,9 @@ from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, OutOfRange
 from paceline.types import LoraConfig
-from trainer_service.engine.fused.lora_linear import FusedLoraLinear
+from trainer_service.engine.fused.lora_linear import AdaptedLinear
 from trainer_service.engine.peft_format import scaling_alpha
+from trainer_service.engine.routing import Routing
 
 _GROUPS = {
     "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -26,6 +28,24 @@ _GROUPS = {
 """Flag of LoraConfig -> last names of the modules that it stands for in Llama and Qwen models."""
 
 
+_NOBODY = "nobody"
+"""Adapter with which PEFT wraps layers before there is a run."""
+
+
+def adapt(model: PreTrainedModel) -> Routing:
+    """Let PEFT wrap the linear layers that may get an adapter; return what routes the rows of runs through them.
+
+    All are wrapped from the start, so that a run's sums do not depend on which layers others have adapters in.
+    """
+    routing, last_names = Routing(), {name for names in _GROUPS.values() for name in names}
+    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    _inject(model, _NOBODY, LoraConfig(rank=1), sorted(last_names & present))
+    for index, (_, layer) in enumerate(layers_of(model, _NOBODY)):
+        layer.routing, layer.index = routing, index
+    remove_adapter(model, _NOBODY)
+    return routing
+
+
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """Name the modules that get an adapter: last names for all layers, full names for a choice of layers.
 
@@ -33,7 +53,7 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     that it lacks.
     """
     _check_layers(lora, model.config.num_hidden_layers)
-    linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, LoraLayer))]
+    linears = [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
     chosen: list[str] = []
     for flag, last_names in _GROUPS.items():
         if not getattr(lora, flag):
@@ -49,18 +69,14 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
 
 
-def peft_config(lora: LoraConfig, targets: list[str]) -> peft.LoraConfig:
-    """Put the settings of a run's adapter in PEFT's terms."""
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=scaling_alpha(lora),  # type: ignore[arg-type]  # annotated int, but only divided
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        use_rslora=lora.use_rslora,
-        task_type="CAUSAL_LM",
-    )
-    config._register_custom_module({nn.Linear: FusedLoraLinear})  # noqa: SLF001 - PEFT's way to name one's own layer
-    return config
+def count_parameters(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -> int:
+    """Count the weights that an adapter for these target modules will have."""
+    linears: list[Any] = [
+        layer.base_layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, AdaptedLinear) and (name in targets or name.rpartition(".")[2] in targets)
+    ]
+    return sum(lora.rank * (linear.in_features + linear.out_features) for linear in linears)
 
 
 def adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dict[str, Any]:
@@ -85,20 +101,13 @@ def adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dic
 
 
 def add_adapter(model: PreTrainedModel, run_id: str, lora: LoraConfig, targets: list[str]) -> None:
-    """Put a run's adapter, with float32 weights from `lora.seed`, on the base model; wholly or not at all."""
+    """Put a run's adapter, with float32 weights from `lora.seed`, on a model made ready by `adapt`; wholly or not."""
     try:
-        with torch.random.fork_rng(devices=[]):
-            inject_adapter_in_model(peft_config(lora, targets), model, run_id)
-        cast_adapter_dtype(model, run_id)
+        _inject(model, run_id, lora, targets)
         initialise(adapter_parameters(model, run_id), lora.seed)
     except BaseException:
         remove_adapter(model, run_id)
         raise
-    finally:
-        # PEFT would warn of a second adapter if it found the first one's settings here; the layers hold all it needs.
-        vars(model).pop("peft_config", None)
-    for _, layer in layers_of(model, run_id):
-        layer.lora_dropout[run_id].eval()
 
 
 def remove_adapter(model: PreTrainedModel, run_id: str) -> None:
@@ -106,19 +115,19 @@ def remove_adapter(model: PreTrainedModel, run_id: str) -> None:
     delete_adapter(model, run_id, prefix="lora_", layer_cls=LoraLayer)
 
 
-def layers_of(model: PreTrainedModel, run_id: str) -> Iterator[tuple[str, LoraLayer]]:
+def layers_of(model: PreTrainedModel, run_id: str) -> Iterator[tuple[str, AdaptedLinear]]:
     """Each adapted module of a run, by the name that it has in a PEFT model."""
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and run_id in module.lora_A:
+        if isinstance(module, AdaptedLinear) and run_id in module.lora_A:
             yield f"base_model.model.{name}", module
 
 
 def adapter_parameters(model: PreTrainedModel, run_id: str) -> dict[str, nn.Parameter]:
     """Collect a run's weights by the names that they have in adapter_model.safetensors."""
     return {
-        f"{name}.{part}.weight": getattr(layer, part)[run_id].weight
+        f"{name}.{factor}.weight": getattr(layer, factor)[run_id].weight
         for name, layer in layers_of(model, run_id)
-        for part in ("lora_A", "lora_B")
+        for factor in ("lora_A", "lora_B")
     }
 
 
@@ -134,6 +143,30 @@ def initialise(parameters: Mapping[str, nn.Parameter], seed: int) -> None:
         if ".lora_A." in name:
             nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
         parameter.copy_(start)
+
+
+def _inject(model: PreTrainedModel, name: str, lora: LoraConfig, targets: list[str]) -> None:
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=scaling_alpha(lora),  # type: ignore[arg-type]  # annotated int, but only divided
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        use_rslora=lora.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+    config._register_custom_module({nn.Linear: AdaptedLinear})  # noqa: SLF001 - PEFT's way to name one's own layer
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # An adapter on the head is the head's alone: embeddings tied to it stay as they are.
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")
+            inject_adapter_in_model(config, model, name)
+        cast_adapter_dtype(model, name)
+    finally:
+        # PEFT would warn of a second adapter if it found the first one's settings here; the layers hold all it needs.
+        vars(model).pop("peft_config", None)
+    for _, layer in layers_of(model, name):
+        for own in (*layer.lora_A.values(), *layer.lora_B.values()):
+            own.requires_grad_(requires_grad=True)  # PEFT lets one adapter at a time be trained.
 
 
 def _check_layers(lora: LoraConfig, count: int) -> None:

@@ -15,6 +15,7 @@ from trainer_service.engine.causal import causal_attention
 PACKED_ATTENTION = "paceline_packed"
 """Name to load a model with (`attn_implementation`). No mask function goes by it, so transformers builds no mask."""
 
+_HALVES = (torch.bfloat16, torch.float16)
 _UNSERVED = ("softcap", "s_aux", "position_bias")
 
 
@@ -44,6 +45,10 @@ def packed_attention(
     if query.device.type == "cpu" and query.dtype == torch.bfloat16 and not windowed and not dropout:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return causal_attention(query[0], key[0], value[0], segment_lengths, scale)[None], None
+    if query.device.type == "cuda" and query.dtype in _HALVES and not dropout:
+        from trainer_service.engine.varlen import varlen_attention  # noqa: PLC0415 - brings torch's compiler along
+
+        return varlen_attention(query[0], key[0], value[0], segment_lengths, scaling, sliding_window)[None], None
     parts = zip(*(torch.split(x, list(segment_lengths), dim=2) for x in (query, key, value)), strict=True)
     outputs = [_segment_attention(q, k, v, sliding_window, scaling, dropout) for q, k, v in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2), None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,17 +11,17 @@ from paceline.errors import EngineUnavailable
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
-    LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """A run's adapter as the engine made it."""
+    """A run's weights as the engine made them."""
 
     trainable_parameters: int
 
@@ -38,27 +38,54 @@ class EngineDiedError(EngineUnavailable):
     """The engine's process died while it executed this very command."""
 
 
-class TrainerEngine(Protocol):
-    """Executes commands of runs, one at a time. Not thread-safe.
+class Job(Protocol):
+    """A forward_backward that was begun."""
 
-    Every call either happens wholly or, when it raises, leaves the run as it was. Inputs have been validated by the
-    caller against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient, NonFiniteGradient,
-    OptimizerChanged, CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument, Unsupported.
+    @property
+    def run_id(self) -> str:
+        """Whose it is."""
+        ...
+
+    def output(self) -> ForwardBackwardOutput:
+        """Return its result once `TrainerEngine.advance` has given it back. Raises what it failed of."""
+        ...
+
+
+class StateCapture(Protocol):
+    """A run's state at one moment. Safe to use from another thread than the engine's."""
+
+    def write(self, directory: Path) -> None:
+        """Write it into an existing, empty directory, once. Raises DiskFull."""
+        ...
+
+
+class TrainerEngine(Protocol):
+    """Executes commands of runs. Not thread-safe.
+
+    A forward_backward is begun and then advances in passes, beside those of other runs; any other call is done when it
+    returns. A run has one command at a time: until its job is given back no other call names it. Every command either
+    happens wholly or, when it fails, leaves the run as it was, whatever other runs do meanwhile. Inputs have been
+    validated by the caller against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient,
+    NonFiniteGradient, OptimizerChanged, CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument,
+    Unsupported, DiskFull.
     """
 
     def describe(self) -> ModelInfo:
         """Say what base model is loaded."""
         ...
 
-    def create_run(self, run_id: str, lora: LoraConfig) -> AdapterInfo:
-        """Make an adapter with fresh weights from `lora.seed`; the same seed gives the same weights everywhere."""
+    def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
+        """Make what a run trains: an adapter with fresh weights from its seed, or a copy of the base model.
+
+        The same seed gives the same weights everywhere.
+        """
         ...
 
     def delete_run(self, run_id: str) -> None:
         """Forget a run and free its memory. Unknown runs are ignored."""
         ...
 
-    def forward_backward(
+    def begin(
         self,
         run_id: str,
         data: Sequence[Datum],
@@ -68,10 +95,22 @@ class TrainerEngine(Protocol):
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
-    ) -> ForwardBackwardOutput:
-        """Compute a loss, reduced over tokens and datums; unless `forward_only`, add its gradient to the run's.
+        refuse_non_finite: bool = False,
+        alone: bool = False,
+    ) -> Job:
+        """Begin to compute a loss, reduced over tokens and datums; unless `forward_only`, and its gradient for the run.
 
         `reduction_count` is what a mean divides by where `data` is a part of a batch; None means that it is the whole.
+        With `refuse_non_finite` the job fails of NaN and infinity (NonFiniteLoss). With `alone` no other run has a part
+        in its passes.
+        """
+        ...
+
+    def advance(self, announce: Callable[[Sequence[str]], None]) -> Sequence[Job]:
+        """Do one pass over the jobs that were begun; return those that are done, be it that they failed.
+
+        `announce` is called with the runs that have a part in a pass, before it is computed. A pass of several runs
+        that fails is done again for each by itself, so that a job fails of nothing but its own.
         """
         ...
 
@@ -82,17 +121,28 @@ class TrainerEngine(Protocol):
         """
         ...
 
+    def capture_state(self, run_id: str) -> StateCapture:
+        """Take what `save_state` writes, to write it while later commands execute."""
+        ...
+
+    def capture_adapter(self, run_id: str) -> StateCapture:
+        """Take what `save_adapter` writes, to write it while later commands execute."""
+        ...
+
     def save_state(self, run_id: str, directory: Path) -> None:
-        """Write weights (PEFT layout), optimizer, RNG, step and pending gradient into an existing, empty directory."""
+        """Write weights, optimizer, RNG, step and pending gradient into an existing, empty directory."""
         ...
 
     def save_adapter(self, run_id: str, directory: Path) -> None:
-        """Write adapter_model.safetensors and adapter_config.json (PEFT layout) into an existing, empty directory."""
+        """Write the weights into an existing, empty directory, as samplers and other tools load them.
+
+        An adapter in PEFT's layout, or of a full-parameter run a whole Hugging Face model.
+        """
         ...
 
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         """Replace the run's weights by those in `directory`; with_optimizer everything that `save_state` wrote.
 
-        Raises CheckpointMismatch when names or shapes differ from the run's adapter.
+        Raises CheckpointMismatch when names or shapes differ from the run's.
         """
         ...

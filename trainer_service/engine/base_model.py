@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.errors import ModelNotFound, Unsupported
 from trainer_service.engine.attention import PACKED_ATTENTION
+from trainer_service.engine.fused.blocks import RowWork
+from trainer_service.engine.fused.compiler import check_compiler
 from trainer_service.engine.fused.swap import fuse_layers
 from trainer_service.engine.options import EngineOptions
 
@@ -34,10 +40,30 @@ def load_base_model(options: EngineOptions) -> PreTrainedModel:
         if getattr(model.config, setting, None) not in (None, 1.0):
             raise Unsupported(f"{options.model_name} has {setting}, which this engine does not compute.")
     model.requires_grad_(requires_grad=False)
-    fuse_layers(model)
-    nn.Module.to(model, torch.device(options.device))
+    if options.compile:
+        check_compiler(options.device)
+    fuse_layers(model, RowWork("inductor" if options.compile else None))
+    if options.ranks == 1:  # else it is moved as it is dealt over them, layer by layer
+        nn.Module.to(model, torch.device(options.device))
     model.train(mode=False)
+    if options.activation_checkpointing:
+        _recompute_layers(model)
     return model
+
+
+def _recompute_layers(model: PreTrainedModel) -> None:
+    """Keep only what goes into each decoder layer, and compute the layer again in the backward pass.
+
+    Raises Unsupported. Nothing in a layer draws from torch's generator: dropout has its masks from the routing.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise Unsupported(f"{type(model).__name__} does not support activation_checkpointing.")
+    # What transformers' own switch sets, which would also have gradients computed for the embeddings. A layer asks for
+    # `training`; what is in it stays in evaluation.
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    for layer in layers:
+        vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=again, training=True)
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:

@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, autograd, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer_service.engine.fused.lora_linear import FusedLoraLinear
+from trainer_service.engine.fused.lora_linear import AdaptedLinear, shared_input
+from trainer_service.engine.routing import Span, clip
 
 _SOFTMAX_ROWS = 16
 """Rows that go through softmax in float32 at one time: few, so that they stay in the cache."""
 
 
-def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, spans: Sequence[Span] = ()) -> Tensor:
     """Compute log softmax(head(hidden))[targets] in float32.
 
     `hidden` is [K, hidden_size], `targets` int64 [K], or [K, M] for M targets per position; returns a tensor of the
-    targets' shape, differentiable in `hidden` and in the head's parameters (a LoRA adapter on the head among them). At
-    no time, forward or backward, are there logits of more than `chunk` positions.
+    targets' shape, differentiable in `hidden` and in the head's parameters (LoRA adapters on the head among them). At
+    no time, forward or backward, are there logits of more than `chunk` positions. `spans` are the positions' runs.
     """
-    parts = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
+    parts = list(zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True))
     # Several targets of one position would need a derivative each.
-    frozen = _frozen_linear(head) if targets.ndim == 1 else None
+    frozen = _frozen_linear(head, spans) if targets.ndim == 1 else None
     if frozen is not None:
         return torch.cat([_FrozenHead.apply(h, t, frozen) for h, t in parts])  # type: ignore[no-untyped-call]
-    return torch.cat([checkpoint(_chunk_logprobs, head, h, t, use_reentrant=False) for h, t in parts])
+    ends = accumulate(len(h) for h, _ in parts)
+    return torch.cat(
+        [
+            checkpoint(_chunk_logprobs, head, h, t, clip(spans, end - len(h), end), use_reentrant=False)
+            for (h, t), end in zip(parts, ends, strict=True)
+        ]
+    )
 
 
-def _frozen_linear(head: nn.Module) -> nn.Linear | None:
-    """Find the linear layer that the head is, if nothing in it is trained by the active run."""
-    if isinstance(head, FusedLoraLinear) and head.active_part is None:
+def has_part(head: nn.Module, run_id: str) -> bool:
+    """Whether a run has an adapter on the head."""
+    return isinstance(head, AdaptedLinear) and head.part(run_id) is not None
+
+
+def _frozen_linear(head: nn.Module, spans: Sequence[Span]) -> nn.Linear | None:
+    """Find the linear layer that the head is, if none of the runs trains anything in it."""
+    if isinstance(head, AdaptedLinear) and not any(has_part(head, span.run_id) for span in spans):
         head = head.base_layer
     trained = any(parameter.requires_grad for parameter in head.parameters())
     return head if type(head) is nn.Linear and not trained else None
 
 
-def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    logits: Tensor = head(hidden).float()
+def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, spans: Sequence[Span]) -> Tensor:
+    (logits,) = shared_input(hidden, head, spans=spans)
+    logits = logits.float()
     chosen = logits.gather(1, targets.reshape(len(targets), -1)) - logits.logsumexp(1, keepdim=True)
     return chosen.reshape(targets.shape)
 

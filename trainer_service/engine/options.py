@@ -21,12 +21,26 @@ class EngineOptions:
     device: str = "cpu"
     """A torch device: cpu, cuda, cuda:1."""
     pack_tokens: int = 4096
-    """Tokens that one forward pass takes; a longer datum is a pass of its own. Bounds memory, never changes results."""
+    """Tokens that a rank's forward pass takes; a longer datum is a pass of its own. Bounds memory, not results."""
+    joint_passes: bool = True
+    """Whether one pass takes tokens of several runs. False makes results independent of other runs to the last bit."""
     logprob_chunk: int = 512
     """Positions whose logits exist at one time."""
+    activation_checkpointing: bool = False
+    """Whether each decoder layer is computed again in the backward pass instead of keeping what it computed."""
+    compile: bool = False
+    """Whether the element-wise parts of the fused layers are compiled (torch.compile)."""
     max_lora_rank: int = 64
     """Largest LoRA rank that is advertised."""
     adapter_dtype: Dtype | None = None
     """dtype of published adapters. None means that of the base weights."""
+    staging_bytes: int = 2 << 30
+    """Most memory for copies of what is being saved. A run that changes while its state finds no room there waits."""
+    run_memory_bytes: int | None = None
+    """What the weights, gradients and optimizer states of all runs may take. None means no limit."""
+    scratch_dir: str = ""
+    """Directory of the engine's own for runs that do not fit; emptied at its start. Needed with a limit."""
     failpoints: str = ""
     """Where the process dies, for tests; see trainer_service/failpoints.py."""
+    ranks: int = 1
+    """Processes, with a device each, that the engine consists of."""

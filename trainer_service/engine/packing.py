@@ -1,8 +1,8 @@
-"""Ragged datums side by side in one row: no padding, a fixed budget of tokens for each forward pass."""
+"""Ragged datums side by side in one row, without padding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -60,25 +60,6 @@ def segment_of(index: int, datum: Datum) -> Segment:
     return Segment(index, int(counted[-1]) + 1 if len(counted) else 0, counted)
 
 
-def plan_packs(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Group sequences into packs of at most `budget` tokens, first fit by decreasing length; a longer one is alone.
-
-    Returns indices into `lengths`. Sequences of length 0 are in no pack.
-    """
-    packs: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        fit = next((p for p, free in enumerate(room) if free >= length), None)
-        if fit is None:
-            packs.append([])
-            room.append(budget)
-            fit = len(packs) - 1
-        packs[fit].append(index)
-        room[fit] -= length
-    return packs
-
-
 def datum_weights(data: Sequence[Datum], reduction: Reduction, count: int | None) -> list[float]:
     """Return what the losses of each datum's positions are multiplied by, so that their sum is the reduced loss.
 
@@ -90,29 +71,6 @@ def datum_weights(data: Sequence[Datum], reduction: Reduction, count: int | None
     return [1.0 / (divisor * max(1, datum.counted_positions)) for datum in data]
 
 
-def make_packs(
-    data: Sequence[Datum],
-    input_names: Iterable[str],
-    budget: int,
-    device: torch.device,
-    *,
-    fills: Mapping[str, float] | None = None,
-    weights: Sequence[float] | None = None,
-) -> list[Pack]:
-    """Pack `data`, with the loss inputs named. The packs' tensors are on `device`.
-
-    `fills` names further inputs, which are left out if no datum has them, and gives their value where a datum lacks
-    them. `weights` multiply the losses of each datum; without them all are 1.
-    """
-    columns = _Columns(data, tuple(input_names), fills or {}, weights or [1.0] * len(data))
-    segments = [segment_of(i, datum) for i, datum in enumerate(data)]
-    return [
-        _make_pack([alike[i] for i in indices], data, columns, device)
-        for alike in _of_equal_width(segments, data)
-        for indices in plan_packs([segment.length for segment in alike], budget)
-    ]
-
-
 def scatter_logprobs(outputs: Sequence[Array], pack: Pack, logprobs: Array) -> None:
     """Write a pack's logprobs, shape [K] or [K, M], to the counted positions of `outputs`, an array for each datum."""
     ends = list(accumulate(len(segment.counted) for segment in pack.segments))
@@ -120,58 +78,70 @@ def scatter_logprobs(outputs: Sequence[Array], pack: Pack, logprobs: Array) -> N
         outputs[segment.index][segment.counted] = values
 
 
-def _of_equal_width(segments: Sequence[Segment], data: Sequence[Datum]) -> Iterator[list[Segment]]:
-    """Group the segments by the targets that they have per position, so that a pack's targets are one array."""
-    groups: dict[tuple[int, ...], list[Segment]] = {}
-    for segment in segments:
-        groups.setdefault(data[segment.index].loss_inputs["target_tokens"].shape[1:], []).append(segment)
-    yield from groups.values()
-
-
-class _Columns:
-    """Reads the loss inputs of segments as columns."""
+class Batch:
+    """The datums of a request, read a pass at a time."""
 
     def __init__(
-        self, data: Sequence[Datum], names: tuple[str, ...], fills: Mapping[str, float], weights: Sequence[float]
+        self,
+        data: Sequence[Datum],
+        input_names: Iterable[str],
+        *,
+        fills: Mapping[str, float] | None = None,
+        weights: Sequence[float] | None = None,
     ) -> None:
-        self._data = data
-        self._fills = fills
-        self._weights = weights
-        self._names = (*names, *(name for name in fills if any(name in datum.loss_inputs for datum in data)))
+        """Take datums and the names of their loss inputs.
 
-    def inputs(self, segments: Sequence[Segment]) -> dict[str, Tensor]:
+        `fills` names further inputs, which are left out if no datum has them, and gives their value where a datum lacks
+        them. `weights` multiply the losses of each datum; without them all are 1.
+        """
+        self._data = data
+        self._fills = fills or {}
+        self._weights = weights or [1.0] * len(data)
+        optional = (name for name in self._fills if any(name in datum.loss_inputs for datum in data))
+        self._names = (*input_names, *optional)
+
+    def segments(self) -> list[list[Segment]]:
+        """Return what is to be read, longest first, in groups that have as many targets per position.
+
+        A pack takes segments of one group, so that its targets are one array. Datums of which nothing counts are in
+        none.
+        """
+        groups: dict[tuple[int, ...], list[Segment]] = {}
+        for index, datum in enumerate(self._data):
+            segment = segment_of(index, datum)
+            if segment.length:
+                groups.setdefault(datum.loss_inputs["target_tokens"].shape[1:], []).append(segment)
+        return [sorted(group, key=lambda segment: -segment.length) for group in groups.values()]
+
+    def pack(self, segments: Sequence[Segment], device: torch.device) -> Pack:
+        """Put segments side by side, on `device`."""
+        lengths = [segment.length for segment in segments]
+        starts = [0, *accumulate(lengths)][:-1]
+        tokens = np.concatenate([self._data[s.index].model_input[: s.length] for s in segments])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        counted = np.concatenate([s.counted + start for s, start in zip(segments, starts, strict=True)])
+        return Pack(
+            tuple(segments),
+            torch.from_numpy(tokens.astype(np.int64)).to(device)[None],
+            torch.from_numpy(positions.astype(np.int64)).to(device)[None],
+            torch.from_numpy(counted).to(device),
+            {name: values.to(device) for name, values in self._inputs(segments).items()},
+            torch.from_numpy(np.concatenate([_full(s, self._weights[s.index]) for s in segments])).to(device),
+        )
+
+    def _inputs(self, segments: Sequence[Segment]) -> dict[str, Tensor]:
         """Return each input at the counted positions of the segments, and the segments' counted lengths."""
         columns = {name: np.concatenate([self._values(s, name) for s in segments]) for name in self._names}
         lengths = torch.tensor([len(segment.counted) for segment in segments])
         return {name: _loss_input(name, values) for name, values in columns.items()} | {SEQUENCE_LENGTHS: lengths}
 
-    def weights(self, segments: Sequence[Segment]) -> Tensor:
-        """Return the weight of each counted position's datum."""
-        return torch.from_numpy(np.concatenate([self._full(s, self._weights[s.index]) for s in segments]))
-
     def _values(self, segment: Segment, name: str) -> Array:
         values = self._data[segment.index].loss_inputs.get(name)
-        return self._full(segment, self._fills[name]) if values is None else values[segment.counted]
-
-    @staticmethod
-    def _full(segment: Segment, value: float) -> Array:
-        return np.full(len(segment.counted), value, np.float32)
+        return _full(segment, self._fills[name]) if values is None else values[segment.counted]
 
 
-def _make_pack(segments: list[Segment], data: Sequence[Datum], columns: _Columns, device: torch.device) -> Pack:
-    lengths = [segment.length for segment in segments]
-    starts = [0, *accumulate(lengths)][:-1]
-    tokens = np.concatenate([data[s.index].model_input[: s.length] for s in segments])
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    counted = np.concatenate([s.counted + start for s, start in zip(segments, starts, strict=True)])
-    return Pack(
-        tuple(segments),
-        torch.from_numpy(tokens.astype(np.int64)).to(device)[None],
-        torch.from_numpy(positions.astype(np.int64)).to(device)[None],
-        torch.from_numpy(counted).to(device),
-        {name: values.to(device) for name, values in columns.inputs(segments).items()},
-        columns.weights(segments).to(device),
-    )
+def _full(segment: Segment, value: float) -> Array:
+    return np.full(len(segment.counted), value, np.float32)
 
 
 def _loss_input(name: str, values: Array) -> Tensor:

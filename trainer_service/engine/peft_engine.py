@@ -1,18 +1,15 @@
-"""The engine for LoRA runs: one frozen base model, one PEFT adapter for each run."""
+"""The engine: one frozen base model with an adapter for each LoRA run, and a model for each full-parameter run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from peft.functional import set_adapter
-from torch import Tensor
 
-from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, OutOfMemory, RunNotFound
+from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, PacelineError, RunNotFound, Unsupported
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
@@ -21,28 +18,62 @@ from paceline.types import (
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState
-from trainer_service.engine.base_model import backbone, load_base_model, output_head
-from trainer_service.engine.logprobs import target_logprobs
-from trainer_service.engine.loss_specs import LossSpec, loss_spec
-from trainer_service.engine.losses import LOSSES, TokenLoss
+from trainer_service.engine.base_model import load_base_model
+from trainer_service.engine.captures import Capture, StagingMemory
+from trainer_service.engine.execution import Execution
+from trainer_service.engine.full_parameters import FullRun, full_run_bytes, make_full_run
+from trainer_service.engine.jobs import Job, JobKind
+from trainer_service.engine.lora_run import LoraRun
+from trainer_service.engine.loss_specs import loss_spec
+from trainer_service.engine.memory import out_of_memory_named
+from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.gradients import gradient_norm
-from trainer_service.engine.optimizers.make import check_same, make_optimizer
+from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.packing import Pack, datum_weights, make_packs, scatter_logprobs
-from trainer_service.engine.run import EngineRun, seeded_rng_state
+from trainer_service.engine.packing import Batch, datum_weights
+from trainer_service.engine.paging import make_pager
+from trainer_service.engine.ranks import Ranks
+from trainer_service.engine.run import TRAINED_BYTES, EngineRun, seeded_rng_state
+from trainer_service.engine.scheduler import Scheduler
+from trainer_service.engine.sharding import ShardedModel
+
+_WEIGHT_BYTES = 4
+"""Of an adapter's weight, in float32."""
 
 
 class PeftEngine:
-    """Trains many LoRA runs on one base model, on one device. Implements `TrainerEngine`."""
+    """Trains many runs on one device, those with adapters on one base model. Implements `TrainerEngine`."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, ranks: Ranks | None = None) -> None:
+        """Load the base model, dealt over `ranks`, all of which do the same; without them this process is alone."""
+        self._ranks = ranks or Ranks.alone()
         self._options = options
-        self._device = torch.device(options.device)
-        self._model = load_base_model(options)
+        self._device = torch.device(self._ranks.take_device(options.device))
+        sharded = ShardedModel(lambda: load_base_model(options), self._ranks, self._device)
+        self._model = sharded.model
+        self._base_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        routing = adapters.adapt(self._model)
         self._runs: dict[str, EngineRun] = {}
+        self._pager = make_pager(options, self._ranks)
+        self._execution = Execution(sharded, routing, self._ranks, self._pager, self._device, options.logprob_chunk)
+        self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
+        self._jobs: list[Job] = []
+        self._scheduler: Scheduler[Job] = Scheduler(
+            options.pack_tokens, joint=options.joint_passes, ranks=self._ranks.size
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the runs' weights, gradients and optimizer states that are in memory."""
+        return sum(run.held_bytes for run in self._runs.values())
+
+    def bring_in(self, run_id: str) -> None:
+        """Page a run in, if it waits on disk. Raises RunNotFound, OutOfMemory, DiskFull."""
+        self._resident(run_id)
 
     def describe(self) -> ModelInfo:
         config = self._model.config
@@ -55,28 +86,31 @@ class PeftEngine:
             num_layers=config.num_hidden_layers,
         )
 
-    def create_run(self, run_id: str, lora: LoraConfig) -> AdapterInfo:
+    def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
         if run_id in self._runs:
             raise InvalidArgument("a run of this id exists.", field="run_id")
-        targets = adapters.target_modules(self._model, lora)
-        with _out_of_memory_named():
-            adapters.add_adapter(self._model, run_id, lora, targets)
-        parameters = adapters.adapter_parameters(self._model, run_id)
-        self._runs[run_id] = EngineRun(
-            run_id=run_id,
-            lora=lora,
-            targets=targets,
-            parameters=parameters,
-            dropouts=[layer.lora_dropout[run_id] for _, layer in adapters.layers_of(self._model, run_id)],
-            rng_state=seeded_rng_state(lora.seed, self._device),
-        )
-        return AdapterInfo(sum(parameter.numel() for parameter in parameters.values()))
+        if not isinstance(parameters, LoraConfig) and self._ranks.size > 1:
+            raise Unsupported("full-parameter runs need one rank.", field="ranks")
+        with out_of_memory_named():
+            if isinstance(parameters, LoraConfig):
+                run: EngineRun = self._make_lora_run(run_id, parameters)
+            else:
+                self._pager.make_room(full_run_bytes(parameters, self._options, self._base_parameters))
+                run = make_full_run(run_id, parameters, self._options)
+        self._runs[run_id] = run
+        self._pager.add(run)
+        return AdapterInfo(sum(weight.numel() for weight in run.weights.values()))
 
     def delete_run(self, run_id: str) -> None:
-        if self._runs.pop(run_id, None) is not None:
+        run = self._runs.pop(run_id, None)
+        if run is None:
+            return
+        self._pager.forget(run)
+        self._scheduler.forget(run_id)
+        if isinstance(run, LoraRun):
             adapters.remove_adapter(self._model, run_id)
 
-    def forward_backward(
+    def begin(
         self,
         run_id: str,
         data: Sequence[Datum],
@@ -86,25 +120,45 @@ class PeftEngine:
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
-    ) -> ForwardBackwardOutput:
+        refuse_non_finite: bool = False,
+        alone: bool = False,
+    ) -> Job:
         run, spec = self._run(run_id), loss_spec(loss_fn)
         config = spec.resolve_config(loss_fn_config)
-        set_adapter(self._model, run_id)
-        outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
-        totals = _Totals()
         weights = datum_weights(data, reduction, reduction_count)
-        with _out_of_memory_named(), nullcontext() if forward_only else self._gradient(run):
-            for pack in self._packs(data, weights, spec, config):
-                logprobs, token_loss = self._pack_loss(pack, loss_fn, config, forward_only=forward_only)
-                scatter_logprobs(outputs, pack, logprobs.cpu().numpy())
-                totals.add(token_loss)
-        if not forward_only:
-            run.has_gradient = True
-            run.pending_tokens += totals.tokens
-        return ForwardBackwardOutput([{"logprobs": values} for values in outputs], totals.metrics())
+        batch = Batch(data, spec.required_inputs(config), fills=spec.fills(config), weights=weights)
+        alone = alone or isinstance(run, FullRun)
+        kind = JobKind(forward_only=forward_only, refuse_non_finite=refuse_non_finite, alone=alone)
+        job = Job(run, data, batch, loss_fn, config, kind)
+        self._jobs.append(job)
+        return job
+
+    def advance(self, announce: Callable[[Sequence[str]], None]) -> list[Job]:
+        passes = self._scheduler.next_passes(self._pager.fitting(self._jobs))
+        if any(passes):
+            self._execution.compute(passes, announce)
+        done = [job for job in self._jobs if job.is_done]
+        self._jobs = [job for job in self._jobs if not job.is_done]
+        for job in done:
+            self._finish(job)
+        return done
+
+    def forward_backward(
+        self,
+        run_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        **options: Any,
+    ) -> ForwardBackwardOutput:
+        """Begin a job, with the options of `begin`, and advance until it is done."""
+        job = self.begin(run_id, data, loss_fn, loss_fn_config, **options)
+        while job not in self.advance(lambda _: None):
+            pass
+        return job.output()
 
     def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
-        run, start = self._run(run_id), time.perf_counter()
+        run, start = self._resident(run_id), time.perf_counter()
         if not run.has_gradient:
             raise NoGradient("there is no gradient; call forward_backward before optim_step.")
         if run.optimizer is not None:
@@ -115,28 +169,36 @@ class PeftEngine:
         except NonFiniteGradient:
             run.drop_gradient()
             raise
-        with _out_of_memory_named():
-            optimizer = run.optimizer or make_optimizer(run.parameters, params)
-            learning_rate = optimizer.step(params, run.step + 1, norm)
+        optimizer = self._ranks.together(lambda: _ready_optimizer(run, params))
+        run.before_change()
+        with out_of_memory_named():
+            learning_rate = run.take_step(optimizer, params, norm)
         run.optimizer = optimizer
         run.drop_gradient()
         run.step += 1
         milliseconds = (time.perf_counter() - start) * 1e3
         return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
 
+    def capture_state(self, run_id: str) -> Capture:
+        run = self._resident_here(run_id)
+        return run.hold(state.capture(run, self._options.model_name, self._staging))
+
+    def capture_adapter(self, run_id: str) -> Capture:
+        run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
+        return run.hold(state.capture_export(run, self._options.model_name, dtype, self._staging))
+
     def save_state(self, run_id: str, directory: Path) -> None:
-        state.save(self._run(run_id), directory, self._options.model_name)
+        self.capture_state(run_id).write(directory)
 
     def save_adapter(self, run_id: str, directory: Path) -> None:
-        dtype = getattr(torch, self._options.adapter_dtype or self._options.dtype)
-        state.save_adapter(self._run(run_id), directory, self._options.model_name, dtype)
+        self.capture_adapter(run_id).write(directory)
 
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
-        run = self._run(run_id)
+        run = self._resident(run_id)
         if with_optimizer:
             state.load(run, directory)
         else:
-            state.load_adapter(run, directory)
+            run.set_weights(run.read_weights(directory, exact=False))
             run.reset(self._device)
         return LoadedState(run.step)
 
@@ -145,72 +207,46 @@ class PeftEngine:
             raise RunNotFound("the engine holds no such run; create it first.", field="run_id")
         return self._runs[run_id]
 
-    @contextmanager
-    def _gradient(self, run: EngineRun) -> Iterator[None]:
-        with run.accumulate(), run.dropout(self._device):
-            yield
+    def _resident(self, run_id: str) -> EngineRun:
+        """Return a run that is in memory on every rank; all do this together."""
+        run = self._run(run_id)
+        self._execution.bring_in([run])
+        return run
 
-    def _packs(
-        self, data: Sequence[Datum], weights: Sequence[float], spec: LossSpec, config: Mapping[str, float]
-    ) -> list[Pack]:
-        names, fills = spec.required_inputs(config), spec.fills(config)
-        return make_packs(data, names, self._options.pack_tokens, self._device, fills=fills, weights=weights)
+    def _resident_here(self, run_id: str) -> EngineRun:
+        """Return a run that is in this rank's memory: what only reads is done on one rank."""
+        run = self._run(run_id)
+        with out_of_memory_named():
+            self._pager.use([run])
+        return run
 
-    def _pack_loss(
-        self, pack: Pack, loss_fn: str, config: Mapping[str, float], *, forward_only: bool
-    ) -> tuple[Tensor, TokenLoss]:
-        """Return logprobs and weighted loss at the counted positions, detached; add to the gradient if there is one."""
-        with torch.set_grad_enabled(not forward_only):
-            logprobs = self._logprobs(pack)
-            result = LOSSES[loss_fn](logprobs, pack.loss_inputs, config)
-            loss = result.loss * pack.weights
-        if not forward_only:
-            torch.autograd.backward(loss.sum())
-        return logprobs.detach(), TokenLoss(loss.detach(), result.means)
+    def _make_lora_run(self, run_id: str, lora: LoraConfig) -> LoraRun:
+        targets = adapters.target_modules(self._model, lora)
+        count = adapters.count_parameters(self._model, lora, targets)
+        self._pager.make_room((_WEIGHT_BYTES + TRAINED_BYTES) * count)
+        adapters.add_adapter(self._model, run_id, lora, targets)
+        return LoraRun(
+            run_id=run_id,
+            lora=lora,
+            targets=targets,
+            parameters=adapters.adapter_parameters(self._model, run_id),
+            rng_state=seeded_rng_state(lora.seed, self._device),
+        )
 
-    def _logprobs(self, pack: Pack) -> Tensor:
-        hidden = backbone(self._model)(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            segment_lengths=pack.segment_lengths,
-        ).last_hidden_state[0]
-        targets = pack.loss_inputs["target_tokens"]
-        counted = hidden.index_select(0, pack.counted)
-        return target_logprobs(output_head(self._model), counted, targets, self._options.logprob_chunk)
-
-
-class _Totals:
-    """Sums over the packs of one request."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._loss = 0.0
-        self._sums: dict[str, float] = {}
-
-    def add(self, token_loss: TokenLoss) -> None:
-        self.tokens += token_loss.loss.numel()
-        self._loss += token_loss.loss.double().sum().item()
-        for name, values in token_loss.means.items():
-            self._sums[name] = self._sums.get(name, 0.0) + values.double().sum().item()
-
-    def metrics(self) -> dict[str, float]:
-        """Named name:reduction. Means over no tokens are left out."""
-        means = {f"{name}:mean": total / self.tokens for name, total in self._sums.items()}
-        return {"loss:sum": self._loss, "tokens:sum": float(self.tokens), **means}
+    def _finish(self, job: Job) -> None:
+        try:
+            if job.error is None:
+                self._execution.bring_in([job.run])
+                job.pool(self._ranks)
+                with out_of_memory_named():
+                    job.finish()
+        except PacelineError as error:
+            job.fail(error)
 
 
-@contextmanager
-def _out_of_memory_named() -> Iterator[None]:
-    """Turn every way in which torch reports a failed allocation into OutOfMemory."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
-            raise
-        raise OutOfMemory("the engine ran out of memory; send fewer or shorter sequences.") from error
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    # The CPU allocator raises a plain RuntimeError.
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def _ready_optimizer(run: EngineRun, params: OptimizerParams) -> AnyOptimizer:
+    """Return the run's optimizer, made if it has none, with room for its next step."""
+    with out_of_memory_named():
+        optimizer = run.optimizer or run.make_optimizer(params)
+        optimizer.reserve()
+        return optimizer

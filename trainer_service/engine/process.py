@@ -6,10 +6,11 @@ import asyncio
 import itertools
 import logging
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import NoneType
 from typing import Self, TypeVar
 
@@ -19,18 +20,23 @@ from paceline.errors import EngineUnavailable
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
-    LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 from trainer_service.engine import wire
 from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState
+from trainer_service.engine.launch import engine_command, engine_environment
 from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.suspects import Suspects
 from trainer_service.failpoints import Failpoints
 
 R = TypeVar("R")
+
+Captured = Callable[[], None]
+"""Called when a command has taken a run's state, so that the next may change it."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +47,19 @@ _STREAM_LIMIT = 16 * 1024 * 1024
 """Bytes that may wait unread before the pipe is paused."""
 
 
+def _ignore() -> None:
+    pass
+
+
 class EngineProcess:
     """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
 
-    Commands are executed one at a time in order of their calls; any number may wait. A call whose waiting is cancelled
-    is executed all the same. When the process dies, the call that it was executing raises EngineDiedError, calls that
-    wait and later ones raise EngineUnavailable until `restart`, and the runs in its memory are gone. Until then the
-    errors are the engine's own.
+    A run's commands are executed in order of their calls, those of other runs beside them; any number may wait. A call
+    whose waiting is cancelled is executed all the same. When the process dies, the call that it was certainly executing
+    raises EngineDiedError; calls that wait and later ones raise EngineUnavailable until `restart`, and the runs in its
+    memory are gone. Where it did several things at the same time, a pass of several calls or a pass and what is saved,
+    these raise EngineUnavailable too, and are executed alone when they are made again. Until then the errors are the
+    engine's own. A call that saves calls `captured` when it has taken the run's state: the next one may change it.
     """
 
     def __init__(self, options: EngineOptions, *, on_exit: Callable[[int], None] | None = None) -> None:
@@ -56,6 +68,7 @@ class EngineProcess:
         self._on_exit = on_exit
         self._link: _Link | None = None
         self._info: ModelInfo | None = None
+        self._suspects = Suspects()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -71,7 +84,7 @@ class EngineProcess:
 
     async def start(self) -> ModelInfo:
         """Start the process and load the model. Raises what loading raised, or EngineUnavailable."""
-        link = self._link = await _Link.open(self._on_exit)
+        link = self._link = await _Link.open(self._options.ranks, self._on_exit, self._suspects)
         try:
             self._info = await link.call(wire.Start(self._options), ModelInfo)
         except BaseException:
@@ -97,8 +110,8 @@ class EngineProcess:
             raise EngineUnavailable("the engine has not started.")
         return self._info
 
-    async def create_run(self, run_id: str, lora: LoraConfig) -> AdapterInfo:
-        return await self._call(wire.CreateRun(run_id, lora), AdapterInfo)
+    async def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
+        return await self._call(wire.create_run(run_id, parameters), AdapterInfo)
 
     async def delete_run(self, run_id: str) -> None:
         await self._call(wire.DeleteRun(run_id), NoneType)
@@ -113,20 +126,20 @@ class EngineProcess:
         forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
+        refuse_non_finite: bool = False,
     ) -> ForwardBackwardOutput:
-        command = wire.ForwardBackward(
-            run_id, list(data), loss_fn, dict(loss_fn_config), forward_only, reduction, reduction_count
-        )
+        options = (forward_only, reduction, reduction_count, refuse_non_finite)
+        command = wire.ForwardBackward(run_id, list(data), loss_fn, dict(loss_fn_config), *options)
         return await self._call(command, ForwardBackwardOutput)
 
     async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         return await self._call(wire.OptimStep.of(run_id, params), OptimStepOutput)
 
-    async def save_state(self, run_id: str, directory: Path) -> None:
-        await self._call(wire.SaveState(run_id, str(directory)), NoneType)
+    async def save_state(self, run_id: str, directory: Path, captured: Captured = _ignore) -> None:
+        await self._running().call(wire.SaveState(run_id, str(directory)), NoneType, captured)
 
-    async def save_adapter(self, run_id: str, directory: Path) -> None:
-        await self._call(wire.SaveAdapter(run_id, str(directory)), NoneType)
+    async def save_adapter(self, run_id: str, directory: Path, captured: Captured = _ignore) -> None:
+        await self._running().call(wire.SaveAdapter(run_id, str(directory)), NoneType, captured)
 
     async def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         return await self._call(wire.LoadState(run_id, str(directory), with_optimizer), LoadedState)
@@ -136,8 +149,19 @@ class EngineProcess:
             raise EngineUnavailable("the engine is not running.")
         return self._link
 
-    async def _call(self, command: wire.Command, kind: type[R]) -> R:
+    async def _call(self, command: wire.AnyCommand, kind: type[R]) -> R:
         return await self._running().call(command, kind)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A call without an answer."""
+
+    command: wire.Start | wire.AnyCommand
+    answer: asyncio.Future[msgspec.Raw]
+    captured: Captured
+    is_captured: bool = False
+    """Whether the engine writes what it took, while it executes other commands."""
 
 
 class _Link:
@@ -148,40 +172,50 @@ class _Link:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        directory: TemporaryDirectory[str],
         on_exit: Callable[[int], None] | None,
+        suspects: Suspects,
     ) -> None:
         self.process = process
+        self._directory = directory
         self._reader, self._writer = reader, writer
         self._on_exit = on_exit
-        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._suspects = suspects
+        self._waiting: dict[int, _Waiting] = {}
+        self._executing: set[int] = set()
+        """Ids of the requests that the engine said it began and did not answer."""
         self._ids = itertools.count(1)
         self._dead = self._closing = False
         self._receiving = asyncio.create_task(self._receive())
 
     @classmethod
-    async def open(cls, on_exit: Callable[[int], None] | None) -> _Link:
+    async def open(cls, ranks: int, on_exit: Callable[[int], None] | None, suspects: Suspects) -> _Link:
+        directory = TemporaryDirectory(prefix="paceline-engine-")
         ours, theirs = socket.socketpair()
-        command = (sys.executable, "-m", "trainer_service.engine", "--fd", str(theirs.fileno()))
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *command,
-                    pass_fds=(theirs.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    *engine_command(ranks, Path(directory.name)),
+                    stdin=theirs.fileno(),
+                    env=engine_environment(ranks),
+                    # Ctrl-C on a terminal is the service's to act on; the launcher would pass it on.
+                    start_new_session=ranks > 1,
                 )
             reader, writer = await asyncio.open_connection(sock=ours, limit=_STREAM_LIMIT)
         except BaseException:
             ours.close()
+            directory.cleanup()
             raise
-        return cls(process, reader, writer, on_exit)
+        return cls(process, reader, writer, directory, on_exit, suspects)
 
-    async def call(self, command: wire.Start | wire.Command, kind: type[R]) -> R:
+    async def call(self, command: wire.Start | wire.AnyCommand, kind: type[R], captured: Captured = _ignore) -> R:
         if self._dead:
             raise _unavailable()
-        request = wire.Request(next(self._ids), command)
+        alone = isinstance(command, wire.Overlapping) and command in self._suspects
+        request = wire.Request(next(self._ids), command, alone)
         self._writer.write(wire.frame(wire.encode(request)))
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = answer
+        self._waiting[request.id] = _Waiting(command, answer, captured)
         return wire.decode(await answer, kind)
 
     async def close(self) -> None:
@@ -194,30 +228,54 @@ class _Link:
             while True:
                 header = await self._reader.readexactly(wire.LENGTH_BYTES)
                 payload = await self._reader.readexactly(int.from_bytes(header, "little"))
-                self._settle(wire.decode(payload, wire.Reply))
+                report = wire.decode_report(payload)
+                match report:
+                    case wire.Began():
+                        self._executing = set(report.ids)
+                    case wire.Captured():
+                        self._capture(report.id)
+                    case wire.Reply():
+                        self._settle(report)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # The pipe is closed, here or by the death of the process.
         finally:
             await self._end()
 
+    def _capture(self, request_id: int) -> None:
+        self._executing.discard(request_id)
+        waiting = self._waiting[request_id]
+        waiting.is_captured = True
+        waiting.captured()
+
     def _settle(self, reply: wire.Reply) -> None:
-        answer = self._waiting.pop(reply.id)
-        if answer.cancelled():
+        self._executing.discard(reply.id)
+        waiting = self._waiting.pop(reply.id)
+        if isinstance(waiting.command, wire.Overlapping):
+            self._suspects.acquit(waiting.command)
+        if waiting.answer.cancelled():
             return
         if reply.failure is None:
-            answer.set_result(reply.result)
+            waiting.answer.set_result(reply.result)
         else:
-            answer.set_exception(reply.failure.error())
+            waiting.answer.set_exception(reply.failure.error())
 
     async def _end(self) -> None:
         self._dead, by_itself = True, not self._closing
         self._writer.close()
-        # Commands are executed in order of sending: the first without an answer is the one that it died of.
-        for place, answer in enumerate(self._waiting.values()):
-            if not answer.done():
-                answer.set_exception(_died() if by_itself and place == 0 else _unavailable())
+        executing = {
+            key: waiting
+            for key, waiting in self._waiting.items()
+            if by_itself and (key in self._executing or waiting.is_captured)
+        }
+        if len(executing) > 1:
+            commands = (waiting.command for waiting in executing.values())
+            self._suspects.add([command for command in commands if isinstance(command, wire.Overlapping)])
+        for key, waiting in self._waiting.items():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(_died() if {key} == executing.keys() else _unavailable())
         self._waiting.clear()
         status = await self._wait_for_exit()
+        self._directory.cleanup()
         if by_itself:
             _log.error("the engine process died with status %d", status)
             if self._on_exit is not None:
@@ -225,11 +283,11 @@ class _Link:
 
     async def _wait_for_exit(self) -> int:
         # The process ends when its pipe closes. Killing it at once would race with its own end for the exit status.
-        try:
-            return await asyncio.wait_for(self.process.wait(), _EXIT_SECONDS)
-        except TimeoutError:
-            self.process.kill()
-            return await self.process.wait()
+        for end in (self.process.terminate, self.process.kill):
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(self.process.wait(), _EXIT_SECONDS)
+            end()
+        return await self.process.wait()
 
 
 def _died() -> EngineDiedError:

@@ -1,43 +1,38 @@
 """A run on disk: safetensors and JSON, nothing else.
 
-- adapter_model.safetensors, adapter_config.json: the weights in PEFT's layout.
+- The weights: adapter_model.safetensors and adapter_config.json in PEFT's layout, or model.safetensors with every
+  parameter as the run keeps it.
 - optimizer.safetensors: the optimizer's state, such as exp_avg.<name> of each weight; grad.<name> if a gradient waits;
   rng_state.
-- trainer_state.json: format version, step, counters, the LoRA config, the optimizer with the settings of its last step.
+- trainer_state.json: format version, step, counters, what is trained, the optimizer with the settings of its last step.
 
 Format 1 knew AdamW alone and did not name it; it is still read.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.errors import CheckpointMismatch, ChecksumMismatch, InvalidArgument
-from trainer_service.engine.adapters import adapter_config
-from trainer_service.engine.optimizers.base import AnyOptimizer
-from trainer_service.engine.optimizers.make import make_optimizer
+from paceline.errors import CheckpointMismatch, InvalidArgument
+from paceline.types import FullParameters, LoraConfig
+from trainer_service.engine.captures import Capture, Content, StagingMemory
+from trainer_service.engine.files import check_tensors, read_json, read_tensors
+from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of
 from trainer_service.engine.optimizers.specs import make_params, settings_of, spec_of
-from trainer_service.engine.peft_format import check_adapter_config
 from trainer_service.engine.run import EngineRun
+from trainer_service.engine.tensor_files import TensorFile
 
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, TRAINER_STATE = "optimizer.safetensors", "trainer_state.json"
 FORMAT_VERSION = 2
 
 _GRADIENT = "grad"
 _OPTIMIZER_DTYPES = (torch.float32, torch.uint8)
-
-T = TypeVar("T")
 
 
 class SavedOptimizer(msgspec.Struct, frozen=True):
@@ -54,55 +49,43 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     pending_tokens: int
     has_gradient: bool
-    lora: dict[str, Any]
+    lora: LoraConfig | None = None
+    full: FullParameters | None = None
+    """One of the two is set."""
     optimizer: SavedOptimizer | None = None
     """None before the first step, and in format 1."""
 
 
-def save(run: EngineRun, directory: Path, base_model: str) -> None:
-    """Write everything that a run is into an existing, empty directory."""
-    save_adapter(run, directory, base_model, torch.float32)
-    save_file(_optimizer_tensors(run), directory / OPTIMIZER)
+def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> Capture:
+    """Take everything that a run is, to be written into an existing, empty directory."""
+    trained = run.trained
     state = TrainerState(
         format_version=FORMAT_VERSION,
         step=run.step,
         pending_tokens=run.pending_tokens,
         has_gradient=run.has_gradient,
-        lora=asdict(run.lora),
+        lora=trained if isinstance(trained, LoraConfig) else None,
+        full=trained if isinstance(trained, FullParameters) else None,
         optimizer=_saved_optimizer(run.optimizer),
     )
-    _write_json(directory / TRAINER_STATE, msgspec.to_builtins(state))
+    weights, optimizer = run.exact(base_model), TensorFile(OPTIMIZER, _optimizer_tensors(run))
+    return Capture(Content([*weights.files, optimizer], {**weights.texts, TRAINER_STATE: state}), memory)
 
 
-def save_adapter(run: EngineRun, directory: Path, base_model: str, dtype: torch.dtype) -> None:
-    """Write the weights in PEFT's layout. The same weights give the same bytes."""
-    weights = {name: parameter.detach().to("cpu", dtype) for name, parameter in run.parameters.items()}
-    save_file(weights, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    _write_json(directory / ADAPTER_CONFIG, adapter_config(run.lora, run.targets, base_model))
-
-
-def load_adapter(run: EngineRun, directory: Path) -> None:
-    """Replace the run's weights by any floating-point adapter, PEFT's too, of the same modules, rank and scaling.
-
-    Raises CheckpointMismatch or ChecksumMismatch before anything is changed.
-    """
-    weights = _read_tensors(directory / ADAPTER_WEIGHTS)
-    check_adapter_config(run.lora, _read_json(directory / ADAPTER_CONFIG, dict[str, Any]))
-    _check_tensors(weights, _shapes(run), (torch.float32, torch.bfloat16, torch.float16))
-    _copy_weights(run, weights)
+def capture_export(run: EngineRun, base_model: str, dtype: torch.dtype, memory: StagingMemory) -> Capture:
+    """Take the weights as other tools read them, to be written into an existing, empty directory."""
+    return Capture(run.export(base_model, dtype), memory)
 
 
 def load(run: EngineRun, directory: Path) -> None:
-    """Replace all of the run's state by what `save` wrote.
+    """Replace all of the run's state by that of a `capture`.
 
     Raises CheckpointMismatch or ChecksumMismatch before anything is changed.
     """
-    weights, tensors = _read_tensors(directory / ADAPTER_WEIGHTS), _read_tensors(directory / OPTIMIZER)
-    state = _read_json(directory / TRAINER_STATE, TrainerState)
+    weights, tensors = run.read_weights(directory, exact=True), read_tensors(directory / OPTIMIZER)
+    state = read_json(directory / TRAINER_STATE, TrainerState)
     if state.format_version not in {1, FORMAT_VERSION}:
         raise CheckpointMismatch(f"trainer_state.json has format {state.format_version}; this is {FORMAT_VERSION}.")
-    check_adapter_config(run.lora, _read_json(directory / ADAPTER_CONFIG, dict[str, Any]))
-    _check_tensors(weights, _shapes(run), (torch.float32,))
     rng_state = tensors.pop("rng_state", torch.empty(0))
     if rng_state.dtype != torch.uint8 or rng_state.shape != run.rng_state.shape:
         raise CheckpointMismatch(
@@ -110,7 +93,7 @@ def load(run: EngineRun, directory: Path) -> None:
         )
     optimizer = _make_optimizer(run, state)
     _check_optimizer(run, tensors, state, optimizer)
-    _copy_weights(run, weights)
+    run.set_weights(weights)
     run.drop_gradient()
     if optimizer is not None:
         optimizer.restore(tensors)
@@ -118,6 +101,7 @@ def load(run: EngineRun, directory: Path) -> None:
         if state.has_gradient:
             parameter.grad = tensors[f"{_GRADIENT}.{name}"].to(parameter.device)
     run.optimizer, run.rng_state = optimizer, rng_state
+    run.released_moments = None
     run.step, run.pending_tokens, run.has_gradient = state.step, state.pending_tokens, state.has_gradient
 
 
@@ -137,7 +121,7 @@ def _make_optimizer(run: EngineRun, state: TrainerState) -> AnyOptimizer | None:
         spec_of(params).check(params)
     except (KeyError, TypeError, InvalidArgument) as error:
         raise CheckpointMismatch(f"trainer_state.json names an optimizer that is not known: {saved.name}.") from error
-    return make_optimizer(run.parameters, params)
+    return run.make_optimizer(params)
 
 
 def _check_optimizer(
@@ -145,63 +129,21 @@ def _check_optimizer(
 ) -> None:
     expected = dict(optimizer.tensors) if optimizer is not None else {}
     if state.has_gradient:
-        expected |= {f"{_GRADIENT}.{name}": parameter for name, parameter in run.parameters.items()}
-    _check_tensors(tensors, {name: tensor.shape for name, tensor in expected.items()}, _OPTIMIZER_DTYPES)
+        expected |= {f"{_GRADIENT}.{name}": _gradient_like(parameter) for name, parameter in run.parameters.items()}
+    check_tensors(tensors, {name: tensor.shape for name, tensor in expected.items()}, _OPTIMIZER_DTYPES)
     for name, tensor in expected.items():
         if tensors[name].dtype != tensor.dtype:
             raise CheckpointMismatch(f"{name} is {tensors[name].dtype}; expected {tensor.dtype}.")
+
+
+def _gradient_like(parameter: Tensor) -> Tensor:
+    return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
 
 
 def _optimizer_tensors(run: EngineRun) -> dict[str, Tensor]:
     tensors = {"rng_state": run.rng_state}
     if run.optimizer is not None:
         tensors |= run.optimizer.tensors
-    for name, parameter in run.parameters.items():
-        if parameter.grad is not None:
-            tensors[f"{_GRADIENT}.{name}"] = parameter.grad
-    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _shapes(run: EngineRun) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in run.parameters.items()}
-
-
-@torch.no_grad()
-def _copy_weights(run: EngineRun, weights: Mapping[str, Tensor]) -> None:
-    for name, parameter in run.parameters.items():
-        parameter.copy_(weights[name])
-
-
-def _check_tensors(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    if odd := sorted(tensors.keys() ^ shapes.keys()):
-        where = "only in the checkpoint" if odd[0] in tensors else "missing from the checkpoint"
-        raise CheckpointMismatch(f"{len(odd)} tensors do not match; {odd[0]} is {where}.")
-    for name, tensor in tensors.items():
-        if tensor.shape != shapes[name]:
-            raise CheckpointMismatch(f"{name} is {list(tensor.shape)}, and {list(shapes[name])} in the run.")
-        if tensor.dtype not in dtypes:
-            raise CheckpointMismatch(f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}.")
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise CheckpointMismatch(f"the checkpoint has no {path.name}.")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ChecksumMismatch(f"{path.name} is damaged: {error}.") from error
-
-
-def _read_json(path: Path, kind: type[T]) -> T:
-    if not path.is_file():
-        raise CheckpointMismatch(f"the checkpoint has no {path.name}.")
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.MsgspecError as error:
-        raise CheckpointMismatch(f"{path.name} cannot be read: {error}.") from error
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    if run.has_gradient:
+        tensors |= {f"{_GRADIENT}.{name}": gradient_of(parameter) for name, parameter in run.parameters.items()}
+    return tensors

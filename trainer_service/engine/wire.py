@@ -1,11 +1,14 @@
 """What travels between the service and the engine's process: commands, replies and errors as length-prefixed msgpack.
 
 A frame is its length (8 bytes, little-endian) and that many bytes of msgpack. Numpy arrays are an extension type that
-holds dtype, shape and bytes. Replies carry the id of their command.
+holds dtype, shape and bytes. Replies carry the id of their command. A command that saves reports when it has taken the
+run's state, and is answered when that is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +19,13 @@ from paceline.errors import CATALOG, Internal, PacelineError
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
+    FullParameters,
     LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
     Reduction,
+    RunParameters,
 )
 from paceline.types.optimizers import optimizer_name
 from paceline.types.training import Array
@@ -36,6 +41,14 @@ R = TypeVar("R")
 _ARRAY_CODE = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What is left of a command that has taken from its run all that it needs."""
+
+    finish: Callable[[], None]
+    """Does the rest, in any thread. Raises PacelineError."""
+
+
 class CreateRun(msgspec.Struct, frozen=True, tag=True):
     """TrainerEngine.create_run."""
 
@@ -45,6 +58,24 @@ class CreateRun(msgspec.Struct, frozen=True, tag=True):
     def execute(self, engine: TrainerEngine) -> AdapterInfo:
         """Execute the command."""
         return engine.create_run(self.run_id, self.lora)
+
+
+class CreateFullRun(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.create_run of a full-parameter run."""
+
+    run_id: str
+    full: FullParameters
+
+    def execute(self, engine: TrainerEngine) -> AdapterInfo:
+        """Execute the command."""
+        return engine.create_run(self.run_id, self.full)
+
+
+def create_run(run_id: str, parameters: RunParameters) -> CreateRun | CreateFullRun:
+    """Make the command that makes a run."""
+    if isinstance(parameters, LoraConfig):
+        return CreateRun(run_id, parameters)
+    return CreateFullRun(run_id, parameters)
 
 
 class DeleteRun(msgspec.Struct, frozen=True, tag=True):
@@ -58,7 +89,7 @@ class DeleteRun(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
-    """TrainerEngine.forward_backward."""
+    """TrainerEngine.begin."""
 
     run_id: str
     data: list[Datum]
@@ -67,10 +98,11 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
     forward_only: bool
     reduction: Reduction
     reduction_count: int | None
+    refuse_non_finite: bool
 
-    def execute(self, engine: TrainerEngine) -> ForwardBackwardOutput:
-        """Execute the command."""
-        return engine.forward_backward(
+    def begin(self, engine: TrainerEngine, *, alone: bool) -> None:
+        """Begin the command."""
+        engine.begin(
             self.run_id,
             self.data,
             self.loss_fn,
@@ -78,6 +110,8 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
             forward_only=self.forward_only,
             reduction=self.reduction,
             reduction_count=self.reduction_count,
+            refuse_non_finite=self.refuse_non_finite,
+            alone=alone,
         )
 
 
@@ -99,25 +133,27 @@ class OptimStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveState(msgspec.Struct, frozen=True, tag=True):
-    """TrainerEngine.save_state."""
+    """TrainerEngine.save_state, in the background."""
 
     run_id: str
     directory: str
 
-    def execute(self, engine: TrainerEngine) -> None:
-        """Execute the command."""
-        engine.save_state(self.run_id, Path(self.directory))
+    def execute(self, engine: TrainerEngine) -> Unfinished:
+        """Execute the command up to what may be done while later ones execute."""
+        capture = engine.capture_state(self.run_id)
+        return Unfinished(lambda: capture.write(Path(self.directory)))
 
 
 class SaveAdapter(msgspec.Struct, frozen=True, tag=True):
-    """TrainerEngine.save_adapter."""
+    """TrainerEngine.save_adapter, in the background."""
 
     run_id: str
     directory: str
 
-    def execute(self, engine: TrainerEngine) -> None:
-        """Execute the command."""
-        engine.save_adapter(self.run_id, Path(self.directory))
+    def execute(self, engine: TrainerEngine) -> Unfinished:
+        """Execute the command up to what may be done while later ones execute."""
+        capture = engine.capture_adapter(self.run_id)
+        return Unfinished(lambda: capture.write(Path(self.directory)))
 
 
 class LoadState(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +168,12 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
         return engine.load_state(self.run_id, Path(self.directory), with_optimizer=self.with_optimizer)
 
 
-Command = CreateRun | DeleteRun | ForwardBackward | OptimStep | SaveState | SaveAdapter | LoadState
+Command = CreateRun | CreateFullRun | DeleteRun | OptimStep | SaveState | SaveAdapter | LoadState
+AnyCommand = Command | ForwardBackward
+READING = (SaveState, SaveAdapter)
+"""Commands that change nothing in the engine; of several ranks only the first executes them."""
+Overlapping = ForwardBackward | SaveState | SaveAdapter
+"""Commands that the engine executes at the same time as others, unless they are told to be alone."""
 Result = ModelInfo | AdapterInfo | ForwardBackwardOutput | OptimStepOutput | LoadedState | None
 
 
@@ -146,7 +187,14 @@ class Request(msgspec.Struct, frozen=True):
     """A command on its way to the engine."""
 
     id: int
-    command: Start | Command
+    command: Start | AnyCommand
+    alone: bool = False
+    """Whether a ForwardBackward shares no pass with other runs, and what is saved is written at once."""
+
+    @property
+    def run_id(self) -> str:
+        """Whose it is; empty for Start."""
+        return "" if isinstance(self.command, Start) else self.command.run_id
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -170,7 +218,14 @@ class Failure(msgspec.Struct, frozen=True):
         )
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """What the engine executes from now on: one command, or those that have a part in a pass."""
+
+    ids: list[int]
+    """Of their requests."""
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
     """The answer to a command: a failure, or a result of the kind that the command gives."""
 
     id: int
@@ -178,8 +233,18 @@ class Reply(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-def encode(message: Request | Reply | Result) -> bytes:
-    """Encode a message, without its length."""
+class Captured(msgspec.Struct, frozen=True, tag=True):
+    """A command that saves has taken its run's state; the next may change it."""
+
+    id: int
+
+
+Report = Began | Captured | Reply
+"""What the engine sends."""
+
+
+def encode(message: Any) -> bytes:
+    """Encode a message of this module, or any dataclass of such parts, without its length."""
     return msgspec.msgpack.encode(message, enc_hook=_encode_array)
 
 
@@ -188,9 +253,24 @@ def decode(data: bytes | msgspec.Raw, kind: type[R]) -> R:
     return msgspec.msgpack.decode(data, type=kind, ext_hook=_decode_array, dec_hook=_check_array)
 
 
+def decode_report(data: bytes) -> Report:
+    """Decode what the engine sent. Raises msgspec.DecodeError."""
+    report: Report = msgspec.msgpack.decode(data, type=Report)
+    return report
+
+
 def frame(payload: bytes) -> bytes:
     """Put the length before a payload."""
     return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def frames(data: bytes) -> Iterator[bytes]:
+    """Return the payloads of frames that stand one after the other."""
+    start = 0
+    while start < len(data):
+        begin = start + LENGTH_BYTES
+        start = begin + int.from_bytes(data[start:begin], "little")
+        yield data[begin:start]
 
 
 def _encode_array(value: Any) -> msgspec.msgpack.Ext:

@@ -1,4 +1,4 @@
-"""The engine's side of the pipe: executes commands one at a time, in order of arrival."""
+"""The engine's side of the pipe: a loop of turns, each of them the commands that wait and one pass."""
 
 from __future__ import annotations
 
@@ -6,67 +6,144 @@ import logging
 import os
 import socket
 import threading
-import uuid
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NoReturn
 
 import msgspec
 
-from paceline.errors import Internal, PacelineError
 from trainer_service.engine import wire
 from trainer_service.engine.base import TrainerEngine
+from trainer_service.engine.failures import failure_of
+from trainer_service.engine.intake import Intake
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine.ranks import Ranks
 from trainer_service.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)
 
+_NOTHING = msgspec.Raw(wire.encode(None))
+
 
 class Worker:
-    """Serves one engine to the process at the other end of `connection`."""
+    """Serves one engine to the process at the other end of `connection`, together with the other ranks.
+
+    A turn takes every command that waits. Those that are no ForwardBackward are executed at once; a ForwardBackward is
+    begun, and the turn ends with one pass over all that were. What a turn does depends on the commands and their order
+    alone. Commands of a run are executed in the order in which they came. A command that saves takes the run's state in
+    its turn; a second thread writes it, in the same order, and answers.
+    """
 
     _engine: TrainerEngine
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, ranks: Ranks) -> None:
         self._connection = connection
-        self._requests: SimpleQueue[wire.Request] = SimpleQueue()
+        self._ranks = ranks
+        self._intake = Intake(connection, ranks)
+        self._held: list[wire.Request] = []
+        """Commands of runs that have a job."""
+        self._jobs: dict[str, wire.Request] = {}
+        """Requests of the jobs that were begun, by run."""
+        self._unfinished: SimpleQueue[tuple[wire.Request, wire.Unfinished]] = SimpleQueue()
+        self._sending = threading.Lock()
         self._failpoints = Failpoints("")
 
     def serve(self) -> NoReturn:
         """Answer commands for ever. The process ends, whatever it is doing, when the other end closes."""
-        threading.Thread(target=self._receive, daemon=True).start()
-        while True:
-            request = self._requests.get()
-            reply = self._answer(request)
-            self._failpoints.hit(f"engine_{type(request.command).__name__}")
-            self._connection.sendall(wire.frame(wire.encode(reply)))
-
-    def _receive(self) -> None:
-        # Waiting here, beside the engine, an orphan notices at once and frees its memory.
+        self._intake.start()
+        threading.Thread(target=self._finish, daemon=True).start()
         try:
-            with self._connection.makefile("rb") as stream:
-                while header := stream.read(wire.LENGTH_BYTES):
-                    payload = stream.read(int.from_bytes(header, "little"))
-                    self._requests.put(wire.decode(payload, wire.Request))
+            while True:
+                self._turn()
         except Exception:
-            _log.exception("the pipe to the service broke")
+            # Other ranks died or went another way; what this one would answer may be wrong.
+            _log.exception("the engine cannot go on")
             os._exit(1)
-        os._exit(0)
 
-    def _answer(self, request: wire.Request) -> wire.Reply:
-        nothing = msgspec.Raw(wire.encode(None))
+    def _turn(self) -> None:
+        self._take()
+        if self._jobs:
+            for job in self._engine.advance(self._announce):
+                self._answer(self._jobs.pop(job.run_id), job.output)
+
+    def _take(self) -> None:
+        """Execute or begin the commands that wait; wait for one if there is nothing else to do."""
+        waiting, self._held = self._held, []
+        waiting += self._intake.take(wait=not self._jobs and not waiting)
+        busy = set(self._jobs)
+        for request in waiting:
+            if request.run_id in busy:
+                self._held.append(request)
+            elif isinstance(request.command, wire.ForwardBackward):
+                self._begin(request, request.command)
+                busy.update(self._jobs)
+            else:
+                self._execute(request, request.command)
+
+    def _begin(self, request: wire.Request, command: wire.ForwardBackward) -> None:
         try:
-            return wire.Reply(request.id, msgspec.Raw(wire.encode(self._execute(request.command))))
-        except PacelineError as error:
-            return wire.Reply(request.id, nothing, wire.Failure.of(error))
-        except Exception:
-            error_id = uuid.uuid4().hex
-            _log.exception("%s failed, error_id=%s", type(request.command).__name__, error_id)
-            unforeseen = Internal("the engine failed; its log has the error_id.", metadata={"error_id": error_id})
-            return wire.Reply(request.id, nothing, wire.Failure.of(unforeseen))
+            command.begin(self._engine, alone=request.alone)
+        except Exception as error:
+            self._send(wire.Reply(request.id, _NOTHING, failure_of(error, _name(request))))
+        else:
+            self._jobs[command.run_id] = request
 
-    def _execute(self, command: wire.Start | wire.Command) -> wire.Result:
+    def _execute(self, request: wire.Request, command: wire.Start | wire.Command) -> None:
+        if isinstance(command, wire.READING) and not self._ranks.leads:
+            return
+        self._send(wire.Began([request.id]))
+        self._answer(request, lambda: self._result(command))
+
+    def _announce(self, run_ids: Sequence[str]) -> None:
+        self._send(wire.Began([self._jobs[run_id].id for run_id in run_ids]))
+        for run_id in run_ids:
+            self._failpoints.hit(f"engine_pass_{run_id}")
+
+    def _finish(self) -> NoReturn:
+        while True:
+            request, rest = self._unfinished.get()
+            self._answer(request, rest.finish, "_written")
+
+    def _result(self, command: wire.Start | wire.Command) -> wire.Result | wire.Unfinished:
         if isinstance(command, wire.Start):
             self._failpoints = Failpoints(command.options.failpoints)
-            self._engine = PeftEngine(command.options)
+            self._engine = PeftEngine(command.options, self._ranks)
             return self._engine.describe()
         return command.execute(self._engine)
+
+    def _answer(
+        self, request: wire.Request, execute: Callable[[], wire.Result | wire.Unfinished], point: str = ""
+    ) -> None:
+        rest: wire.Unfinished | None = None
+        report: wire.Report
+        try:
+            result = execute()
+            if isinstance(result, wire.Unfinished) and request.alone:
+                result.finish()
+                result = None
+            if isinstance(result, wire.Unfinished):
+                rest, report = result, wire.Captured(request.id)
+            else:
+                report = wire.Reply(request.id, msgspec.Raw(wire.encode(result)))
+        except Exception as error:
+            report = wire.Reply(request.id, _NOTHING, failure_of(error, _name(request)))
+        if not isinstance(request.command, wire.READING):
+            self._ranks.check_alike(_outcome(report))
+        self._failpoints.hit(f"engine_{_name(request)}{point}")
+        self._send(report)
+        if rest is not None:
+            self._unfinished.put((request, rest))
+
+    def _send(self, report: wire.Report) -> None:
+        if not self._ranks.leads:
+            return
+        with self._sending:
+            self._connection.sendall(wire.frame(wire.encode(report)))
+
+
+def _name(request: wire.Request) -> str:
+    return type(request.command).__name__
+
+
+def _outcome(report: wire.Report) -> str:
+    return report.failure.reason if isinstance(report, wire.Reply) and report.failure is not None else ""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from paceline import errors, layout
 from paceline.log import get_logger
+from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints, die
 from trainer_service.journal import history
 from trainer_service.journal.records import CommandRecord, Record, encode
@@ -37,12 +38,20 @@ class _Entry:
 class RunJournal:
     """One run's journal, open for appending. Belongs to one event loop."""
 
-    def __init__(self, directory: Path, last_seq_id: int, threads: ThreadPoolExecutor, failpoints: Failpoints) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        last_seq_id: int,
+        threads: ThreadPoolExecutor,
+        failpoints: Failpoints,
+        guard: DiskGuard,
+    ) -> None:
         """Open the newest segment of an existing journal, without its torn end; its last command is `last_seq_id`."""
         self._directory = directory
         self._last_written = last_seq_id
         self._threads = threads
         self._failpoints = failpoints
+        self._guard = guard
         self._base = max(history.segments(directory))
         path = history.segment_path(directory, self._base)
         self._length = history.drop_torn_end(path)
@@ -102,15 +111,19 @@ class RunJournal:
             batch, self._queue = self._queue, []
             try:
                 await loop.run_in_executor(self._threads, self._write, batch)
-            except OSError as error:
+            except errors.DiskFull as error:  # answers may use what the guard keeps free
                 self._refuse(batch, error)
+                continue
+            except OSError as error:
+                self._refuse(batch, self._reason(error))
+                _settle(self._queue)
                 return
-            for entry in batch:
-                if not entry.written.done():
-                    entry.written.set_result(None)
+            _settle(batch)
 
     def _write(self, batch: list[_Entry]) -> None:
         data = b"".join(entry.data for entry in batch)
+        if any(entry.command for entry in batch):
+            self._guard.check(self._directory, len(data), _FULL_RETRY_SECONDS)
         try:
             self._failpoints.hit("before_append")
             if self._failpoints.is_next("mid_append"):
@@ -129,22 +142,22 @@ class RunJournal:
         self._last_written = max([self._last_written, *(entry.command for entry in batch)])
         self.appended_bytes += len(data)
 
-    def _refuse(self, batch: list[_Entry], error: OSError) -> None:
-        reason: errors.PacelineError = errors.Internal(f"the journal cannot be written: {error.strerror}")
-        if isinstance(layout.translate(error), errors.DiskFull):
-            message = "the checkpoint volume is full; nothing was executed: make room and send the command again"
-            reason = errors.DiskFull(message, retry_after=_FULL_RETRY_SECONDS)
-        _log.error("journal not written", directory=str(self._directory), error=str(error))
+    def _refuse(self, batch: list[_Entry], reason: errors.PacelineError) -> None:
+        """Refuse the commands that wait; what else waits is still to be written."""
+        _log.error("journal not written", directory=str(self._directory), error=str(reason))
         waiting = [*batch, *self._queue]
         self._queue = [entry for entry in waiting if not entry.command]
         self.on_refused(reason)
         for entry in waiting:
-            if entry.written.done():
-                continue
-            if entry.command:
+            if entry.command and not entry.written.done():
                 entry.written.set_exception(reason)
-            else:
-                entry.written.set_result(None)
+
+    @staticmethod
+    def _reason(error: OSError) -> errors.PacelineError:
+        if isinstance(layout.translate(error), errors.DiskFull):
+            message = "the checkpoint volume is full; nothing was executed: make room and send the command again"
+            return errors.DiskFull(message, retry_after=_FULL_RETRY_SECONDS)
+        return errors.Internal(f"the journal cannot be written: {error.strerror}")
 
     async def _rotate(self, base: int) -> None:
         try:
@@ -170,6 +183,13 @@ class RunJournal:
         for (_, path), (next_base, _) in itertools.pairwise(found):
             if next_base <= seq_id + 1:
                 path.unlink()
+
+
+def _settle(entries: list[_Entry]) -> None:
+    """Say that entries are written, or will be with the next."""
+    for entry in entries:
+        if not entry.written.done():
+            entry.written.set_result(None)
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -23,12 +23,22 @@ _HEADER = struct.Struct("<4sII")
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the service knows of a run after a command."""
+    """What the service knows of a run.
+
+    With an answer in the journal, `step` and `next_version` are those after the command in the run's order; the others
+    are those of the moment when the answer was written, which no earlier record knows better.
+    """
 
     step: int = 0
     latest_version: int = 0
     next_version: int = 1
     latest_state_checkpoint: str = ""
+
+    def at(self, place: Facts | None) -> Facts:
+        """Return these facts, with what held at a place in the run's order where that is given."""
+        if place is None:
+            return self
+        return msgspec.structs.replace(self, step=place.step, next_version=place.next_version)
 
 
 class CommandRecord(msgspec.Struct, frozen=True, tag="command"):
@@ -50,6 +60,8 @@ class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):
     """None for a refusal, and for a reply that is no longer kept."""
     failure: Failure | None = None
     facts: Facts = Facts()
+    version: int = 0
+    """Number of the version that the command made, also where it was refused since nobody acknowledged it; 0: none."""
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, tag="attempt"):

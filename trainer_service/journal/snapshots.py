@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from paceline import layout, weights
-from trainer_service.checkpoints.store import SUMS_FILE, staged_directory
+from paceline import layout
+from trainer_service.checkpoints.store import staged_directory
+from trainer_service.checkpoints.sums import find_damaged, write_sums
+from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import MAGIC, AnswerRecord, Facts, JournalDamagedError, decode, encode
 
@@ -37,7 +39,9 @@ class Snapshot:
 class SnapshotStore:
     """One run's snapshots."""
 
-    def __init__(self, run_directory: Path, failpoints: Failpoints) -> None:
+    def __init__(self, run_directory: Path, failpoints: Failpoints, guard: DiskGuard) -> None:
+        self._directory = run_directory
+        self._guard = guard
         self._root = run_directory / "snapshots"
         self._loads = run_directory / "loads"
         self._failpoints = failpoints
@@ -52,7 +56,8 @@ class SnapshotStore:
             return None
         directory = self._root / str(seq_id)
         try:
-            _verify(directory)
+            if name := find_damaged(directory):
+                raise JournalDamagedError(f"{seq_id}/{name} is damaged")
             facts = msgspec.json.decode((directory / _FACTS).read_bytes(), type=Facts)
             records = decode((directory / _ANSWERS).read_bytes()).records
         except (OSError, msgspec.MsgspecError) as error:
@@ -61,26 +66,18 @@ class SnapshotStore:
         return Snapshot(seq_id, directory, facts, answers)
 
     async def save(
-        self,
-        seq_id: int,
-        write: Callable[[Path], Awaitable[None]],
-        facts: Facts,
-        answers: Iterable[AnswerRecord],
-        written: asyncio.Event,
+        self, seq_id: int, size: int, write: Callable[[Path], Awaitable[tuple[Facts, list[AnswerRecord]]]]
     ) -> None:
-        """Let `write` save the run's state, set `written`, and make the snapshot durable.
+        """Make a snapshot, durably: `write` saves the run's state, `size` bytes, and returns what is known of the run.
 
         Raises what `write` raised, or DiskFull.
         """
-        try:
-            async with staged_directory(self._root / str(seq_id)) as staging:
-                await write(staging)
-                written.set()
-                await asyncio.to_thread(_seal, staging, facts, list(answers))
-                self._failpoints.hit("during_snapshot")
-            self._failpoints.hit("after_snapshot")
-        finally:
-            written.set()
+        self._guard.check(self._directory, size)
+        async with staged_directory(self._root / str(seq_id)) as staging:
+            facts, answers = await write(staging)
+            await asyncio.to_thread(_seal, staging, facts, answers)
+            self._failpoints.hit("during_snapshot")
+        self._failpoints.hit("after_snapshot")
 
     def drop_before(self, seq_id: int) -> None:
         """Remove what a snapshot after command `seq_id` makes superfluous."""
@@ -110,15 +107,7 @@ class SnapshotStore:
 def _seal(directory: Path, facts: Facts, answers: list[AnswerRecord]) -> None:
     (directory / _FACTS).write_bytes(msgspec.json.encode(facts))
     (directory / _ANSWERS).write_bytes(MAGIC + b"".join(map(encode, answers)))
-    sums = "".join(f"{weights.hash_file(path)}  {path.name}\n" for path in sorted(directory.iterdir()))
-    (directory / SUMS_FILE).write_text(sums)
-
-
-def _verify(directory: Path) -> None:
-    for line in (directory / SUMS_FILE).read_text().splitlines():
-        digest, _, name = line.partition("  ")
-        if weights.hash_file(directory / name) != digest:
-            raise JournalDamagedError(f"{directory.name}/{name} is damaged")
+    write_sums(directory)
 
 
 def _link_files(source: Path, target: Path) -> None:

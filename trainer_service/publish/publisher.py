@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 from paceline import errors, layout, weights
 from paceline.log import get_logger
 from paceline.types import ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints.store import staged_directory
+from trainer_service.engine.process import Captured
+from trainer_service.failpoints import Failpoints
 from trainer_service.publish.feed import AckPolicy, Feed
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.turn import Turn
 
 _log = get_logger(__name__)
 
 _NUMBERS_RESERVED = 64
 """Version numbers that one write of run.json reserves, so that publishing does not wait for the disk each time."""
 
-SaveAdapter = Callable[[str, Path], Awaitable[None]]
+
+class SaveAdapter(Protocol):
+    """The engine's verb that saves a run's weights."""
+
+    async def __call__(self, run_id: str, directory: Path, captured: Captured = ...) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +57,10 @@ class Publisher:
         volume: layout.Volume,
         staging_root: Path,
         keep_versions: int,
+        failpoints: Failpoints,
     ) -> None:
         self._save_adapter = save_adapter
+        self._failpoints = failpoints
         self._registry = registry
         self._feed = feed
         self._volume = volume
@@ -73,17 +83,22 @@ class Publisher:
         await asyncio.to_thread(shutil.rmtree, self._staging, ignore_errors=True)
 
     async def publish(
-        self, run: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float
+        self, run: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float, turn: Turn
     ) -> Publication:
         """Make the run's current weights its next version; one that command `seq_id` made before a crash is used again.
 
-        Raises AckTimeout or what a sampler refused it with; the version exists all the same.
+        The number is taken in the command's turn; one whose publish fails later is not used again. Raises AckTimeout or
+        what a sampler refused it with; the version exists all the same.
         """
         start = perf_counter()
-        manifest, directory = await self._stage(run, await self._next_version(run, seq_id), seq_id)
-        version = manifest.model.version
-        run.latest_version, run.next_version = version, version + 1
-        expected = self._feed.announce(pb.Announcement(manifest=manifest))
+        version = await self._next_version(run, seq_id)
+        run.next_version = version + 1
+        with run.announcing.join() as earlier_announced:
+            manifest, directory = await self._stage(run, version, seq_id, turn)
+            await earlier_announced.wait()
+            self._failpoints.hit("before_announce")
+            run.latest_version = turn.version = version
+            expected = self._feed.announce(pb.Announcement(manifest=manifest))
         staged = perf_counter()
         persisting = self._persist(run.run_id, version, directory, manifest)
         if durable:
@@ -101,7 +116,7 @@ class Publisher:
         newest = max(self._on_volume_numbers(run.run_id), default=0)
         if self._exists(run.run_id, version) or version <= newest - self._keep_versions:
             return
-        manifest, directory = await self._stage(run, version, seq_id)
+        manifest, directory = await self._stage(run, version, seq_id, Turn())
         if sha256 not in {"", manifest.model.sha256}:
             _log.error("version differs from what it was and is dropped", run=run.run_id, version=version)
             await asyncio.to_thread(shutil.rmtree, directory)
@@ -164,18 +179,19 @@ class Publisher:
             message = f"a sampler could not load version {key[1]} now ({refusal.reason}); it exists all the same"
             raise errors.AckTimeout(message, metadata={"version": str(key[1])}) from refusal
 
-    async def _stage(self, run: RunRecord, version: int, seq_id: int) -> tuple[pb.Manifest, Path]:
-        if version > run.version_limit:
-            run.version_limit = version + _NUMBERS_RESERVED
-            await self._registry.persist(run)
-        model = ServedModel(run.base_model, run.run_id, version)
+    async def _stage(self, run: RunRecord, version: int, seq_id: int, turn: Turn) -> tuple[pb.Manifest, Path]:
+        model, step = ServedModel(run.base_model, run.run_id, version), run.step
         directory = self._staged(run.run_id, version)
         async with staged_directory(directory, durable=False) as staging:
-            await self._save_adapter(run.run_id, staging)
+            await self._save_adapter(run.run_id, staging, turn.capture)
+            turn.release()
             manifest = await asyncio.to_thread(
-                weights.describe_adapter, staging, model, tenant=run.tenant, step=run.step, seq_id=seq_id
+                weights.describe_adapter, staging, model, tenant=run.tenant, step=step, seq_id=seq_id
             )
             weights.write_manifest(staging, manifest)
+            if version > run.version_limit:
+                run.version_limit = version + _NUMBERS_RESERVED
+                await self._registry.persist(run)
         return manifest, directory
 
     def _persist(self, run_id: str, version: int, directory: Path, manifest: pb.Manifest) -> asyncio.Task[None]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+import msgspec
+
 from paceline import errors
-from trainer_service.journal.records import AnswerRecord
+from trainer_service.journal.records import AnswerRecord, Facts
 from trainer_service.runs.command import Answer, answer_from_record
 
 _KEPT_BYTES = 64 << 20
@@ -20,6 +22,8 @@ class Answers:
 
     def __init__(self) -> None:
         self._records: OrderedDict[int, AnswerRecord] = OrderedDict()
+        self._reply_bytes: OrderedDict[int, int] = OrderedDict()
+        """Of the answers whose reply is kept."""
         self._kept_bytes = 0
 
     def __iter__(self) -> Iterator[AnswerRecord]:
@@ -27,15 +31,22 @@ class Answers:
 
     def keep(self, record: AnswerRecord) -> None:
         """Keep an answer, and drop the oldest beyond the limits."""
-        self._kept_bytes += _size(record) - _size(self._records.get(record.seq_id))
-        self._records[record.seq_id] = record
-        for seq_id, old in list(self._records.items()):
-            if self._kept_bytes <= _KEPT_BYTES or seq_id == record.seq_id:
-                break
-            self._kept_bytes -= _size(old)
-            self._records[seq_id] = _without_reply(old)
+        seq_id = record.seq_id
+        self._drop_reply(seq_id)
+        self._records[seq_id] = record
+        self._reply_bytes[seq_id] = len(record.reply or b"")
+        self._kept_bytes += self._reply_bytes[seq_id]
+        while self._kept_bytes > _KEPT_BYTES and len(self._reply_bytes) > 1:
+            self._drop_reply(next(iter(self._reply_bytes)))
         while len(self._records) > _KEPT_DIGESTS:
-            self._kept_bytes -= _size(self._records.popitem(last=False)[1])
+            oldest = next(iter(self._records))
+            self._drop_reply(oldest)
+            del self._records[oldest]
+
+    def facts(self, seq_id: int) -> Facts | None:
+        """Return what the journal keeps with an answer; None when the answer is not known."""
+        record = self._records.get(seq_id)
+        return None if record is None else record.facts
 
     def again(self, seq_id: int, digest: bytes, last_seq_id: int) -> Answer:
         """Return the answer of a command that was executed. Raises SeqIdReused, SeqIdExpired."""
@@ -51,16 +62,13 @@ class Answers:
             )
         return answer
 
+    def _drop_reply(self, seq_id: int) -> None:
+        if seq_id in self._reply_bytes:
+            self._kept_bytes -= self._reply_bytes.pop(seq_id)
+            self._records[seq_id] = msgspec.structs.replace(self._records[seq_id], reply=None)
+
 
 def check_digest(given: bytes, known: bytes) -> None:
     """Raise SeqIdReused unless the two are of the same command."""
     if given != known:
         raise errors.SeqIdReused("was used with another payload; take the next one", field="seq_id")
-
-
-def _size(record: AnswerRecord | None) -> int:
-    return len(record.reply) if record is not None and record.reply is not None else 0
-
-
-def _without_reply(record: AnswerRecord) -> AnswerRecord:
-    return AnswerRecord(record.seq_id, record.digest, record.method, None, record.failure, record.facts)

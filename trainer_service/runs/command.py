@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
+from uuid import uuid4
 
 from google.protobuf.message import Message
 
@@ -57,11 +58,11 @@ class Command:
         return CommandRecord(self.seq_id, self.method, self.tenant, self.payload)
 
 
-def answer_to_record(command: Command, answer: Answer, facts: Facts) -> AnswerRecord:
-    """Return what the journal keeps of an answer, with what is known of the run after it."""
-    if isinstance(answer, errors.PacelineError):
-        return AnswerRecord(command.seq_id, command.digest, command.method, None, Failure.of(answer), facts)
-    return AnswerRecord(command.seq_id, command.digest, command.method, answer.SerializeToString(), None, facts)
+def answer_to_record(command: Command, answer: Answer, facts: Facts, version: int = 0) -> AnswerRecord:
+    """Return what the journal keeps of an answer, with what is known of the run and the version that was made."""
+    failure = Failure.of(answer) if isinstance(answer, errors.PacelineError) else None
+    reply = None if isinstance(answer, errors.PacelineError) else answer.SerializeToString()
+    return AnswerRecord(command.seq_id, command.digest, command.method, reply, failure, facts, version)
 
 
 def answer_from_record(record: AnswerRecord) -> Answer | None:
@@ -72,6 +73,19 @@ def answer_from_record(record: AnswerRecord) -> Answer | None:
         return None
     reply: Message = _REPLIES[record.method].FromString(record.reply)
     return reply
+
+
+def poisoned(deaths: int) -> errors.PoisonedCommand:
+    """Make the answer of a command that the engine died of too often."""
+    message = f"the engine died {deaths} time(s) while it executed this; it is not tried again"
+    return errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": str(deaths)})
+
+
+def internal_error() -> errors.Internal:
+    """Make the answer of a command that failed as none should."""
+    error_id = uuid4().hex
+    message = f"internal error; the service's log has it under {error_id}"
+    return errors.Internal(message, metadata={"error_id": error_id})
 
 
 def _digest(method: str, payload: bytes) -> bytes:

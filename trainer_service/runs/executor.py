@@ -13,11 +13,13 @@ from google.protobuf.message import Message
 
 from paceline import errors
 from paceline.log import get_logger
-from paceline.types import RunState
+from paceline.types import CheckpointKind, RunState
+from trainer_service.engine.process import Captured
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.records import Facts
+from trainer_service.journal.records import AnswerRecord, Facts
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
+from trainer_service.runs.turn import Turn
 
 _log = get_logger(__name__)
 
@@ -25,9 +27,15 @@ _log = get_logger(__name__)
 class CommandVerbs(Protocol):
     """What executes a command of any run."""
 
-    async def execute(self, run: RunRecord, command: Command) -> Message:
+    async def execute(self, run: RunRecord, command: Command, turn: Turn) -> Message:
         """Execute a command and return its reply. Raises PacelineError."""
         ...
+
+
+class SaveState(Protocol):
+    """The engine's verb that saves a run."""
+
+    async def __call__(self, run_id: str, directory: Path, captured: Captured) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +54,31 @@ class RunExecutor:
         self,
         run: RunRecord,
         verbs: CommandVerbs,
-        save_state: Callable[[str, Path], Awaitable[None]],
+        save_state: SaveState,
         settled: Callable[[str], Awaitable[None]],
         policy: SnapshotPolicy,
         failpoints: Failpoints,
-        replayed: int = 0,
     ) -> None:
-        """Take `settled` to wait until the run's versions are on the volume, and how many commands were replayed."""
+        """Take `settled` to wait until the run's versions are on the volume."""
         self._run = run
         self._verbs = verbs
         self._save_state = save_state
         self._settled = settled
         self._policy = policy
         self._failpoints = failpoints
-        self._commands = replayed
+        self._commands = 0
         self._bytes = run.sequencer.journal.appended_bytes
         self._seconds = 0.0
         self._snapshot: asyncio.Task[None] | None = None
 
-    async def execute(self, command: Command) -> Message:
+    def count(self, replayed: int) -> None:
+        """Note that commands were executed again: the next start would execute them too."""
+        self._commands += replayed
+
+    async def execute(self, command: Command, turn: Turn) -> Message:
         start = perf_counter()
         try:
-            return await self._verbs.execute(self._run, command)
+            return await self._verbs.execute(self._run, command, turn)
         finally:
             self._seconds += perf_counter() - start
 
@@ -79,9 +90,9 @@ class RunExecutor:
         is_idle = self._snapshot is None or self._snapshot.done()
         if is_idle and self._is_due() and self._run.state is RunState.READY:
             self._failpoints.hit("before_snapshot")
-            written = asyncio.Event()
-            self._snapshot = asyncio.create_task(self._save(command.seq_id, written))
-            await written.wait()
+            captured = asyncio.Event()
+            self._snapshot = asyncio.create_task(self._save(command.seq_id, captured))
+            await captured.wait()
 
     async def close(self) -> None:
         if self._snapshot is not None:
@@ -94,21 +105,27 @@ class RunExecutor:
             or self._seconds >= self._policy.seconds
         )
 
-    async def _save(self, seq_id: int, written: asyncio.Event) -> None:
-        """Save the run's state, and once it is durable remove what only a longer replay would need."""
+    async def _save(self, seq_id: int, captured: asyncio.Event) -> None:
+        """Save the run's state, and once it is durable remove what only a longer replay would need.
+
+        It counts when every command up to `seq_id` is answered: until then one of them may have to execute again.
+        """
         sequencer, snapshots = self._run.sequencer, self._run.snapshots
         self._commands, self._seconds, self._bytes = 0, 0.0, sequencer.journal.appended_bytes
-        facts, answers = self._run.facts(), list(sequencer.answers)
+        place = self._run.facts()
+
+        async def write(directory: Path) -> tuple[Facts, list[AnswerRecord]]:
+            await self._save_state(self._run.run_id, directory, captured.set)
+            await sequencer.answered(seq_id, self)
+            return self._run.facts().at(place), [answer for answer in sequencer.answers if answer.seq_id <= seq_id]
+
         try:
             await sequencer.journal.rotate()
-            await snapshots.save(seq_id, self._write, facts, answers, written)
+            await snapshots.save(seq_id, self._run.state_bytes(CheckpointKind.STATE), write)
             await self._settled(self._run.run_id)
             await asyncio.to_thread(snapshots.drop_before, seq_id)
             await sequencer.journal.drop(seq_id)
         except (errors.PacelineError, OSError) as error:
             _log.warning("snapshot not saved; the journal stays", run=self._run.run_id, error=str(error))
         finally:
-            written.set()
-
-    async def _write(self, directory: Path) -> None:
-        await self._save_state(self._run.run_id, directory)
+            captured.set()

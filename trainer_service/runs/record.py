@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
-from paceline.types import LoraConfig, Run, RunState
+from paceline.types import CheckpointKind, FullParameters, LoraConfig, Run, RunParameters, RunState, WeightStorage
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
+from trainer_service.runs.line import Line
 from trainer_service.runs.sequencer import Sequencer
 
 _FORMAT = 1
+_WEIGHT_BYTES, _STATE_BYTES = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +24,15 @@ class RunOrigin:
 
     tenant: str
     base_model: str
-    lora: LoraConfig
+    parameters: RunParameters
+    user_metadata: dict[str, str]
 
     @classmethod
     def from_json(cls, text: bytes) -> RunOrigin:
         """Read it from run.json."""
         facts = json.loads(text)
-        return cls(facts["tenant"], facts["base_model"], _lora_from_json(facts["lora"]))
+        tenant, base_model = facts["tenant"], facts["base_model"]
+        return cls(tenant, base_model, _take_parameters(facts), facts.get("user_metadata", {}))
 
 
 @dataclass(slots=True)
@@ -38,7 +42,8 @@ class RunRecord:
     run_id: str
     tenant: str
     base_model: str
-    lora: LoraConfig
+    parameters: RunParameters
+    """What it trains."""
     create_time: datetime
     trainable_parameters: int
     request_id: str
@@ -59,6 +64,10 @@ class RunRecord:
     """Whether the engine holds an adapter for it."""
     recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while its state is being rebuilt."""
+    persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while run.json is written, so that what is known last is written last."""
+    announcing: Line = field(default_factory=Line)
+    """The publishes that have captured their weights: versions are announced in order."""
 
     @property
     def list_key(self) -> str:
@@ -74,12 +83,20 @@ class RunRecord:
         self.step, self.latest_version, self.next_version = facts.step, facts.latest_version, facts.next_version
         self.latest_state_checkpoint = facts.latest_state_checkpoint
 
+    def state_bytes(self, kind: CheckpointKind) -> int:
+        """Bytes that a checkpoint takes at most: float32 weights; for a state also gradient and two moments of each."""
+        return self.trainable_parameters * (_STATE_BYTES if kind is CheckpointKind.STATE else _WEIGHT_BYTES)
+
+    def go_to(self, facts: Facts) -> None:
+        """Take over what held at a place in the run's order; what is known at any time stays."""
+        self.step, self.next_version = facts.step, facts.next_version
+
     def public(self) -> Run:
         """Return what clients see."""
         return Run(
             run_id=self.run_id,
             base_model=self.base_model,
-            lora=self.lora,
+            parameters=self.parameters,
             step=self.step,
             last_seq_id=self.sequencer.last_seq_id,
             latest_version=self.latest_version,
@@ -97,7 +114,7 @@ class RunRecord:
             "run_id": self.run_id,
             "tenant": self.tenant,
             "base_model": self.base_model,
-            "lora": asdict(self.lora),
+            **_parameters_to_json(self.parameters),
             "create_time": self.create_time.isoformat(),
             "trainable_parameters": self.trainable_parameters,
             "request_id": self.request_id,
@@ -122,12 +139,12 @@ class RunRecord:
         facts = json.loads(text)
         if facts.pop("format") != _FORMAT:
             raise ValueError("run.json was written by another version of this service")
-        lora = facts.pop("lora")
+        parameters = _take_parameters(facts)
         del facts["last_seq_id"]  # the journal knows better
         return cls(
             sequencer=sequencer,
             snapshots=snapshots,
-            lora=_lora_from_json(lora),
+            parameters=parameters,
             create_time=datetime.fromisoformat(facts.pop("create_time")),
             in_engine=False,
             next_version=facts["version_limit"] + 1,
@@ -135,5 +152,16 @@ class RunRecord:
         )
 
 
-def _lora_from_json(facts: dict[str, Any]) -> LoraConfig:
-    return LoraConfig(**{**facts, "layers": tuple(facts["layers"])})
+def _parameters_to_json(parameters: RunParameters) -> dict[str, Any]:
+    if isinstance(parameters, LoraConfig):
+        return {"lora": asdict(parameters)}
+    return {"full": {**asdict(parameters), "storage": parameters.storage.name}}
+
+
+def _take_parameters(facts: dict[str, Any]) -> RunParameters:
+    """Read what a run trains, and take it out of the facts."""
+    if "lora" in facts:
+        lora = facts.pop("lora")
+        return LoraConfig(**{**lora, "layers": tuple(lora["layers"])})
+    full = facts.pop("full")
+    return FullParameters(**{**full, "storage": WeightStorage[full["storage"]]})

@@ -14,10 +14,11 @@ from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import AnswerRecord, JournalDamagedError
 from trainer_service.publish.publisher import Publisher
-from trainer_service.runs.command import Answer, Command, answer_from_record, answer_to_record
+from trainer_service.runs.command import Command, answer_from_record
 from trainer_service.runs.executor import CommandVerbs, RunExecutor, SnapshotPolicy
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.storage import Past, RunStorage
+from trainer_service.runs.turn import Turn
 
 _log = get_logger(__name__)
 
@@ -45,18 +46,13 @@ class Recovery:
         self._policy = policy
         self._failpoints = failpoints
 
-    def start(self, run: RunRecord, replayed: int = 0) -> None:
-        """Let a run's commands execute; its state is in the engine, or lost."""
-        executor = RunExecutor(
-            run,
-            self._verbs,
-            self._engine.save_state,
-            self._publisher.settled,
-            self._policy,
-            self._failpoints,
-            replayed,
-        )
-        run.sequencer.start(executor)
+    def start(self, run: RunRecord) -> None:
+        """Let a new run's commands execute."""
+        run.sequencer.start(self._executor(run))
+
+    def _executor(self, run: RunRecord) -> RunExecutor:
+        save_state, settled = self._engine.save_state, self._publisher.settled
+        return RunExecutor(run, self._verbs, save_state, settled, self._policy, self._failpoints)
 
     async def recover_all(self, runs: Iterable[RunRecord]) -> None:
         """Bring runs into an engine that has just started."""
@@ -73,68 +69,71 @@ class Recovery:
 
     async def recover(self, run: RunRecord) -> None:
         """Rebuild a run's state and let its commands go on, or declare it lost. Raises EngineUnavailable."""
-        await run.sequencer.idle()
-        replayed = 0
+        await run.sequencer.recover()
+        executor = self._executor(run)
         try:
             past = await asyncio.to_thread(self._storage.read, run.run_id)
             run.state = RunState.READY if past.has_state else RunState.LOST
             if past.has_state:
-                replayed = await self._rebuild(run, past)
-                _log.info("run restored", run=run.run_id, replayed=replayed, seq_id=past.executed)
+                await self._rebuild(run, past, executor)
         except (JournalDamagedError, ReplayFailedError) as damage:
             _log.error("run's state lost: its journal cannot be replayed", run=run.run_id, damage=str(damage))
             await self._engine.delete_run(run.run_id)
             run.state = RunState.LOST
         run.in_engine = run.state is RunState.READY
-        self.start(run, replayed)
+        if run.state is RunState.LOST:
+            for seq_id in run.sequencer.overtaken:
+                await run.sequencer.replay(seq_id, executor)
+        run.sequencer.start(executor)
 
-    async def _rebuild(self, run: RunRecord, past: Past) -> int:
+    async def _rebuild(self, run: RunRecord, past: Past, executor: RunExecutor) -> None:
         await self._engine.delete_run(run.run_id)
-        await self._engine.create_run(run.run_id, run.lora)
+        await self._engine.create_run(run.run_id, run.parameters)
         run.in_engine = True
         if past.snapshot is not None and past.first == past.snapshot.seq_id + 1:
             await self._engine.load_state(run.run_id, past.snapshot.directory, with_optimizer=True)
-        if past.facts is not None:
-            run.apply(past.facts)
-        replayed = 0
-        for seq_id, record in past.history.commands.items():
-            if past.first <= seq_id <= past.executed:
-                await self._replay(run, Command.from_record(record), past.history.answers.get(seq_id))
-                self._failpoints.hit("during_recovery")
-                replayed += 1
-        if past.facts is not None:
-            run.apply(past.facts)
-        return replayed
+        place = past.facts_before(past.first)
+        replayed = [seq_id for seq_id in past.history.commands if past.first <= seq_id <= run.sequencer.executed]
+        for seq_id in replayed:
+            if before := past.history.answers.get(seq_id):
+                await self._replay(run, Command.from_record(past.history.commands[seq_id]), before)
+                place = before.facts
+            elif seq_id in run.sequencer.overtaken:
+                run.go_to(place)
+                await run.sequencer.replay(seq_id, executor)
+                place = run.facts()
+            else:  # it needed the engine no more when that died, and has ended meanwhile or will
+                place = run.sequencer.place(seq_id) or place
+            self._failpoints.hit("during_recovery")
+        run.go_to(place)
+        executor.count(len(replayed))
+        _log.info("run restored", run=run.run_id, replayed=len(replayed))
 
-    async def _replay(self, run: RunRecord, command: Command, before: AnswerRecord | None) -> None:
-        if before is not None and not _changes_state(command, before):
+    async def _replay(self, run: RunRecord, command: Command, before: AnswerRecord) -> None:
+        if not _changes_state(command, before):
             await self._remake_version(run, command, before)
             return
         if run.sequencer.is_poisoned(command):
             raise ReplayFailedError(f"the engine dies of command {command.seq_id}")
         try:
-            answer: Answer = await self._verbs.execute(run, command)
+            await self._verbs.execute(run, command, Turn())
         except EngineDiedError:
             await run.sequencer.count_death(command)
             raise
         except errors.EngineUnavailable:
             raise
         except errors.PacelineError as error:
-            if before is not None and (before.failure is None or before.failure.reason != error.reason):
+            if before.failure is None or before.failure.reason != error.reason:
                 raise ReplayFailedError(f"command {command.seq_id} now fails: {error}") from error
-            answer = error
-        if before is None:
-            run.sequencer.answers.keep(answer_to_record(command, answer, run.facts()))
 
     async def _remake_version(self, run: RunRecord, command: Command, before: AnswerRecord) -> None:
         """Make a version again that was published and had not reached the volume."""
-        if command.method != "PublishWeights" or before.facts.latest_version == 0:
+        if before.version == 0:
             return
-        version = before.facts.latest_version
         answer = answer_from_record(before)
         # A publish that nobody acknowledged in time was refused, and its version exists all the same.
         sha256 = answer.model.sha256 if isinstance(answer, pb.PublishWeightsResponse) else ""
-        await self._publisher.remake(run, version, command.seq_id, sha256)
+        await self._publisher.remake(run, before.version, command.seq_id, sha256)
 
 
 def _changes_state(command: Command, before: AnswerRecord) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,11 +14,11 @@ from paceline.types import RunState
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.runs.deleted import DeletedRuns
-from trainer_service.runs.record import RunRecord
+from trainer_service.runs.record import RunOrigin, RunRecord
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.storage import Past, RunStorage
 
-RUN_FILE = "run.json"
+RUN_FILE, DELETED_FILE = "run.json", "deleted.json"
 _CLOSE_SECONDS = 5.0
 
 _log = get_logger(__name__)
@@ -79,6 +78,12 @@ class RunRegistry:
         """Return the digest of the CreateRun request that made a run which was deleted since; empty if none did."""
         return self._deleted.find(tenant, request_id)
 
+    async def origin(self, run_id: str) -> RunOrigin:
+        """Read what never changes of a run, also of one that was deleted and whose checkpoints were kept."""
+        folder = self._volume.run(run_id)
+        file = folder / RUN_FILE if run_id in self._runs else folder / DELETED_FILE
+        return RunOrigin.from_json(await asyncio.to_thread(file.read_bytes))
+
     async def make_journal(self, run_id: str) -> tuple[Sequencer, SnapshotStore]:
         """Make a new run's folder, with an empty journal."""
 
@@ -97,15 +102,16 @@ class RunRegistry:
         self._runs[record.run_id] = record
 
     async def persist(self, record: RunRecord) -> None:
-        """Write what must survive a restart."""
-        await asyncio.to_thread(layout.write_file, self._volume.run(record.run_id) / RUN_FILE, record.to_json())
+        """Write what must survive a restart, as it is when this is its turn."""
+        async with record.persisting:
+            await asyncio.to_thread(layout.write_file, self._volume.run(record.run_id) / RUN_FILE, record.to_json())
 
     async def remove(self, record: RunRecord, *, keep_checkpoints: bool) -> None:
         """Forget a run. Checkpoints that are kept stay loadable by their owner's other runs."""
         del self._runs[record.run_id]
         folder = self._volume.run(record.run_id)
         await asyncio.to_thread(self._deleted.add, record.tenant, record.request_id, record.request_digest)
-        await asyncio.to_thread(_remove_files, folder, keep_checkpoints=keep_checkpoints, tenant=record.tenant)
+        await asyncio.to_thread(_remove_files, folder, keep_checkpoints=keep_checkpoints)
         await asyncio.to_thread(self._storage.remove, record.run_id)
 
     def hold_all(self, error: errors.PacelineError) -> None:
@@ -114,13 +120,21 @@ class RunRegistry:
             record.in_engine = False
             record.sequencer.hold(error)
 
+    def drain(self) -> None:
+        """Refuse commands that have not begun; those in a journal execute after the next start."""
+        for record in self._runs.values():
+            record.sequencer.drain(_stopping())
+
     async def close(self) -> None:
         """Close every run's journal."""
-        stopping = errors.ShuttingDown("the service is stopping")
-        closing = [asyncio.create_task(record.sequencer.close(stopping)) for record in self._runs.values()]
+        closing = [asyncio.create_task(record.sequencer.close(_stopping())) for record in self._runs.values()]
         if closing:  # one that still waits for acknowledgements is in the journal, and goes on after the next start
             await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
         self._storage.close()
+
+
+def _stopping() -> errors.ShuttingDown:
+    return errors.ShuttingDown("the service is stopping; send the command again, and the next one answers it")
 
 
 def lost(record: RunRecord) -> errors.RunStateLost:
@@ -138,10 +152,10 @@ def _kind_folders(folder: Path) -> Iterable[Path]:
     return (child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
 
 
-def _remove_files(folder: Path, *, keep_checkpoints: bool, tenant: str) -> None:
+def _remove_files(folder: Path, *, keep_checkpoints: bool) -> None:
     if not keep_checkpoints:
         layout.remove_directory(folder)
         return
-    layout.write_file(folder / "deleted.json", json.dumps({"tenant": tenant}).encode())
-    (folder / RUN_FILE).unlink()
+    (folder / RUN_FILE).rename(folder / DELETED_FILE)
+    layout.sync_directory(folder)
     shutil.rmtree(folder / "versions", ignore_errors=True)

@@ -4,16 +4,25 @@ A command arrives with a seq_id. As soon as all before it have arrived it is app
 durable and those before it have executed, it executes; its answer, good or bad, is kept, in the journal too, and
 whoever sends the same command again gets that answer. While the run's state is not in the engine commands are taken
 and wait.
+
+A command that only reads the run's state (SaveCheckpoint, PublishWeights) lets the next begin when it has captured that
+state, so answers may come out of order. What holds all the same:
+
+- Commands capture in order of seq_id: each sees the run as the commands before it left it, and no later one.
+- A command is answered, in the journal, before one of the same kind that comes after it shows what it did where both
+  do that in order (`Turn.wait_for_earlier`).
+- A command that replaces the run's state (LoadCheckpoint) begins when all before it are answered.
+- When engine or service die, a command without an answer executes again at its place: `recover` leaves those that
+  others have overtaken to `replay`, which runs between the repetition of the commands around it.
+- What the journal says of the run with an answer is what held at the command's place (`Facts`).
+- A snapshot of the run after a command becomes one when all up to that command are answered (`answered`), so that no
+  command needs what a snapshot makes superfluous.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
-from uuid import uuid4
 
 from google.protobuf.message import Message
 
@@ -24,41 +33,14 @@ from trainer_service.failpoints import Failpoints
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import AttemptRecord, Facts, RebaseRecord
 from trainer_service.runs.answers import Answers, check_digest
-from trainer_service.runs.command import Answer, Command, answer_to_record
+from trainer_service.runs.command import Answer, Command, answer_to_record, internal_error, poisoned
+from trainer_service.runs.turn import READING, REPEATABLE, Executor, Turn
+from trainer_service.runs.waiting import Pending, Waiting
 
 _log = get_logger(__name__)
 
-_REPEATABLE = frozenset({"ForwardBackward", "OptimStep"})
-"""Commands whose replies come out the same when they are executed again, so that they need not be durable first."""
-
-
-class Executor(Protocol):
-    """Executes a run's commands."""
-
-    async def execute(self, command: Command) -> Message:
-        """Execute a command. Raises PacelineError; EngineUnavailable means that it was not executed."""
-        ...
-
-    def facts(self) -> Facts:
-        """Return what is known of the run now."""
-        ...
-
-    async def executed(self, command: Command) -> None:
-        """Do what must come between this command and the next."""
-        ...
-
-    async def close(self) -> None:
-        """Finish what goes on behind the commands."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    command: Command
-    answer: asyncio.Future[Message]
-    durable: asyncio.Future[None] | None = None
-    """Set when it was appended to the journal."""
-    started: bool = False
+_MAX_UNDER_WAY = 8
+"""Commands of a run that may be under way, so that what they hold is bounded."""
 
 
 class Sequencer:
@@ -80,26 +62,29 @@ class Sequencer:
         self.attempts: Counter[int] = Counter()
         """How often the engine died of a command."""
         self._max_attempts = max_attempts
-        self._executed = self._appended = last_seq_id
-        self._gap_wait = gap_wait_seconds
+        self._executed = last_seq_id
         self._failpoints = failpoints
-        self._pending: dict[int, _Pending] = {}
+        self._waiting = Waiting(journal, last_seq_id, gap_wait_seconds)
         self._executor: Executor | None = None
+        self._former: Executor | None = None
         self._task: asyncio.Task[None] | None = None
-        self._closed: errors.PacelineError | None = None
-        journal.on_refused = self._refuse
+        self._finishing: set[asyncio.Task[None]] = set()
+        self._refusal: errors.PacelineError | None = None
+        self._is_closed = False
 
     @property
     def last_seq_id(self) -> int:
         """Highest seq_id that was accepted in order: it has executed, or will."""
-        return self._appended
+        return self._waiting.appended
+
+    @property
+    def executed(self) -> int:
+        """Highest seq_id that has executed up to where the next may begin."""
+        return self._executed
 
     def restore(self, command: Command) -> None:
-        """Take in the next command of a journal, which has no answer yet."""
-        pending = self._add(command)
-        pending.durable = asyncio.get_running_loop().create_future()
-        pending.durable.set_result(None)
-        self._appended = command.seq_id
+        """Take in the next command of a journal that has no answer yet; later ones may have one."""
+        self._waiting.restore(command)
 
     async def execute(self, command: Command) -> Message:
         """Execute a command at its turn and return its answer; a repeated one gets the first answer.
@@ -108,44 +93,79 @@ class Sequencer:
         SeqIdReused, SeqIdExpired, DiskFull when it cannot be journaled, EngineUnavailable when the engine dies while it
         waits, or SeqIdGap when those before it do not come in time.
         """
-        if self._closed is not None:
-            raise self._closed
+        if self._refusal is not None:
+            raise self._refusal
         if command.seq_id == 0:
             raise errors.MissingField("is not set; a run's commands count from 1", field="seq_id")
-        if command.seq_id <= self._executed:
+        pending = self._waiting.get(command.seq_id)
+        if pending is None and command.seq_id <= self._executed:
             answer = self.answers.again(command.seq_id, command.digest, self._executed)
             if isinstance(answer, errors.PacelineError):
                 raise answer
             return answer
-        pending = self._pending.get(command.seq_id) or self._accept(command)
+        if pending is None:
+            pending = self._waiting.accept(command)
+            self._advance()
         check_digest(command.digest, pending.command.digest)
         return await asyncio.shield(pending.answer)
 
     def start(self, executor: Executor) -> None:
         """Execute commands with `executor` from now on."""
-        if self._closed is not None:
+        if self._refusal is not None:
             return
         self._executor = executor
         self._advance()
 
     def hold(self, error: errors.PacelineError) -> None:
         """Execute none before the next `start`. Those who wait are told `error`; their commands stay."""
-        self._executor = None
-        for pending in self._pending.values():
-            _settle(pending, error)
-            pending.answer = _new_answer()
+        self._former, self._executor = self._executor or self._former, None
+        for pending in self._waiting:
+            if pending.turn is None or not pending.turn.released.is_set():
+                pending.put_off(error)
+        self._waiting.notify()
+
+    async def recover(self) -> None:
+        """After `hold`, take back what died with the engine; commands that need the engine no more go on."""
+        await self._left_engine()
+        if self._former is not None:
+            await self._former.close()
+        while self._is_undone(self._executed):
+            self._executed -= 1
+
+    @property
+    def overtaken(self) -> list[int]:
+        """Commands without an answer that have to execute again, by `replay`, before later ones go on."""
+        keys = sorted(pending.command.seq_id for pending in self._waiting)
+        return [seq_id for seq_id in keys if seq_id < self._executed and self._is_undone(seq_id)]
+
+    async def replay(self, seq_id: int, executor: Executor) -> None:
+        """Execute a command again whose place has come, up to where the next may begin. Raises EngineUnavailable."""
+        pending = self._waiting.get(seq_id)
+        if pending is not None and not await self._begin(pending, executor):
+            raise errors.EngineUnavailable("the engine died while the run was restored")
+
+    def place(self, seq_id: int) -> Facts | None:
+        """Return what held in the run's order after a command that has executed, while that is known."""
+        pending = self._waiting.get(seq_id)
+        return self.answers.facts(seq_id) if pending is None else pending.place
+
+    async def answered(self, seq_id: int, executor: Executor) -> None:
+        """Wait until every command up to `seq_id` is answered. Raises EngineUnavailable when `executor` is given up."""
+        while any(pending.command.seq_id <= seq_id for pending in self._waiting):
+            if self._executor is not executor:
+                raise errors.EngineUnavailable("a command has to execute again first")
+            await self._waiting.changed()
 
     async def rebase(self, seq_id: int) -> None:
         """Make `seq_id` the next to execute where the commands before it are lost for good.
 
         Commands that wait below it are refused; those executed stay executed.
         """
-        if seq_id <= self._appended + 1:
+        if seq_id <= self.last_seq_id + 1:
             return
-        self._appended = self._executed = seq_id - 1
+        self._executed = seq_id - 1
+        self._waiting.skip_to(seq_id)
         await self.journal.append(RebaseRecord(seq_id), sync=True)
-        lost = errors.RunStateLost("the run was restored by a later command", field="seq_id")
-        self._drop(lambda pending: pending.command.seq_id < seq_id, lost)
 
     def is_poisoned(self, command: Command) -> bool:
         """Whether the engine died of a command as often as it may."""
@@ -157,85 +177,105 @@ class Sequencer:
         _log.error("engine died of a command", seq_id=command.seq_id, attempts=self.attempts[command.seq_id])
         await self.journal.append(AttemptRecord(command.seq_id), sync=True)
 
+    def drain(self, error: errors.PacelineError) -> None:
+        """Refuse what has not started and what comes; what has started goes on."""
+        self._refusal = error
+        self._waiting.drop(lambda _: True, error)
+
     async def close(self, error: errors.PacelineError) -> None:
-        """Refuse what has not started and what comes, and wait for what has started."""
-        if self._closed is not None:
+        """Drain, and wait for what has started."""
+        if self._is_closed:
             return
-        self._closed = error
-        self._drop(lambda pending: not pending.started, error)
+        self._is_closed = True
+        self.drain(error)
         executor, self._executor = self._executor, None
-        await self.idle()
+        self._waiting.notify()
+        await self._left_engine()
+        if self._finishing:
+            await asyncio.wait(self._finishing)
         if executor is not None:
             await executor.close()
         await self.journal.close()
 
-    async def idle(self) -> None:
-        """Return when no command is executing."""
-        if self._task is not None:
-            await asyncio.wait({self._task})
-
-    def _accept(self, command: Command) -> _Pending:
-        pending = self._add(command)
-        asyncio.get_running_loop().call_later(self._gap_wait, self._give_up, pending)
-        while following := self._pending.get(self._appended + 1):
-            following.durable = self.journal.append(following.command.to_record(), sync=True)
-            self._appended += 1
-        self._advance()
-        return pending
-
-    def _add(self, command: Command) -> _Pending:
-        pending = self._pending[command.seq_id] = _Pending(command, _new_answer())
-        return pending
-
     def _advance(self) -> None:
-        pending = self._pending.get(self._executed + 1)
+        pending = self._waiting.get(self._executed + 1)
         is_idle = self._task is None or self._task.done()
         if pending is None or pending.durable is None or self._executor is None or not is_idle:
             return
-        pending.started = True
         self._task = asyncio.create_task(self._run(pending, pending.durable, self._executor))
         self._task.add_done_callback(lambda _: self._advance())
 
-    async def _run(self, pending: _Pending, durable: asyncio.Future[None], executor: Executor) -> None:
+    async def _run(self, pending: Pending, durable: asyncio.Future[None], executor: Executor) -> None:
         try:
             await durable
         except errors.PacelineError:
             return  # It was refused, and everybody who waited was told.
-        command = pending.command
-        answer = await self._answer(command, executor)
-        if isinstance(answer, errors.EngineUnavailable):
-            pending.started = False
-            await self._not_executed(command, answer)
-            return
-        self._failpoints.hit("after_execute")
-        record = answer_to_record(command, answer, executor.facts())
-        must_sync = isinstance(answer, errors.PacelineError) or command.method not in _REPEATABLE
-        await self.journal.append(record, sync=must_sync)
-        self._failpoints.hit("after_answer")
-        self.answers.keep(record)
-        del self._pending[command.seq_id]
-        self._executed = command.seq_id
-        self._failpoints.hit("before_ack")
-        _settle(pending, answer)
-        await executor.executed(command)
-        self._failpoints.hit("after_ack")
+        while self._executor is executor and self._must_wait(pending.command):
+            await self._waiting.changed()
+        if self._executor is executor and await self._begin(pending, executor):
+            self._executed = max(self._executed, pending.command.seq_id)
+            self._failpoints.hit("after_capture")
+            await executor.executed(pending.command)
+            self._failpoints.hit("after_ack")
 
-    async def _answer(self, command: Command, executor: Executor) -> Answer:
+    def _must_wait(self, command: Command) -> bool:
+        """Whether a command whose turn has come may not begin beside those that are under way."""
+        under_way = len(self._waiting.under_way())
+        alone = command.method not in READING | REPEATABLE
+        return under_way > 0 if alone else under_way >= _MAX_UNDER_WAY
+
+    async def _begin(self, pending: Pending, executor: Executor) -> bool:
+        """Execute a command up to where the next may begin; return whether it came so far."""
+        command = pending.command
+        earlier = [turn for other, turn in self._waiting.under_way() if other.method == command.method]
+        turn = pending.turn = Turn(earlier, may_overlap=command.method in READING)
+        pending.place = None
+        task = asyncio.create_task(self._finish(pending, turn, executor))
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+        await turn.captured.wait()
+        if turn.ended.is_set():
+            return turn.is_answered
+        pending.place = executor.facts()
+        return True
+
+    async def _finish(self, pending: Pending, turn: Turn, executor: Executor) -> None:
+        """Execute a command, keep its answer, and tell it."""
+        command = pending.command
+        try:
+            answer = await self._answer(command, turn, executor)
+            if isinstance(answer, errors.EngineUnavailable):
+                await self._not_executed(command, answer)
+                return
+            self._failpoints.hit("after_execute")
+            record = answer_to_record(command, answer, executor.facts().at(pending.place), turn.version)
+            must_sync = isinstance(answer, errors.PacelineError) or command.method not in REPEATABLE
+            await self.journal.append(record, sync=must_sync)
+            self._failpoints.hit("after_answer")
+            self.answers.keep(record)
+            self._waiting.remove(command.seq_id)
+            self._executed = max(self._executed, command.seq_id)
+            turn.is_answered = True
+            self._failpoints.hit("before_ack")
+            pending.settle(answer)
+        finally:
+            pending.turn = None
+            turn.end()
+            self._waiting.notify()
+
+    async def _answer(self, command: Command, turn: Turn, executor: Executor) -> Answer:
         if self.is_poisoned(command):
-            deaths = str(self.attempts[command.seq_id])
-            message = f"the engine died {deaths} time(s) while it executed this; it is not tried again"
-            return errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": deaths})
+            return poisoned(self.attempts[command.seq_id])
         self._failpoints.hit("before_execute")
         try:
-            return await executor.execute(command)
+            return await executor.execute(command, turn)
         except errors.PacelineError as error:
             return error
         except Exception:
             # Whatever it was, its answer is kept like any other, so that the commands after it are not held up.
-            error_id = uuid4().hex
-            _log.exception("command failed", seq_id=command.seq_id, error_id=error_id)
-            message = f"internal error; the service's log has it under {error_id}"
-            return errors.Internal(message, metadata={"error_id": error_id})
+            answer = internal_error()
+            _log.exception("command failed", seq_id=command.seq_id, **answer.metadata)
+            return answer
 
     async def _not_executed(self, command: Command, error: errors.EngineUnavailable) -> None:
         """Keep a command that the engine did not execute until the run is back."""
@@ -243,40 +283,14 @@ class Sequencer:
             await self.count_death(command)
         self.hold(error)
 
-    def _refuse(self, error: errors.PacelineError) -> None:
-        """Take back the commands that could not be journaled: none was executed, and their seq_ids are free."""
-        durable = {
-            key
-            for key, pending in self._pending.items()
-            if pending.durable is not None and pending.durable.done() and not pending.durable.exception()
-        }
-        self._appended = max(durable, default=self._executed)
-        self._drop(lambda pending: pending.command.seq_id > self._appended and pending.durable is not None, error)
+    async def _left_engine(self) -> None:
+        """Return when no command asks anything of the engine."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        for _, turn in self._waiting.under_way():
+            await turn.released.wait()
 
-    def _drop(self, is_dropped: Callable[[_Pending], bool], error: errors.PacelineError) -> None:
-        for pending in [pending for pending in self._pending.values() if is_dropped(pending)]:
-            del self._pending[pending.command.seq_id]
-            _settle(pending, error)
-
-    def _give_up(self, pending: _Pending) -> None:
-        seq_id = pending.command.seq_id
-        if self._pending.get(seq_id) is not pending or pending.durable is not None:
-            return
-        del self._pending[seq_id]
-        missing = next(earlier for earlier in range(self._appended + 1, seq_id) if earlier not in self._pending)
-        message = f"command {missing} did not come within {self._gap_wait:g} s; send it, then this one again"
-        _settle(pending, errors.SeqIdGap(message, field="seq_id", metadata={"missing": str(missing)}))
-
-
-def _new_answer() -> asyncio.Future[Message]:
-    answer = asyncio.get_running_loop().create_future()
-    # A failure may find nobody waiting any more; it is kept as the answer all the same.
-    answer.add_done_callback(lambda future: future.cancelled() or future.exception())
-    return answer
-
-
-def _settle(pending: _Pending, answer: Answer) -> None:
-    if isinstance(answer, errors.PacelineError):
-        pending.answer.set_exception(answer)
-    else:
-        pending.answer.set_result(answer)
+    def _is_undone(self, seq_id: int) -> bool:
+        """Whether a command has no answer, and will have none unless it executes again."""
+        pending = self._waiting.get(seq_id)
+        return pending is not None and pending.turn is None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paceline import layout
 from paceline.log import get_logger
+from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import History, highest_seq_id, read_history
 from trainer_service.journal.journal import RunJournal
@@ -38,6 +39,12 @@ class Past:
         return max([after, *(seq_id for seq_id in loads if self.succeeded(seq_id))])
 
     @property
+    def unanswered(self) -> list[int]:
+        """Commands that have no answer; later ones may have one."""
+        after = self.snapshot.seq_id if self.snapshot else 0
+        return [seq_id for seq_id in self.history.commands if seq_id > after and seq_id not in self.history.answers]
+
+    @property
     def has_state(self) -> bool:
         """Whether the run's state can be rebuilt."""
         first = self.history.commands.get(self.first)
@@ -46,9 +53,19 @@ class Past:
 
     @property
     def facts(self) -> Facts | None:
-        """What was known of the run after the last command that was answered."""
-        known = self.snapshot.facts if self.snapshot else None
-        return self.history.answers[max(self.history.answers)].facts if self.history.answers else known
+        """What was known of the run last, and held after the last command in its order that was answered."""
+        answers, known = self.history.answers, self.snapshot.facts if self.snapshot else None
+        if not answers:
+            return known
+        place = known if self.snapshot and max(answers) <= self.snapshot.seq_id else answers[max(answers)].facts
+        return next(reversed(answers.values())).facts.at(place)
+
+    def facts_before(self, seq_id: int) -> Facts:
+        """Return what held in the run's order before a command."""
+        place = max((answered for answered in self.history.answers if answered < seq_id), default=0)
+        if self.snapshot and place <= self.snapshot.seq_id:
+            return self.snapshot.facts
+        return self.history.answers[place].facts if place else Facts()
 
     @property
     def executed(self) -> int:
@@ -69,6 +86,7 @@ class RunStorage:
         self._volume = volume
         self._settings = settings
         self._failpoints = failpoints
+        self._guard = DiskGuard(settings.min_free_bytes)
         self._threads = ThreadPoolExecutor(_SYNCING_THREADS, thread_name_prefix="journal")
 
     def make(self, run_id: str) -> None:
@@ -77,7 +95,7 @@ class RunStorage:
 
     def snapshots(self, run_id: str) -> SnapshotStore:
         """Return a run's snapshots."""
-        return SnapshotStore(self._volume.run(run_id), self._failpoints)
+        return SnapshotStore(self._volume.run(run_id), self._failpoints, self._guard)
 
     def read(self, run_id: str) -> Past:
         """Read what the volume says of a run. Raises JournalDamagedError."""
@@ -103,7 +121,13 @@ class RunStorage:
     def open(self, run_id: str, past: Past) -> Sequencer:
         """Make a run's sequencer, with the answers that it gave and the commands that it has still to execute."""
         sequencer = Sequencer(
-            RunJournal(self._volume.run(run_id) / _JOURNAL, past.history.last_seq_id, self._threads, self._failpoints),
+            RunJournal(
+                self._volume.run(run_id) / _JOURNAL,
+                past.history.last_seq_id,
+                self._threads,
+                self._failpoints,
+                self._guard,
+            ),
             _answers(past),
             past.executed,
             gap_wait_seconds=self._settings.gap_wait_seconds,
@@ -111,9 +135,8 @@ class RunStorage:
             failpoints=self._failpoints,
         )
         sequencer.attempts = past.history.attempts
-        for seq_id, record in past.history.commands.items():
-            if seq_id > past.executed:
-                sequencer.restore(Command.from_record(record))
+        for seq_id in past.unanswered:
+            sequencer.restore(Command.from_record(past.history.commands[seq_id]))
         return sequencer
 
     def remove(self, run_id: str) -> None:

@@ -1,8 +1,9 @@
-"""Element-wise work on a CPU, a few rows at a time, so that what passes between its steps stays in the cache."""
+"""Element-wise work on rows: a few at a time, so that what passes between its steps stays in the cache, or compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,33 @@ from torch import Tensor
 _ELEMENTS = 1 << 17
 """Elements of a block: half a megabyte in float32, and a few such fit a core's second-level cache."""
 
+Body = Callable[..., None]
+"""Work on rows of the tensors that it is given; it writes its results into some of them."""
 
-def row_blocks(*tensors: Tensor, dim: int = 0) -> Iterator[tuple[Tensor, ...]]:
+
+class RowWork:
+    """How the fused layers do element-wise work.
+
+    Without a backend of torch.compile: as it is written, block by block. With one, "inductor" say: each body is
+    compiled into a loop over all rows, at its first call for a dtype, which takes seconds.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        self._backend = backend
+        self._compiled: dict[Body, Body] = {}
+
+    def __call__(self, body: Body, *tensors: Tensor, dim: int = 0, **constants: float) -> None:
+        """Apply `body` to the tensors, which are equally long in `dim`."""
+        if self._backend is None:
+            for part in row_blocks(*tensors, dim=dim):
+                body(*part, **constants)
+            return
+        if body not in self._compiled:
+            self._compiled[body] = torch.compile(body, dynamic=True, fullgraph=True, backend=self._backend)
+        self._compiled[body](*tensors, **constants)
+
+
+def row_blocks(*tensors: Tensor, dim: int = 0) -> Iterator[tuple[Any, ...]]:
     """Split tensors of the same length in `dim` into views of a block of rows each; on a GPU there is one block."""
     length = tensors[0].shape[dim]
     if tensors[0].device.type != "cpu" or not length:

@@ -1,98 +1,154 @@
-"""Frozen linear layers and their low-rank updates as one operation, for layers that read the same input."""
+"""Frozen linear layers and the low-rank updates of many runs as one operation, for layers that read the same input."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, autograd, nn
 from torch.nn import functional
 
+from paceline.errors import Unsupported
+from trainer_service.engine.routing import Routing, Span
 
-class FusedLoraLinear(PeftLinear):
-    """PEFT's LoRA linear, computed in the dtype of the base weights.
 
-    Adapter weights stay float32; each pass rounds them once, with the scaling folded into B. The product is added to
-    the base layer's output in place, so nothing but the input and x A^T is kept for the backward pass.
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A run's part in one layer: x W^T becomes x W^T + scaling (dropout(x) A^T) B^T (LoRA, arXiv 2106.09685, eq. 3)."""
+
+    a: Tensor
+    """A, float32, [rank, in]."""
+    b: Tensor
+    """B, float32, [out, rank]."""
+    scaling: float
+    dropout: float
+    """Probability with which an element of the input is dropped in training."""
+
+
+class AdaptedLinear(PeftLinear):
+    """PEFT's LoRA layer, its adapters those of runs, computed for the rows of many of them at once.
+
+    Whose rows come in the routing says; a row of a run without a part here passes the frozen layer alone. The parts
+    stay float32; each pass rounds them once to the dtype of the input, with the scaling folded into B.
     """
 
-    @property
-    def active_part(self) -> str | None:
-        """Name of the active adapter, if it has a part in this layer."""
-        return next((name for name in self.active_adapters if name in self.lora_A), None)
+    routing: Routing
+    index: int
+    """Tells its dropout from that of other layers."""
+
+    def part(self, run_id: str) -> LowRank | None:
+        """Return what a run adds here, if anything."""
+        if run_id not in self.lora_A:
+            return None
+        dropout = getattr(self.lora_dropout[run_id], "p", 0.0)  # PEFT has an Identity for 0.
+        a, b = cast("nn.Linear", self.lora_A[run_id]), cast("nn.Linear", self.lora_B[run_id])
+        return LowRank(a.weight, b.weight, self.scaling[run_id], dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute x W^T + bias + s (dropout(x) A^T) B^T with the active adapter, if it has a part here.
-
-        `x` is [..., in]; returns [..., out] in the dtype of `x`.
-        """
-        name = self.active_part
-        if name is None:
-            return self.base_layer(x)  # type: ignore[no-any-return]
-        if not self.drops:
-            (out,) = shared_input(x.reshape(-1, x.shape[-1]), self)
-            return out.view(*x.shape[:-1], -1)
-        _, _, a, b, scaling = self.weights
-        low = functional.linear(self.lora_dropout[name](x), a.to(x.dtype))
-        return self.base_layer(x) + functional.linear(low, (b * scaling).to(x.dtype))  # type: ignore[no-any-return]
-
-    @property
-    def weights(self) -> tuple[Any, ...]:
-        """W, bias or None, A, B and scaling of the active adapter, which must have a part here."""
-        name, base = self.active_part, self.base_layer
-        return base.weight, base.bias, self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]  # type: ignore[index]
-
-    @property
-    def drops(self) -> bool:
-        """Whether the active adapter's dropout acts now."""
-        name = self.active_part
-        dropout = nn.Identity() if name is None else self.lora_dropout[name]
-        return dropout.training and not isinstance(dropout, nn.Identity)
+        """Apply the layer to `x`, [..., in], the rows of the pass; returns [..., out] in the dtype of `x`."""
+        (out,) = shared_input(x.reshape(-1, x.shape[-1]), self)
+        return out.view(*x.shape[:-1], -1)
 
 
-def shared_input(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+def shared_input(x: Tensor, *layers: nn.Module, spans: Sequence[Span] | None = None) -> Sequence[Tensor]:
     """Apply layers to the same `x`, [rows, in]; returns one [rows, out] each.
 
-    Their low-rank parts are one product, and their gradients for `x` are summed in the products themselves.
+    `spans` are the rows' runs where they are not those of the pass. A run's low-rank parts in these layers are one
+    product, its gradients for `x` are summed in the products themselves, and they share a dropout mask.
     """
-    fused = [layer for layer in layers if isinstance(layer, FusedLoraLinear) and layer.active_part is not None]
-    if len(fused) < len(layers) or any(layer.drops for layer in fused):
+    adapted = {place: layer for place, layer in enumerate(layers) if isinstance(layer, AdaptedLinear)}
+    if not adapted:
         return [layer(x) for layer in layers]
-    return _LoraLinears.apply(x, *(weight for layer in fused for weight in layer.weights))  # type: ignore[no-any-return, no-untyped-call]
+    # Runs without a part here go the same way, so that their sums do not depend on whether others have one.
+    parts = _parts(x, adapted, spans)
+    frozen = [layer.base_layer if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+    weights = [weight for layer in frozen for weight in (layer.weight, layer.bias)]
+    factors = [factor for part in parts for low in part.lows for factor in (low.a, low.b)]
+    return _LoraLinears.apply(x, parts, *weights, *factors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one run adds: its rows, the layers by place, its factors in each."""
+
+    span: Span
+    places: tuple[int, ...]
+    lows: tuple[LowRank, ...]
+    layer: int
+    """Index of the first of the layers, by which dropout's masks are drawn."""
+
+    def mask(self, rows: Tensor) -> Tensor | None:
+        """Draw the dropout mask for the run's rows; None where nothing is dropped."""
+        dropout = self.lows[0].dropout
+        return self.span.mask(self.layer, dropout, rows) if dropout and self.span.seed is not None else None
+
+
+def _parts(x: Tensor, adapted: Mapping[int, AdaptedLinear], spans: Sequence[Span] | None) -> list[_Part]:
+    first = next(iter(adapted.values()))
+    parts = []
+    for span in first.routing.spans if spans is None else spans:
+        lows = {place: low for place, layer in adapted.items() if (low := layer.part(span.run_id)) is not None}
+        if lows:
+            parts.append(_Part(span, tuple(lows), tuple(lows.values()), first.index))
+    if parts and (spans or first.routing.spans)[-1].stop != len(x):
+        raise Unsupported("a layer of this model does not see the rows of a pass in order; adapt other layers.")
+    return parts
 
 
 class _LoraLinears(autograd.Function):
-    """Gradients for x, and for each layer's A and B; W and the bias are frozen. Layers come as (W, bias, A, B, s)."""
+    """Gradients for x, and for A and B of each part; the weights and biases are frozen.
+
+    After `parts` come each layer's weight and bias, then each part's A and B, layer by layer.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-        layers = [flat[i : i + 5] for i in range(0, len(flat), 5)]
-        down = torch.cat([a for _, _, a, _, _ in layers]).to(x.dtype)
-        ups = [(b * scaling).to(x.dtype) for _, _, _, b, scaling in layers]
-        ctx.ranks, ctx.scalings = [up.shape[1] for up in ups], [layer[4] for layer in layers]
-        lows = [low.contiguous() for low in torch.split(x @ down.t(), ctx.ranks, dim=1)]
-        ctx.save_for_backward(x, down, *(layer[0] for layer in layers), *ups, *lows)
-        return tuple(
-            functional.linear(x, weight, bias).addmm_(low, up.t())
-            for (weight, bias, *_), low, up in zip(layers, lows, ups, strict=True)
-        )
+    def forward(ctx: Any, x: Tensor, parts: Sequence[_Part], *flat: Any) -> tuple[Tensor, ...]:
+        count = (len(flat) - sum(2 * len(part.lows) for part in parts)) // 2
+        weights, biases, factors = flat[: 2 * count : 2], flat[1 : 2 * count : 2], iter(flat[2 * count :])
+        outs = tuple(functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        saved = []
+        for part in parts:
+            pairs = [(next(factors), next(factors)) for _ in part.lows]
+            down = torch.cat([a for a, _ in pairs]).to(x.dtype)
+            ups = [(b * low.scaling).to(x.dtype) for (_, b), low in zip(pairs, part.lows, strict=True)]
+            rows = _dropped(x[part.span.rows], part)
+            lows = [low.contiguous() for low in torch.split(rows @ down.t(), [up.shape[1] for up in ups], dim=1)]
+            for place, low, up in zip(part.places, lows, ups, strict=True):
+                outs[place][part.span.rows].addmm_(low, up.t())
+            saved += [down, *ups, *lows]
+        ctx.parts = parts
+        ctx.save_for_backward(x, *weights, *saved)
+        return outs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, down, *rest = ctx.saved_tensors
         count = len(gradients)
-        weights, ups, lows = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        through = torch.cat([out @ up for out, up in zip(gradients, ups, strict=True)], dim=1)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = through @ down
+        x, *rest = ctx.saved_tensors
+        weights, saved = rest[:count], iter(rest[count:])
+        dx = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        factors: list[Tensor] = []
+        for part in ctx.parts:
+            down = next(saved)
+            ups, lows = ([next(saved) for _ in part.lows] for _ in range(2))
+            outs = [gradients[place][part.span.rows] for place in part.places]
+            through = torch.cat([out @ up for out, up in zip(outs, ups, strict=True)], dim=1)
+            mask = part.mask(x[part.span.rows])
+            if dx is not None:
+                into = torch.mm(through, down, out=dx[part.span.rows])
+                into.mul_(mask) if mask is not None else None
+            rows = x[part.span.rows] if mask is None else x[part.span.rows] * mask
+            das = torch.split((through.t() @ rows).float(), [up.shape[1] for up in ups])
+            for da, low, out, factor in zip(das, lows, outs, part.lows, strict=True):
+                factors += [da, (out.t() @ low).float().mul_(factor.scaling)]
+        if dx is not None:
             for out, weight in zip(gradients, weights, strict=True):
                 dx.addmm_(out, weight)
-        das = torch.split((through.t() @ x).float(), ctx.ranks)
-        dbs = [
-            (low.t() @ out).t().float().mul(scaling).contiguous()
-            for low, out, scaling in zip(lows, gradients, ctx.scalings, strict=True)
-        ]
-        return dx, *(g for da, db in zip(das, dbs, strict=True) for g in (None, None, da, db, None))
+        return dx, None, *([None] * (2 * count)), *factors
+
+
+def _dropped(rows: Tensor, part: _Part) -> Tensor:
+    mask = part.mask(rows)
+    return rows if mask is None else rows * mask

@@ -7,46 +7,64 @@ from typing import Any
 import torch
 from torch import Tensor, autograd, nn
 
-from trainer_service.engine.fused.blocks import row_blocks
+from trainer_service.engine.fused.blocks import RowWork, row_blocks
 
 
 class FusedRmsNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; keeps x and one float32 for each row."""
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, work: RowWork | None = None) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
+        self._work = work or RowWork()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x`, [..., width]; the dtype stays."""
-        return _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+        return _RmsNorm.apply(x, self.weight, self.eps, self._work)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _RmsNorm(autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, work: RowWork) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out, inverse = torch.empty_like(rows), torch.empty(len(rows), 1, device=x.device)
-        for part, target, root in row_blocks(rows, out, inverse):
-            exact = part.float()
-            root.copy_(torch.linalg.vecdot(exact, exact).unsqueeze(1)).div_(x.shape[-1]).add_(eps).rsqrt_()
-            target.copy_(exact * root).mul_(weight)
+        work(_normalise, rows, out, inverse, _each_row(weight, rows), eps=eps)
         ctx.save_for_backward(rows, weight, inverse)
+        ctx.work = work
         return out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """With n = x / rms: dx = (g - n mean(g n)) / rms, where g = dy * weight; dweight = sum(dy n)."""
         x, weight, inverse = ctx.saved_tensors
         dout = gradients[0].reshape(x.shape)
         dx = torch.empty_like(x)
-        dweight = torch.zeros(weight.shape, device=x.device) if ctx.needs_input_grad[1] else None
-        for part, upstream, target, root in row_blocks(x, dout, dx, inverse):
-            normed, g = part * root, upstream.float()
-            if dweight is not None:
-                dweight += (g * normed).sum(0)
-            g.mul_(weight)
-            share = torch.linalg.vecdot(g, normed).unsqueeze(1).div_(-x.shape[1])
-            target.copy_(g.addcmul_(normed, share).mul_(root))
-        return dx.view(gradients[0].shape), None if dweight is None else dweight.to(weight.dtype), None
+        ctx.work(_normalise_backward, x, dout, dx, inverse, _each_row(weight, x))
+        dweight = _weight_gradient(x, dout, inverse, weight) if ctx.needs_input_grad[1] else None
+        return dx.view(gradients[0].shape), dweight, None, None
+
+
+def _each_row(weight: Tensor, rows: Tensor) -> Tensor:
+    """Repeat the weight for each row, without a copy."""
+    return weight.expand(len(rows), -1)
+
+
+def _normalise(x: Tensor, out: Tensor, inverse: Tensor, weight: Tensor, *, eps: float) -> None:
+    exact = x.float()
+    inverse.copy_(torch.linalg.vecdot(exact, exact).unsqueeze(1)).div_(x.shape[-1]).add_(eps).rsqrt_()
+    out.copy_(exact * inverse).mul_(weight)
+
+
+def _normalise_backward(x: Tensor, dout: Tensor, dx: Tensor, inverse: Tensor, weight: Tensor) -> None:
+    """With n = x / rms: dx = (g - n mean(g n)) / rms, where g = dy * weight."""
+    normed, g = x * inverse, dout.float() * weight
+    share = torch.linalg.vecdot(g, normed).unsqueeze(1).div_(-x.shape[1])
+    dx.copy_(g.addcmul_(normed, share).mul_(inverse))
+
+
+def _weight_gradient(x: Tensor, dout: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    """Return sum(dy n) over the rows."""
+    total = torch.zeros(weight.shape, device=x.device)
+    for part, upstream, root in row_blocks(x, dout, inverse):
+        total += (upstream.float() * (part * root)).sum(0)
+    return total.to(weight.dtype)

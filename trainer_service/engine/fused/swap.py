@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainer_service.engine.fused.attention import FusedAttention
+from trainer_service.engine.fused.blocks import RowWork
 from trainer_service.engine.fused.mlp import FusedSwiglu
 from trainer_service.engine.fused.norm import FusedRmsNorm
 
@@ -14,28 +15,29 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 
 
-def fuse_layers(model: PreTrainedModel) -> None:
+def fuse_layers(model: PreTrainedModel, work: RowWork | None = None) -> None:
     """Replace norms, MLPs and attention of a known family; leave any other model as it is.
 
-    Names of weights and of linear layers stay.
+    Names of weights and of linear layers stay. `work` does the element-wise parts.
     """
     if model.config.model_type not in _FAMILIES:
         return
+    work = work or RowWork()
     for parent in reversed(list(model.modules())):  # Inner layers first: an outer one takes them over.
         for name, child in list(parent.named_children()):
-            replacement = _fused(child, model)
+            replacement = _fused(child, model, work)
             if replacement is not None:
                 setattr(parent, name, replacement)
 
 
-def _fused(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
+def _fused(module: nn.Module, model: PreTrainedModel, work: RowWork) -> nn.Module | None:
     kind = type(module).__name__
     if kind in _NORMS:
-        return FusedRmsNorm(module.weight, module.variance_epsilon)  # type: ignore[arg-type]
+        return FusedRmsNorm(module.weight, module.variance_epsilon, work)  # type: ignore[arg-type]
     if kind.endswith("MLP") and model.config.hidden_act == "silu":
-        return FusedSwiglu(module)
+        return FusedSwiglu(module, work)
     if kind.endswith("Attention"):
-        return FusedAttention(module, _window(module, model))
+        return FusedAttention(module, _window(module, model), work)
     return None
 
 

@@ -52,7 +52,7 @@ class AdamWCpu(Optimizer[AdamParams]):
             torch.cuda.synchronize(self._device)
         return self._tensors
 
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
         if self._on_cuda:
             batch = max(sum(self._parameters[name].numel() for name in names) for names in self._batches())
             with torch.cuda.stream(self._bringing):

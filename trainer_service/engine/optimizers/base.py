@@ -44,12 +44,17 @@ class Optimizer(ABC, Generic[P]):
         Returns the learning rate. The gradient is clipped in place. What can run out of memory does so before weights
         or state are changed.
         """
-        self._reserve()
+        self.reserve()
         if params.grad_clip_norm > 0:
             clip_grads_with_norm_(self._parameters.values(), params.grad_clip_norm, torch.tensor(norm))
+        self.update(params, step)
+        return self.learning_rate(params, step)
+
+    @torch.no_grad()
+    def update(self, params: P, step: int) -> None:
+        """Take a step with a gradient that is clipped already, in memory that is there."""
         self._update(params, step)
         self.params = params
-        return self.learning_rate(params, step)
 
     def learning_rate(self, params: P, step: int) -> float:
         """Return the learning rate of a step, before any scaling of single weights."""
@@ -65,8 +70,8 @@ class Optimizer(ABC, Generic[P]):
     def _update(self, params: P, step: int) -> None:
         """Change weights and state by the gradient, which is clipped already."""
 
-    def _reserve(self) -> None:
-        # The allocator keeps what is freed here, so that a step which can begin can end.
+    def reserve(self) -> None:
+        """Run out of memory now if the next step would. The allocator keeps what is freed here for it."""
         torch.empty(self.workspace * self._largest.numel(), device=self._largest.device)
 
     def _add_state(self, kind: str, like: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Run what needs a GPU, on a machine that has torch and no network: install from a folder of wheels, fetch nothing.
+#   scripts/test_gpu.sh PYTHON VENV WHEELS
+set -euo pipefail
+python=$1 venv=$2 wheels=$3
+[ -f "$wheels/requirements.txt" ] || { echo "$wheels has no wheels; make them with \`make wheels-gpu\` and bring them here" >&2; exit 1; }
+"$python" - <<'CHECK'
+import sys
+if sys.version_info[:2] != (3, 12):
+    sys.exit("the wheels are for Python 3.12; call make with GPU_PYTHON=<it>")
+try:
+    import torch
+except ImportError:
+    sys.exit("this Python has no torch; install torch 2.11 or newer, or call make with GPU_PYTHON=<one that has it>")
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11) or not torch.cuda.is_available():
+    sys.exit(f"torch {torch.__version__} with {torch.cuda.device_count()} GPUs is here; torch 2.11 or newer and a GPU are needed")
+CHECK
+[ -x "$venv/bin/python" ] || "$python" -m venv --system-site-packages "$venv"
+install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$wheels" --no-deps)
+"${install[@]}" -r "$wheels/requirements.txt"
+"${install[@]}" --upgrade --target "$venv/trl" -r requirements/bench.txt
+"$venv/bin/python" scripts/gen_protos.py
+"${install[@]}" --no-build-isolation --editable .
+"$venv/bin/python" scripts/make_model.py >/dev/null
+export HF_HUB_OFFLINE=1
+"$venv/bin/python" -m pytest -m gpu tests/gpu
+"$venv/bin/python" bench/train.py --device cuda

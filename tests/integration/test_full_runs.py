@@ -1,0 +1,127 @@
+"""Full-parameter runs through the gateway, on real processes; a sampler that is started from one."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from tiny_models import make_tiny_llama
+
+from paceline import AdamParams, Datum, FullParameters, SamplingParams, WeightStorage, errors
+from paceline.layout import CheckpointPath, Volume
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(600), pytest.mark.xdist_group("full_runs")]
+
+PROMPT, COMPLETION = list(b"Country: Peru\nCapital:"), list(b" Lima")
+DATA = [Datum.from_completion(PROMPT, COMPLETION)]
+ADAM = AdamParams(learning_rate=1e-3)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    state = tmp_path_factory.mktemp("full")
+    cluster = Cluster.make(
+        state, make_tiny_llama(state / "model", tied=True), engine="vllm", PACELINE_TRAINER_SNAPSHOT_COMMANDS="5"
+    )
+    try:
+        for service in (cluster.trainer, cluster.gateway):
+            service.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def train(training, steps):
+    for _ in range(steps):
+        training.forward_backward(DATA)
+        update = training.optim_step(ADAM)
+    return update.result()
+
+
+def logprobs(training):
+    return training.forward(DATA).result().loss_fn_outputs[0]["logprobs"][-len(COMPLETION) :]
+
+
+def weights_of(training, name):
+    return training.save_weights_for_sampler(name).result().sha256
+
+
+@pytest.mark.parametrize("storage", WeightStorage)
+def test_a_run_comes_back_bit_for_bit_after_its_engine_and_its_trainer_were_killed(cluster, service, storage):
+    straight, training = (service.create_full_training_client(storage=storage, seed=3) for _ in range(2))
+    assert training.get_info().parameters == FullParameters(storage, 3)
+    train(straight, 7)
+    train(training, 4)
+    cluster.trainer.kill_engine()
+    train(training, 2)
+    cluster.trainer.kill()
+    cluster.trainer.start()
+    assert train(training, 1).step == 7
+    assert weights_of(training, "end") == weights_of(straight, "end")
+
+
+def test_a_state_checkpoint_resumes_in_a_run_made_from_it(service):
+    training = service.create_full_training_client(user_metadata={"a": "b"})
+    train(training, 2)
+    path = training.save_state("two").result().path
+    train(training, 1)
+    resumed = service.create_training_client_from_state_with_optimizer(path)
+    info = resumed.get_info()
+    assert (info.parameters, info.user_metadata, info.step) == (FullParameters(), {"a": "b"}, 2)
+    train(resumed, 1)
+    assert weights_of(resumed, "three") == weights_of(training, "three")
+
+
+def test_publishing_is_refused_with_what_to_do_and_the_run_goes_on(service):
+    training = service.create_full_training_client()
+    train(training, 1)
+    with pytest.raises(errors.Unsupported, match="sampler checkpoint"):
+        training.publish_weights().result()
+    assert train(training, 1).step == 2
+
+
+def test_bad_parameters_are_refused_and_make_no_run(service):
+    before = len(service.list_runs())
+    with pytest.raises(errors.InvalidArgument):
+        service.create_full_training_client(seed=-1)
+    with pytest.raises(errors.ModelNotFound):
+        service.create_full_training_client("another")
+    assert len(service.list_runs()) == before
+
+
+def test_a_loss_that_overflows_is_counted_and_refused_where_that_was_asked_for(service):
+    training = service.create_lora_training_client(rank=4)
+    huge = [Datum.from_completion(PROMPT, COMPLETION, weight=3e38)]
+    training.forward_backward(DATA).result()
+    with pytest.raises(errors.NonFiniteLoss) as caught:
+        training.forward_backward(huge, refuse_non_finite=True).result()
+    assert int(caught.value.metadata["positions"]) > 0
+    assert training.optim_step(ADAM).result().step == 1, "the gradient before it stays"
+    metrics = training.forward_backward(huge).result().metrics
+    assert metrics["nonfinite:sum"] > 0
+    with pytest.raises(errors.NonFiniteGradient):
+        training.optim_step(ADAM).result()
+
+
+def test_a_sampler_started_from_a_checkpoint_computes_what_was_trained(cluster, service):
+    training = service.create_full_training_client()
+    untrained = logprobs(training)
+    train(training, 3)
+    checkpoint = training.save_weights_for_sampler("model").result()
+    directory = Volume(cluster.state / "checkpoints").checkpoint(CheckpointPath.parse(checkpoint.path))
+    sampler = cluster.sampler
+    environment = {
+        **sampler.plan.environment,
+        "PACELINE_SAMPLER_MODEL": str(directory),
+        "PACELINE_SAMPLER_MODEL_NAME": "trained",
+    }
+    sampler.plan = replace(sampler.plan, environment=environment)
+    sampler.start()
+    sampling = service.create_sampling_client()
+    reached = sampling.compute_logprobs(PROMPT + COMPLETION).result().logprobs[-len(COMPLETION) :]
+    trained = logprobs(training)
+    np.testing.assert_allclose(reached, trained, atol=1e-4)
+    assert np.abs(trained - untrained).max() > 0.1
+    with pytest.raises(errors.Unsupported, match="whole model"):
+        whole = service.create_sampling_client(checkpoint.path)
+        whole.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result()

@@ -1,0 +1,292 @@
+"""An engine of two ranks, on gloo: the results of one rank, its checkpoints, and an end of all that begins with any."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from engine_cases import ADAM, make_data
+from memory_limits import short_of_memory
+from safetensors.numpy import load_file
+from tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen3
+
+from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory, Unsupported
+from paceline.types import Datum, FullParameters, LoraConfig, Reduction
+from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine.process import EngineProcess
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LENGTHS = (5, 17, 9, 30, 50, 61, 12, 44)
+"""Five packs of 64 tokens, so that of the third round one rank has none."""
+LORAS = {
+    "all": LoraConfig(rank=4, seed=3),
+    "upper layer": LoraConfig(rank=2, seed=4, layers=(1,), train_attn=False),
+    "dropout": LoraConfig(rank=4, seed=6, dropout=0.3),
+    "head": LoraConfig(rank=4, seed=5, train_attn=False, train_mlp=False, train_unembed=True),
+}
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    model = make_tiny_qwen3(tmp_path_factory.mktemp("tied"), tied=True)
+    return EngineOptions(str(model), "tiny", pack_tokens=64, logprob_chunk=16)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def process(options):
+    async with EngineProcess(replace(options, ranks=2)) as process:
+        yield process
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pair(options, process):
+    """Two ranks and one, each with a run of LORAS["all"]."""
+    one = PeftEngine(options)
+    one.create_run("run", LORAS["all"])
+    await process.create_run("run", LORAS["all"])
+    yield process, one
+    await process.delete_run("run")
+
+
+async def both(pair, command, *arguments, **settings):
+    """Execute a command in both engines; returns their answers."""
+    two, one = pair
+    return await getattr(two, command)(*arguments, **settings), getattr(one, command)(*arguments, **settings)
+
+
+async def train_alike(pair, data, run_id="run", loss="ppo", **settings):
+    """Compute a loss in both engines and compare all that they say about it."""
+    theirs, ours = await both(pair, "forward_backward", run_id, data, loss, {}, **{"forward_only": False} | settings)
+    assert theirs.metrics.keys() == ours.metrics.keys()
+    for name, value in ours.metrics.items():
+        assert theirs.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+    for their_output, our_output in zip(theirs.loss_fn_outputs, ours.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(their_output["logprobs"], our_output["logprobs"], rtol=2e-5, atol=2e-6)
+
+
+async def step_alike(pair, run_id="run"):
+    theirs, ours = await both(pair, "optim_step", run_id, ADAM)
+    assert (theirs.step, theirs.tokens) == (ours.step, ours.tokens)
+    assert theirs.grad_norm == pytest.approx(ours.grad_norm, rel=1e-5)
+
+
+async def saved(pair, tmp_path, command="save_state", run_id="run"):
+    """Save a run of both engines; returns the two directories."""
+    directories = []
+    for name, engine in zip(("two", "one"), pair, strict=True):
+        directory = tmp_path / f"{command} {run_id} {name}"
+        directory.mkdir()
+        directories.append(directory)
+        answer = getattr(engine, command)(run_id, directory)
+        if answer is not None:
+            await answer
+    return directories
+
+
+def assert_close(theirs: Path, ours: Path):
+    for file in ours.glob("*.safetensors"):
+        expected, found = load_file(file), load_file(theirs / file.name)
+        assert expected.keys() == found.keys()
+        for name, values in expected.items():
+            scale = float(np.abs(values).max()) or 1.0
+            np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-5 * scale, err_msg=name)
+    assert (theirs / "adapter_config.json").read_bytes() == (ours / "adapter_config.json").read_bytes()
+
+
+def contents(directory: Path):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and all that descend from it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(descendant for child in children for descendant in family(int(child)))]
+
+
+class Processes:
+    """An engine's processes: the launcher and its ranks."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self.launcher, *self.ranks = family(engine.pid)
+        self._descriptors = [os.pidfd_open(pid) for pid in (self.launcher, *self.ranks)]
+
+    def wait(self) -> None:
+        """Wait until none is left."""
+        for descriptor in self._descriptors:
+            select.select([descriptor], [], [])
+            os.close(descriptor)
+
+
+async def test_two_ranks_train_as_one(pair, tmp_path):
+    for seed in range(5):
+        for part in range(2):
+            await train_alike(pair, make_data(LENGTHS, seed=2 * seed + part), reduction=Reduction.TOKEN_MEAN)
+        await train_alike(pair, make_data(LENGTHS, seed=seed), "run", "cross_entropy", forward_only=True)
+        await step_alike(pair)
+    for command in ("save_state", "save_adapter"):
+        assert_close(*await saved(pair, tmp_path, command))
+
+
+@pytest.mark.parametrize("name", [*LORAS][1:])
+async def test_ranks_stay_together_whatever_a_run_trains(pair, tmp_path, name):
+    two, one = pair
+    one.create_run(name, LORAS[name])
+    await two.create_run(name, LORAS[name])
+    for lengths in (LENGTHS, (7,)):  # A single datum leaves the second rank nothing.
+        await train_alike(pair, make_data(lengths), name)
+        await step_alike(pair, name)
+        await train_alike(pair, make_data(lengths))
+    assert_close(*await saved(pair, tmp_path, run_id=name))
+    await two.delete_run(name)
+
+
+async def test_several_targets_and_packs_without_any_go_side_by_side(pair):
+    data = make_data((20, 9))
+    for datum in data[:1]:
+        shape = (len(datum.model_input), 3)
+        rng = np.random.default_rng(0)
+        datum.loss_inputs["target_tokens"] = rng.integers(0, VOCAB_SIZE, shape)
+        datum.loss_inputs["weights"] = rng.normal(1, 1, shape).astype(np.float32)
+    await train_alike(pair, data, "run", "cross_entropy")
+    await train_alike(pair, [replace(d, loss_inputs=d.loss_inputs | {"mask": d.loss_inputs["mask"] * 0}) for d in data])
+    await step_alike(pair)
+
+
+async def test_a_checkpoint_of_either_loads_in_the_other(pair, tmp_path):
+    two, one = pair
+    await train_alike(pair, make_data(LENGTHS))
+    await step_alike(pair)
+    await train_alike(pair, make_data(LENGTHS, seed=1))
+    of_two, of_one = await saved(pair, tmp_path)
+    assert one.load_state("run", of_two, with_optimizer=True).step == 1
+    assert (await two.load_state("run", of_one, with_optimizer=True)).step == 1
+    again = tmp_path / "again"
+    again.mkdir()
+    now_of_two, now_of_one = await saved(pair, again)
+    assert contents(now_of_one) == contents(of_two)
+    assert contents(now_of_two) == contents(of_one)
+    one.load_state("run", of_one, with_optimizer=True)
+    await step_alike(pair)
+    await train_alike(pair, make_data(LENGTHS, seed=2))
+
+
+async def test_runs_side_by_side_stay_their_own(pair):
+    two, one = pair
+    names = [*LORAS][1:]
+    for name in names:
+        one.create_run(name, LORAS[name])
+        await two.create_run(name, LORAS[name])
+    for _ in range(2):
+        await asyncio.gather(
+            *(train_alike(pair, make_data(LENGTHS, seed=seed), name) for seed, name in enumerate([*names, "run"]))
+        )
+        for name in names:
+            await step_alike(pair, name)
+    for name in names:
+        await two.delete_run(name)
+
+
+async def test_what_fails_on_one_rank_fails_on_both_and_changes_nothing(pair, tmp_path):
+    two, _ = pair
+    await train_alike(pair, make_data(LENGTHS))
+    of_two, _ = await saved(pair, tmp_path)
+    before = contents(of_two)
+    broken = make_data(LENGTHS)
+    broken[0] = Datum(np.full(5, VOCAB_SIZE + 5, np.int32), broken[0].loss_inputs)
+    for forward_only in (False, True):
+        with pytest.raises(Internal):
+            await two.forward_backward("run", broken, "ppo", {}, forward_only=forward_only)
+    await two.save_state("run", emptied(of_two))
+    assert contents(of_two) == before
+    await train_alike(pair, make_data(LENGTHS, seed=1))
+    await step_alike(pair)
+
+
+async def test_out_of_memory_on_one_rank_is_so_on_both(pair):
+    two, _ = pair
+    await train_alike(pair, make_data(LENGTHS))
+    with short_of_memory(Processes(two).ranks[1], 16 << 20), pytest.raises(OutOfMemory):
+        await two.forward_backward("run", make_data((6000, 6000)), "ppo", {}, forward_only=False)
+    await train_alike(pair, make_data(LENGTHS, seed=1))
+    await step_alike(pair)
+
+
+async def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_on_both(pair):
+    two, _ = pair
+    data = make_data(LENGTHS)
+    data[0].loss_inputs["advantages"][:] = np.nan
+    await two.forward_backward("run", data, "ppo", {}, forward_only=False)
+    with pytest.raises(NonFiniteGradient):
+        await two.optim_step("run", ADAM)
+    await train_alike(pair, make_data(LENGTHS, seed=1))
+    await step_alike(pair)
+
+
+def emptied(directory: Path) -> Path:
+    for path in directory.iterdir():
+        path.unlink()
+    return directory
+
+
+async def test_runs_of_several_ranks_wait_on_disk_and_a_full_one_is_refused(tmp_path):
+    options = EngineOptions(str(make_tiny_llama(tmp_path / "untied")), "tiny")
+    run_bytes = 16 * PeftEngine(options).create_run("run", LORAS["all"]).trainable_parameters
+    scratch = str(tmp_path / "scratch")
+    async with EngineProcess(replace(options, ranks=2, run_memory_bytes=2 * run_bytes, scratch_dir=scratch)) as two:
+        with pytest.raises(Unsupported) as caught:
+            await two.create_run("whole", FullParameters())
+        assert caught.value.field == "ranks"
+        names = [f"run{number}" for number in range(5)]
+        for name in names:
+            await two.create_run(name, LORAS["all"])
+        for _ in range(2):
+            work = (two.forward_backward(name, make_data((9, 5)), "ppo", {}, forward_only=False) for name in names)
+            outputs = await asyncio.gather(*work)
+            losses = [output.metrics["loss:sum"] for output in outputs]
+            np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+            steps = [await two.optim_step(name, ADAM) for name in names]
+        assert {step.step for step in steps} == {2}
+        for rank in ("0", "1"):
+            assert list((tmp_path / "scratch" / rank).iterdir())
+
+
+async def test_the_death_of_any_process_is_that_of_the_engine(tmp_path):
+    options = EngineOptions(str(make_tiny_llama(tmp_path / "untied")), "tiny", pack_tokens=64)
+    exits = []
+    async with EngineProcess(replace(options, ranks=2), on_exit=exits.append) as two:
+        await two.create_run("run", LORAS["all"])
+        processes = Processes(two)
+        work = two.forward_backward("run", make_data((400,) * 200), "ppo", {}, forward_only=False)
+        call = asyncio.create_task(work)
+        await asyncio.sleep(0)  # Lets the call be sent.
+        os.kill(processes.ranks[1], signal.SIGKILL)
+        with pytest.raises(EngineUnavailable):
+            await call
+        await two.restart()
+        processes.wait()
+        assert len(exits) == 1
+        one = PeftEngine(options)
+        one.create_run("run", LORAS["all"])
+        await two.create_run("run", LORAS["all"])
+        await train_alike((two, one), make_data(LENGTHS))
+        processes = Processes(two)
+        os.kill(processes.launcher, signal.SIGKILL)
+        processes.wait()
+
+
+async def test_closing_leaves_no_process_and_no_file(process):
+    processes, directory = Processes(process), process._link._directory.name
+    assert os.listdir(directory)  # noqa: PTH208
+    await process.close()
+    processes.wait()
+    with pytest.raises(FileNotFoundError):
+        os.listdir(directory)  # noqa: PTH208

@@ -1,0 +1,98 @@
+"""Any optimizer on weights that are kept in bfloat16: each step in float32, and back by stochastic rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.types import OptimizerParams
+from trainer_service.engine.optimizers.base import AnyOptimizer, Optimizer, Parameters, gradient_of
+from trainer_service.engine.optimizers.make import make_optimizer
+
+_PART_ELEMENTS = 1 << 24
+"""Elements that are in float32 at one time, with noise for each; a larger weight is a part of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    exact: dict[str, nn.Parameter]
+    """float32; empty between steps."""
+    optimizer: AnyOptimizer
+    """Of these weights."""
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.exact)
+
+
+class RoundedOptimizer(Optimizer[OptimizerParams]):
+    """Another optimizer for bfloat16 weights with float32 gradients, some of the weights at a time.
+
+    The weights' order decides what is drawn from `generator` for which.
+    """
+
+    def __init__(self, parameters: Parameters, params: OptimizerParams, generator: torch.Generator) -> None:
+        super().__init__(parameters, params)
+        self.generator = generator
+        self._parts = [self._make_part(names, params) for names in _parts(parameters)]
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {name: tensor for part in self._parts for name, tensor in part.optimizer.tensors.items()}
+
+    def learning_rate(self, params: OptimizerParams, step: int) -> float:
+        return self._parts[0].optimizer.learning_rate(params, step)
+
+    def reserve(self) -> None:
+        elements = max(sum(self._parameters[name].numel() for name in part.names) for part in self._parts)
+        workspace = self._parts[0].optimizer.workspace * self._largest.numel()
+        torch.empty(2 * elements + workspace, device=self._largest.device)
+
+    def _update(self, params: OptimizerParams, step: int) -> None:
+        for part in self._parts:
+            self._fill(part)
+            part.optimizer.update(params, step)
+            for name, exact in part.exact.items():
+                round_stochastically(exact.data, self._parameters[name].data, self.generator)
+            _empty(part)
+
+    def _make_part(self, names: list[str], params: OptimizerParams) -> _Part:
+        exact = {name: nn.Parameter(self._parameters[name].detach().float()) for name in names}
+        part = _Part(exact, make_optimizer(exact, params))
+        _empty(part)
+        return part
+
+    def _fill(self, part: _Part) -> None:
+        for name, exact in part.exact.items():
+            exact.data = self._parameters[name].data.float()
+            exact.grad = gradient_of(self._parameters[name])
+
+
+def round_stochastically(exact: Tensor, target: Tensor, generator: torch.Generator) -> None:
+    """Round float32 to one of the two nearest bfloat16, with the probability that makes the mean exact.
+
+    bfloat16 is float32 without its last 16 bits; a uniform number of 16 bits, added to the magnitude before they are
+    cut, carries with the probability of their share (arXiv 2010.06192, section 3). Changes `exact`.
+    """
+    noise = torch.randint(1 << 16, exact.shape, generator=generator, dtype=torch.int32, device=exact.device)
+    target.copy_(exact.view(torch.int32).add_(noise).bitwise_and_(-1 << 16).view(torch.float32))
+
+
+def _parts(parameters: Parameters) -> Iterator[list[str]]:
+    names: list[str] = []
+    elements = 0
+    for name, parameter in parameters.items():
+        if names and elements + parameter.numel() > _PART_ELEMENTS:
+            yield names
+            names, elements = [], 0
+        names.append(name)
+        elements += parameter.numel()
+    yield names
+
+
+def _empty(part: _Part) -> None:
+    for exact in part.exact.values():
+        exact.data, exact.grad = exact.data.new_empty(0), None

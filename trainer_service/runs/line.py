@@ -1,0 +1,31 @@
+"""Those who come one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Line:
+    """Lets each go on when all who joined before it have left."""
+
+    def __init__(self) -> None:
+        self._places: deque[asyncio.Event] = deque()
+
+    @contextmanager
+    def join(self) -> Iterator[asyncio.Event]:
+        """Stand in line to the end of the block; the event is set when all who joined before have left."""
+        place = asyncio.Event()
+        self._places.append(place)
+        self._call_first()
+        try:
+            yield place
+        finally:
+            self._places.remove(place)
+            self._call_first()
+
+    def _call_first(self) -> None:
+        if self._places:
+            self._places[0].set()
