@@ -38,8 +38,8 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
-    """Where A [r, in] and B [out, r] of one module of the base model lie, and alpha / r (or alpha / sqrt(r))."""
+class Stored:
+    """Where A [r, in] and B [out, r] of one of the base model's modules lie, and alpha / r (or alpha / sqrt(r))."""
 
     a: View
     b: View
@@ -61,7 +61,7 @@ class Layout:
 
     rank: int
     size: int
-    modules: Mapping[str, Sequence[Half | None]]
+    modules: Mapping[str, Sequence[Stored | None]]
     """vLLM's name of a layer -> one entry, or one for each of the modules that vLLM packed into it."""
     packed: frozenset[str]
     """The layers that vLLM packed."""
@@ -86,10 +86,11 @@ def read_layout(
         dtype = _DTYPES[entry.dtype]
         sides[is_a][module] = View(dtype, entry.offset // dtype.itemsize, (entry.shape[0], entry.shape[1]))
     b_views, a_views = sides
-    halves = {
-        rename(module): Half(a, b_views[module], peft.get_rank_and_scaling(module)[1]) for module, a in a_views.items()
+    stored = {
+        rename(module): Stored(a, b_views[module], peft.get_rank_and_scaling(module)[1])
+        for module, a in a_views.items()
     }
-    parts = {layer: [halves.get(name) for name in packed.get(layer, [layer])] for layer in layers}
+    parts = {layer: [stored.get(name) for name in packed.get(layer, [layer])] for layer in layers}
     modules = {layer: found for layer, found in parts.items() if any(found)}
     return Layout(peft.r, path.stat().st_size, modules, frozenset(packed.keys() & modules.keys()))
 
@@ -101,22 +102,15 @@ class MappedAdapter(LoRAModel):
     applied once however often the adapter goes into a slot.
     """
 
-    def __init__(
-        self, adapter_id: int, layout: Layout, data: Tensor, dtype: torch.dtype, on_read: Callable[[int], None]
-    ) -> None:
-        """Take the bytes of the file as `data`, uint8 [size]; `dtype` is that of vLLM's slots.
-
-        `on_read` hears the id when vLLM reads a layer, which it does to put the adapter into a slot by itself.
-        """
+    def __init__(self, adapter_id: int, layout: Layout, data: Tensor, dtype: torch.dtype) -> None:
+        """Take the bytes of the file as `data`, uint8 [size]; `dtype` is that of vLLM's slots."""
         super().__init__(adapter_id, layout.rank, {})
         self.layout = layout
         self.data = data
         self._dtype = dtype
-        self._on_read = on_read
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
         """Return a layer's weights as vLLM holds them, B scaled; None when the adapter does not touch the layer."""
-        self._on_read(self.id)
         if module_name not in self.layout.modules:
             return None
         parts = matrices(self.layout.modules[module_name], TypedViews(self.data))
@@ -142,7 +136,7 @@ class TypedViews(dict[torch.dtype, Tensor]):
         return self[dtype]
 
 
-def matrices(parts: Sequence[Half | None], typed: Mapping[torch.dtype, Tensor]) -> list[Matrices | None]:
+def matrices(parts: Sequence[Stored | None], typed: Mapping[torch.dtype, Tensor]) -> list[Matrices | None]:
     """Return views of a layer's matrices, one pair for each module that vLLM packed into it."""
     return [None if part is None else Matrices(part.a.of(typed), part.b.of(typed), part.scaling) for part in parts]
 

@@ -99,6 +99,7 @@ class VllmEngine:
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         self._started = _Started(llm, info, linear)
+        await llm.collective_rpc("prepare_adapters", kwargs={"direct": self._options.apply == "direct"})
 
     async def stop(self) -> None:
         if self._started is None:
@@ -122,7 +123,7 @@ class VllmEngine:
             done = await engine.llm.collective_rpc(
                 "apply_adapter",
                 args=(adapter.adapter_id, adapter.name, str(adapter.path)),
-                kwargs={"direct": self._options.apply == "direct", "in_memory": adapter.in_memory},
+                kwargs={"in_memory": adapter.in_memory},
             )
         self._adapters.add(adapter.adapter_id)
         seconds = max(seconds for seconds, _ in done)

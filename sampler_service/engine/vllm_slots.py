@@ -5,11 +5,10 @@ stays vLLM's is everything after: which adapter is in which slot, which goes whe
 comes back, for which vLLM asks the adapter for its weights.
 """
 
-# ruff: noqa: SLF001 - vLLM's managers have no other way in
-
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from vllm.lora.layers import (
     VocabParallelEmbeddingWithLoRA,
 )
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-from vllm.lora.model_manager import LRUCacheLoRAModelManager
-from vllm.lora.peft_helper import PEFTHelper
 
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
 from sampler_service.engine.mapped_adapter import (
@@ -35,6 +32,7 @@ from sampler_service.engine.mapped_adapter import (
     read_file,
     read_layout,
 )
+from sampler_service.engine.vllm_internals import VllmInternals
 
 _MOST_LAYOUTS = 64
 """Layouts that are remembered: one for each rank, choice of modules, alpha and dtype."""
@@ -45,136 +43,112 @@ _LAYERS = (BaseLinearLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbedd
 _PLAIN = (BaseLinearLayerWithLoRA.set_lora, MergedColumnParallelLinearWithLoRA.set_lora)
 """How layers are set that keep A and B as they come, each part in slot tensors of its own."""
 
-Pairs = list[tuple[Tensor, Tensor]]
-"""A and B of part after part."""
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where an adapter's matrices go in a slot: the same for all that are laid out alike."""
+
+    plain: list[str] = field(default_factory=list)
+    """Layers that are written here; the other layers are vLLM's to set and to clear."""
+    a: list[Tensor] = field(default_factory=list)
+    b: list[Tensor] = field(default_factory=list)
+    rest: list[Tensor] = field(default_factory=list)
+    """What the matrices leave of the slot in those layers."""
 
 
 class SlotWriter:
-    """Works on the LoRA manager of one worker, in the worker's own thread."""
+    """Writes into the slots of one worker, in the worker's own thread."""
 
-    def __init__(self, manager: LRUCacheLoRAModelManager, max_positions: int | None) -> None:
-        self._manager = manager
-        self._max_positions = max_positions
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        self._rename = mapper.get_rename_mapper()._map_name if mapper else str
+    def __init__(self, internals: VllmInternals) -> None:
+        self._internals = internals
         self._layouts: dict[tuple[bytes, bytes], Layout] = {}
-        self._written: dict[int, Layout] = {}
-        self._targets: dict[tuple[int, Layout], Pairs] = {}
-
-    def unmatched(self, modules: Sequence[str]) -> list[str]:
-        """Return those of an adapter's modules (PEFT's names) that vLLM has no layer for."""
-        manager = self._manager
-        served = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
-        return [name for name in modules if self._rename(name) not in served]
+        self._plans: dict[tuple[int, Layout], _Plan] = {}
 
     def takes(self, directory: Path) -> bool:
         """Return whether every layer that an adapter touches is of a kind that is written here."""
-        layers = self._manager.modules
+        layers = self._internals.layers
         return all(isinstance(layers[name], _LAYERS) for name in self._layout(directory).modules)
 
-    def add(self, adapter_id: int, directory: Path, in_use: Collection[int], *, in_memory: bool) -> bool:
+    def add(self, adapter_id: int, directory: Path, *, in_memory: bool) -> bool:
         """Take an adapter in and put it into a slot; return whether there was one that no running request uses.
 
         Where there was none, vLLM finds one when it first schedules a request for the adapter. `in_memory` says that
         the file lies in memory and stays as it is, so that it need not be read.
         """
-        manager = self._manager
-        if adapter_id in manager._registered_adapters:
+        if self._internals.holds(adapter_id):
             return True
         layout = self._layout(directory)
         data = (map_file if in_memory else read_file)(directory / WEIGHTS_FILE, layout.size)
-        dtype: Any = manager.lora_config.lora_dtype
-        adapter = MappedAdapter(adapter_id, layout, data, dtype, self._read_by_vllm)
-        slot = self._free_slot(in_use)
+        adapter = MappedAdapter(adapter_id, layout, data, self._internals.dtype)
+        slot = self._internals.empty_a_slot()
         if slot is not None:
             self._write(slot, adapter)
-        if len(manager) >= manager.capacity:
-            manager.remove_oldest_adapter()
-        manager._registered_adapters[adapter_id] = adapter
-        if slot is not None:
-            manager._active_adapters[adapter_id] = None
-            manager.lora_index_to_id[slot] = adapter_id
+        self._internals.register(adapter, slot)
         return slot is not None
 
     def _layout(self, directory: Path) -> Layout:
-        manager, config = self._manager, (directory / CONFIG_FILE).read_bytes()
+        internals, config = self._internals, (directory / CONFIG_FILE).read_bytes()
         with (directory / WEIGHTS_FILE).open("rb") as file:
             key = (file.read(int.from_bytes(file.read(8), "little")), config)
         if key not in self._layouts:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-                self._targets.clear()
-            peft = PEFTHelper.from_local_dir(str(directory), self._max_positions)
-            peft.validate_legal(manager.lora_config)
-            self._layouts[key] = read_layout(directory, peft, manager.modules, manager.packed_modules, self._rename)
+                self._plans.clear()
+            peft = internals.read_config(directory)
+            self._layouts[key] = read_layout(directory, peft, internals.layers, internals.packed, internals.rename)
         return self._layouts[key]
 
-    def _free_slot(self, in_use: Collection[int]) -> int | None:
-        """Return an empty slot, or else that of the adapter used longest ago of those that no request runs with."""
-        manager, active = self._manager, self._manager._active_adapters
-        if None not in manager.lora_index_to_id:
-            idle = next((one for one in active.order if one not in in_use and one not in active.pinned_items), None)
-            if idle is None:
-                return None
-            manager.deactivate_adapter(idle)
-        return manager.lora_index_to_id.index(None)
-
     def _write(self, slot: int, adapter: MappedAdapter) -> None:
-        """Copy an adapter into a slot that is empty.
-
-        What the last one left there is overwritten when its matrices lay in the same places, and cleared when not.
-        """
-        layout = adapter.layout
-        if self._written.pop(slot, None) is not layout:
-            for layer in self._manager.modules.values():
-                layer.reset_lora(slot)
-        views = TypedViews(adapter.data.to(self._manager.device))
-        known = self._targets.get((slot, layout))
-        sources: list[Matrices] = []
-        targets: Pairs = []
-        for name, halves in layout.modules.items():
-            layer, parts = self._manager.modules[name], matrices(halves, views)
-            if type(layer).set_lora in _PLAIN and len(parts) == layer.n_slices:
-                parts = _of_this_rank(layer, parts, is_packed=name in layout.packed)
-                sources += filter(None, parts)
-                targets += [] if known else _targets(layer, slot, parts)
-            else:
-                weights: Any = adapter.get_lora(name)
-                layer.set_lora(slot, weights.lora_a, weights.lora_b)
-        known = self._targets.setdefault((slot, layout), known or targets)
-        torch._foreach_copy_([a for a, _ in known], [source.a for source in sources])
-        for (_, b), source in zip(known, sources, strict=True):
+        """Write every layer of a slot, so that nothing stays of what was there, whoever put it there."""
+        views, sources = TypedViews(adapter.data.to(self._internals.device)), list[Matrices]()
+        plan = self._plans.get((slot, adapter.layout)) or self._plan(slot, adapter.layout)
+        for name in plan.plain:
+            sources += filter(None, self._of_this_rank(name, adapter.layout, views))
+        for a, b, source in zip(plan.a, plan.b, sources, strict=True):
+            a.copy_(source.a)
             _copy_scaled(b, source)
-        self._written[slot] = layout
+        for rest in plan.rest:
+            rest.zero_()
+        for name in self._internals.layers.keys() - set(plan.plain):
+            layer, weights = self._internals.layers[name], adapter.get_lora(name)
+            if weights is None:
+                layer.reset_lora(slot)
+            else:
+                layer.set_lora(slot, weights.lora_a, weights.lora_b)
 
-    def _read_by_vllm(self, adapter_id: int) -> None:
-        """Forget what a slot holds into which vLLM puts an adapter by itself."""
-        if adapter_id in self._manager.lora_index_to_id:
-            self._written.pop(self._manager.lora_index_to_id.index(adapter_id), None)
+    def _plan(self, slot: int, layout: Layout) -> _Plan:
+        plan, shapes = _Plan(), TypedViews(torch.empty(layout.size, dtype=torch.uint8, device="meta"))
+        for name, stored in layout.modules.items():
+            layer = self._internals.layers[name]
+            if type(layer).set_lora not in _PLAIN or len(stored) != layer.n_slices:
+                continue
+            plan.plain.append(name)
+            for i, part in enumerate(self._of_this_rank(name, layout, shapes)):
+                _place(layer.lora_a_stacked[i][slot, 0], part and part.a, plan.a, plan.rest)
+                _place(layer.lora_b_stacked[i][slot, 0], part and part.b, plan.b, plan.rest)
+        self._plans[slot, layout] = plan
+        return plan
+
+    def _of_this_rank(self, name: str, layout: Layout, views: TypedViews) -> Sequence[Matrices | None]:
+        """Return a layer's matrices, cut to what this worker holds of them under tensor parallelism."""
+        layer: Any = self._internals.layers[name]
+        parts = matrices(layout.modules[name], views)
+        if layer.tp_size == 1:
+            return parts
+        a, b = [part and part.a for part in parts], [part and part.b for part in parts]
+        if name in layout.packed:
+            a, b = layer.slice_lora_a(a), layer.slice_lora_b(b)
+        else:
+            a, b = [layer.slice_lora_a(a[0])], [layer.slice_lora_b(b[0])]
+        return [part and Matrices(*pair, part.scaling) for part, *pair in zip(parts, a, b, strict=True)]
 
 
-def _of_this_rank(layer: Any, parts: list[Matrices | None], *, is_packed: bool) -> list[Matrices | None]:
-    """Cut a layer's matrices to what this worker holds of them under tensor parallelism."""
-    if layer.tp_size == 1:
-        return parts
-    a, b = [part and part.a for part in parts], [part and part.b for part in parts]
-    if is_packed:
-        cut = zip(layer.slice_lora_a(a), layer.slice_lora_b(b), strict=True)
-    else:
-        cut = zip([layer.slice_lora_a(a[0])], [layer.slice_lora_b(b[0])], strict=True)
-    return [part and Matrices(*pair, part.scaling) for part, pair in zip(parts, cut, strict=True)]
-
-
-def _targets(layer: Any, slot: int, parts: Sequence[Matrices | None]) -> Pairs:
-    """Return where a layer's matrices go."""
-    return [
-        (
-            layer.lora_a_stacked[i][slot, 0, : part.a.shape[0], : part.a.shape[1]],
-            layer.lora_b_stacked[i][slot, 0, : part.b.shape[0], : part.b.shape[1]],
-        )
-        for i, part in enumerate(parts)
-        if part is not None
-    ]
+def _place(slot: Tensor, matrix: Tensor | None, into: list[Tensor], rest: list[Tensor]) -> None:
+    """Note where a matrix goes in a slot's, which is at least as large, and what it leaves there."""
+    rows, columns = (0, 0) if matrix is None else matrix.shape
+    if matrix is not None:
+        into.append(slot[:rows, :columns])
+    rest.extend(part for part in (slot[rows:], slot[:rows, columns:]) if part.numel())
 
 
 def _copy_scaled(into: Tensor, source: Matrices) -> None:
