@@ -47,8 +47,13 @@ class WeightServicer(WeightServiceServicer):
     async def FetchVersion(
         self, request: pb.FetchVersionRequest, context: Context
     ) -> AsyncIterator[pb.FetchVersionResponse]:
-        directory = self._find(codec.model_ref_from_proto(request.model), current_identity())
-        yield pb.FetchVersionResponse(manifest=weights.read_manifest(directory))
+        identity = current_identity()
+        directory = self._find(codec.model_ref_from_proto(request.model), identity)
+        staged = self._publisher.staged_manifest(directory)
+        yield pb.FetchVersionResponse(manifest=staged or weights.read_manifest(directory))
+        if staged is not None and request.accept_staged_path and identity.is_peer:
+            yield pb.FetchVersionResponse(staged_path=str(directory / layout.WEIGHTS_FILE))
+            return
         for chunk in weights.read_chunks(directory / layout.WEIGHTS_FILE):
             yield pb.FetchVersionResponse(chunk=chunk)
 

@@ -223,12 +223,22 @@ class VersionRegistry:
         )
         adapter = Adapter(adapter_id, name, staged.directory, in_memory=staged.temporary)
         with self._metrics.load_seconds.time():
-            times = await self._engine.add_adapter(adapter)
+            times = await self._load(adapter, staged)
         self._metrics.observe_load(times)
         entry = LoadedVersion(served, tenant, adapter, staged, times)
         self._entries[key] = entry
         _log.info("version loaded", run=served.run_id, version=served.version, checkpoint=served.checkpoint)
         return entry
+
+    async def _load(self, adapter: Adapter, staged: StagedAdapter) -> LoadTimes:
+        """Load an adapter while the last of its bytes are verified; nobody can ask for it before both are done."""
+        times = await self._engine.add_adapter(adapter)
+        try:
+            await staged.verified()
+        except BaseException:
+            await self._engine.remove_adapter(adapter)
+            raise
+        return times
 
     async def _make_room(self) -> None:
         while len(self._entries) >= self._limits.max_loaded:
