@@ -124,8 +124,9 @@ class SlotWriter:
                 continue
             plan.plain.append(name)
             for i, part in enumerate(self._of_this_rank(name, layout, shapes)):
-                _place(layer.lora_a_stacked[i][slot, 0], part and part.a, plan.a, plan.rest)
-                _place(layer.lora_b_stacked[i][slot, 0], part and part.b, plan.b, plan.rest)
+                a, b = (None, None) if part is None else (part.a, part.b)
+                _place(layer.lora_a_stacked[i][slot, 0], a, plan.a, plan.rest)
+                _place(layer.lora_b_stacked[i][slot, 0], b, plan.b, plan.rest)
         self._plans[slot, layout] = plan
         return plan
 
@@ -135,12 +136,14 @@ class SlotWriter:
         parts = matrices(layout.modules[name], views)
         if layer.tp_size == 1:
             return parts
-        a, b = [part and part.a for part in parts], [part and part.b for part in parts]
+        a: Any = [None if part is None else part.a for part in parts]
+        b: Any = [None if part is None else part.b for part in parts]
         if name in layout.packed:
             a, b = layer.slice_lora_a(a), layer.slice_lora_b(b)
         else:
             a, b = [layer.slice_lora_a(a[0])], [layer.slice_lora_b(b[0])]
-        return [part and Matrices(*pair, part.scaling) for part, *pair in zip(parts, a, b, strict=True)]
+        cut = zip(parts, a, b, strict=True)
+        return [None if part is None else Matrices(one_a, one_b, part.scaling) for part, one_a, one_b in cut]
 
 
 def _place(slot: Tensor, matrix: Tensor | None, into: list[Tensor], rest: list[Tensor]) -> None:
