@@ -56,7 +56,7 @@ bench-runs: proto ## Time eight runs in joint passes beside one after the other 
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/runs.py
 
 bench-publish: proto ## Time publishing beside PEFT and vLLM's own HTTP server, under load
-	@OMP_NUM_THREADS=1 $(RUN)/python bench/publish.py
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/publish.py
 
 bench-journal: proto ## Measure what the journal costs a training step
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/journal_cost.py
