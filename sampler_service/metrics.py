@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from sampler_service.engine.base import LoadTimes
+
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.1, 0.3, 1, 3, 10, 60)
 
 
@@ -31,9 +33,26 @@ class SamplerMetrics:
         self.load_seconds = Histogram(
             "paceline_sampler_load_seconds", "Loading a version into the engine", buckets=_SECONDS, registry=registry
         )
+        self.step_wait_seconds = Histogram(
+            "paceline_sampler_step_wait_seconds",
+            "Waiting for the engine's running step before a version was loaded",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.slot_seconds = Histogram(
+            "paceline_sampler_slot_seconds",
+            "Putting a version into the engine, during which no request advances",
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self.apply_seconds = Histogram(
             "paceline_sampler_apply_seconds",
             "From a version's announcement to its being active",
             buckets=_SECONDS,
             registry=registry,
         )
+
+    def observe_load(self, times: LoadTimes) -> None:
+        """Note where the time of loading a version went."""
+        self.step_wait_seconds.observe(times.step_wait_milliseconds / 1e3)
+        self.slot_seconds.observe(times.apply_milliseconds / 1e3)

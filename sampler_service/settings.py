@@ -69,6 +69,8 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """KV cache on CPU, in GiB."""
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = Field(1, ge=1)
+    apply: Literal["direct", "stock"] = "direct"
+    """How vLLM gets a version: copied straight into a slot, or by vLLM's own loading."""
     enforce_eager: bool = False
     """Run without compiled graphs: starts faster, decodes slower."""
 
@@ -99,4 +101,5 @@ class SamplerSettings(PeerSettings, UpstreamTls):
             pipeline_parallel_size=self.pipeline_parallel_size,
             enforce_eager=self.enforce_eager,
             max_num_seqs=self.max_num_seqs,
+            apply=self.apply,
         )

@@ -93,6 +93,8 @@ class Trainer(WeightServiceServicer):
     """Flip a bit in what is sent."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Closed, FetchVersion waits before its first chunk."""
+    shared: Path | None = None
+    """Where samplers that accept it are told that staged versions lie, by run and version."""
     fetched: list[str] = field(default_factory=list)
     said: list[weights_pb.WatchVersionsRequest] = field(default_factory=list)
     announced: list[weights_pb.WatchVersionsResponse] = field(default_factory=list)
@@ -140,6 +142,10 @@ class Trainer(WeightServiceServicer):
         if not manifest.tenant or tenant not in {PEER_TENANT, manifest.tenant}:
             raise self._absent(request.model, tenant)
         yield weights_pb.FetchVersionResponse(manifest=manifest)
+        if self.shared is not None and request.accept_staged_path and tenant == PEER_TENANT:
+            path = self.shared / directory.parents[1].name / directory.name / WEIGHTS_FILE
+            yield weights_pb.FetchVersionResponse(staged_path=str(path))
+            return
         self.fetched.append(directory.name)
         await self.gate.wait()
         for chunk in read_chunks(directory / WEIGHTS_FILE):

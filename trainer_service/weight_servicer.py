@@ -58,11 +58,16 @@ class WeightServicer(WeightServiceServicer):
     async def FetchVersion(
         self, request: pb.FetchVersionRequest, context: Context
     ) -> AsyncIterator[pb.FetchVersionResponse]:
-        directory = self._find(codec.model_ref_from_proto(request.model), current_identity())
-        manifest = weights.read_manifest(directory)
+        identity = current_identity()
+        directory = self._find(codec.model_ref_from_proto(request.model), identity)
+        staged = self._publisher.staged_manifest(directory)
+        manifest = staged or weights.read_manifest(directory)
         yield pb.FetchVersionResponse(manifest=manifest)
         if weights.is_model(manifest):
             raise errors.Unsupported("is a whole model, which is read from the checkpoint volume", field="model")
+        if staged is not None and request.accept_staged_path and identity.is_peer:
+            yield pb.FetchVersionResponse(staged_path=str(directory / layout.WEIGHTS_FILE))
+            return
         for chunk in weights.read_chunks(directory / layout.WEIGHTS_FILE):
             yield pb.FetchVersionResponse(chunk=chunk)
 

@@ -23,6 +23,10 @@ class Acknowledgement:
     sampler_id: str
     milliseconds: float
     """From the announcement's arrival to the version being active."""
+    step_wait_milliseconds: float = 0.0
+    """Those of them in which the sampler waited for its engine's running step."""
+    apply_milliseconds: float = 0.0
+    """Those of them in which the engine took the version in and no request advanced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ def _acknowledgement_from_proto(message: weights_pb.Acknowledgement) -> Acknowle
         sha256=message.sha256,
         sampler_id=message.sampler_id,
         milliseconds=message.milliseconds,
+        step_wait_milliseconds=message.step_wait_milliseconds,
+        apply_milliseconds=message.apply_milliseconds,
     )
 
 

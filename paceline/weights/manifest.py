@@ -89,11 +89,12 @@ def served_model(manifest: pb.Manifest) -> ServedModel:
 
 def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
     """Read the header of a safetensors file. Raises ChecksumMismatch unless its tensors tile the file exactly."""
-    with weights.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _MAX_HEADER:
-            raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name)
-        header: dict[str, Any] = json.loads(file.read(length))
+    try:
+        with weights.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(min(length, _MAX_HEADER)))
+    except (ValueError, struct.error) as error:
+        raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name) from error
     header.pop("__metadata__", None)
     base = 8 + length
     entries = [_entry(name, facts, base) for name, facts in header.items()]

@@ -20,6 +20,21 @@ class Adapter:
     name: str
     path: Path
     """Directory with adapter_model.safetensors and adapter_config.json; stays in place while the adapter is loaded."""
+    in_memory: bool = False
+    """Whether the files lie in memory and in nobody else's hands, so that they can be mapped instead of read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """Where the time of loading an adapter went."""
+
+    step_wait_milliseconds: float
+    """Waiting for the step that the engine was in, and for whatever stood in line before."""
+    apply_milliseconds: float
+    """Making the adapter usable, during which no request advances."""
+    in_slot: bool = True
+    """Whether it is in place for the next step. If not, requests that run use every slot, and the first step that
+    schedules one for this adapter puts it into a slot that has become free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +102,7 @@ class SamplerEngine(Protocol):
         """Raise EngineUnavailable when the engine cannot serve."""
         ...
 
-    async def add_adapter(self, adapter: Adapter) -> None:
+    async def add_adapter(self, adapter: Adapter) -> LoadTimes:
         """Load an adapter; when this returns, the next scheduler step can use it. The files have been verified.
 
         Raises RankTooLarge, or InvalidShape when the adapter matches no module of the base model: it is never

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 import transformers
@@ -15,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from paceline.errors import EngineUnavailable
 from paceline.types import ModelInfo, StopReason, TopkLogprobs
 from paceline.types.training import Array
-from sampler_service.engine.base import Adapter, GenerationRequest, TokenDelta
+from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, TokenDelta
 from sampler_service.engine.hf_adapters import AdapterBank
 from sampler_service.engine.hf_batch import Batcher, Job
 from sampler_service.engine.hf_sampling import sequence_logprobs
@@ -84,8 +85,10 @@ class HfEngine:
     async def check_health(self) -> None:
         self._live()
 
-    async def add_adapter(self, adapter: Adapter) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._live().bank.add, adapter)
+    async def add_adapter(self, adapter: Adapter) -> LoadTimes:
+        start = perf_counter()
+        seconds = await asyncio.get_running_loop().run_in_executor(self._thread, self._add, adapter)
+        return LoadTimes(1e3 * (perf_counter() - start - seconds), 1e3 * seconds)
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._live().bank.remove, adapter)
@@ -119,6 +122,11 @@ class HfEngine:
         check_loaded(adapter, self._live().bank.loaded)
         logprobs, _ = await self._score(tokens, adapter, 0)
         return logprobs
+
+    def _add(self, adapter: Adapter) -> float:
+        start = perf_counter()
+        self._live().bank.add(adapter)
+        return perf_counter() - start
 
     def _live(self) -> _Loaded:
         if self._loaded is None:

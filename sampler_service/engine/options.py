@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+Apply = Literal["direct", "stock"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class EngineOptions:
     """Run without CUDA graphs and without compilation: starts faster, decodes slower."""
     max_num_seqs: int = 64
     """Completions that one step can advance; others wait."""
+    apply: Apply = "direct"
+    """How vLLM gets an adapter: copied straight into its slot, or by vLLM's own loading."""
     seed: int = 0
     """Seed of completions that come without one."""
 

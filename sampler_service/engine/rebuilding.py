@@ -10,7 +10,7 @@ from paceline.errors import EngineUnavailable, ModelNotLoadable
 from paceline.log import get_logger
 from paceline.types import ModelInfo
 from paceline.types.training import Array
-from sampler_service.engine.base import Adapter, GenerationRequest, SamplerEngine, TokenDelta
+from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, SamplerEngine, TokenDelta
 from sampler_service.engine.options import EngineOptions
 
 _log = get_logger(__name__)
@@ -55,8 +55,8 @@ class RebuildingEngine:
         if not self._rebuilding:
             await self._engine.check_health()
 
-    async def add_adapter(self, adapter: Adapter) -> None:
-        await self._engine.add_adapter(adapter)
+    async def add_adapter(self, adapter: Adapter) -> LoadTimes:
+        return await self._engine.add_adapter(adapter)
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         await self._engine.remove_adapter(adapter)

@@ -6,7 +6,8 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from uuid import uuid4
 
 import vllm
@@ -24,7 +25,7 @@ from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types import SamplingParams as Params
 from paceline.types.training import Array
 from sampler_service.engine.adapters import LinearShapes, check_adapter, read_adapter
-from sampler_service.engine.base import Adapter, GenerationRequest, TokenDelta
+from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, TokenDelta
 from sampler_service.engine.base_model import linear_shapes_of
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import EngineOptions
@@ -53,6 +54,8 @@ class _Started:
     llm: AsyncLLM
     info: ModelInfo
     linear: LinearShapes
+    served: set[frozenset[str]] = field(default_factory=set)
+    """Sets of modules that vLLM takes an adapter on."""
 
 
 class VllmEngine:
@@ -97,6 +100,7 @@ class VllmEngine:
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         self._started = _Started(llm, info, linear)
+        await llm.collective_rpc("prepare_adapters", kwargs={"direct": self._options.apply == "direct"})
 
     async def stop(self) -> None:
         if self._started is None:
@@ -110,19 +114,21 @@ class VllmEngine:
         with _translated():
             await self._live().llm.check_health()
 
-    async def add_adapter(self, adapter: Adapter) -> None:
+    async def add_adapter(self, adapter: Adapter) -> LoadTimes:
         engine = self._live()
         shapes = await asyncio.to_thread(read_adapter, adapter.path)
         check_adapter(shapes, engine.linear, self._options.max_lora_rank)
         with _translated():
-            left_out = await engine.llm.collective_rpc("unmatched_adapter_modules", args=(sorted(shapes.modules),))
-            missing = set.intersection(*map(set, left_out))
-            if missing:
-                raise InvalidShape(
-                    f"vLLM serves no adapter on {len(missing)} modules, such as {min(missing)}", field="adapter"
-                )
-            await engine.llm.add_lora(lora_request(adapter))
+            await self._check_served(engine, frozenset(shapes.modules))
+            start = perf_counter()
+            done = await engine.llm.collective_rpc(
+                "apply_adapter",
+                args=(adapter.adapter_id, adapter.name, str(adapter.path)),
+                kwargs={"in_memory": adapter.in_memory},
+            )
         self._adapters.add(adapter.adapter_id)
+        seconds = max(seconds for seconds, _ in done)
+        return LoadTimes(1e3 * (perf_counter() - start - seconds), 1e3 * seconds, all(in_slot for _, in_slot in done))
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         self._adapters.discard(adapter.adapter_id)
@@ -153,6 +159,18 @@ class VllmEngine:
         with _translated():
             logprobs, _ = await self._score(tokens, adapter, tenant, 0)
         return logprobs
+
+    async def _check_served(self, engine: _Started, modules: frozenset[str]) -> None:
+        """Refuse an adapter of which vLLM would leave a part out. Each choice of modules is asked about once."""
+        if modules in engine.served:
+            return
+        left_out = await engine.llm.collective_rpc("unmatched_adapter_modules", args=(sorted(modules),))
+        missing = set.intersection(*map(set, left_out))
+        if missing:
+            raise InvalidShape(
+                f"vLLM serves no adapter on {len(missing)} modules, such as {min(missing)}", field="adapter"
+            )
+        engine.served.add(modules)
 
     def _live(self) -> _Started:
         if self._started is None:

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from time import perf_counter
 from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+from sampler_service.engine.vllm_internals import VllmInternals
+from sampler_service.engine.vllm_slots import SlotWriter
+
+Applied = tuple[float, bool]
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker class through `worker_extension_cls`."""
 
     model_runner: Any
+    internals: VllmInternals
+    slot_writer: SlotWriter | None = None
+
+    def prepare_adapters(self, *, direct: bool) -> None:
+        """Get ready for adapters, once the model is there. Raises RuntimeError when this vLLM is another one inside.
+
+        With `direct` adapters are copied into slots from here on; without, vLLM loads them.
+        """
+        self.internals = VllmInternals(self.model_runner, direct=direct)
+        self.slot_writer = SlotWriter(self.internals) if direct else None
 
     def unmatched_adapter_modules(self, modules: list[str]) -> list[str]:
         """Return those of an adapter's modules (PEFT's names) that this worker would leave out.
 
         vLLM loads an adapter that matches nothing without a word and then serves the base model.
         """
-        manager = self.model_runner.lora_manager._adapter_manager  # noqa: SLF001 - vLLM offers no other way
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        served: set[str] = set()
-        for name in manager.modules:
-            parent, dot, leaf = name.rpartition(".")
-            served.update(parent + dot + part for part in manager.packed_modules_mapping.get(leaf, [leaf]))
-        renamed = {name: mapper.get_rename_mapper()._map_name(name) if mapper else name for name in modules}  # noqa: SLF001
-        return [name for name in modules if renamed[name] not in served]
+        packed, rename = self.internals.packed, self.internals.rename
+        served = {part for name in self.internals.layers for part in packed.get(name, [name])}
+        return [name for name in modules if rename(name) not in served]
+
+    def apply_adapter(self, adapter_id: int, name: str, directory: str, *, in_memory: bool) -> Applied:
+        """Make an adapter usable from the next step on; return the seconds that it took and whether it is in a slot.
+
+        Adapters on the experts of a mixture are always loaded by vLLM, which has layouts of its own for them.
+        """
+        start, path, in_slot = perf_counter(), Path(directory), True
+        if self.slot_writer is not None and self.slot_writer.takes(path):
+            with gpu_sync_allowed():
+                in_slot = self.slot_writer.add(adapter_id, path, in_memory=in_memory)
+        else:
+            self.model_runner.add_lora(LoRARequest(name, adapter_id, directory))
+        return perf_counter() - start, in_slot

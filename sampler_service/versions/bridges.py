@@ -18,18 +18,30 @@ from sampler_service.versions.keys import foreign
 
 @dataclass(frozen=True, slots=True)
 class StagedAdapter:
-    """A verified adapter, or for the bridge restart a whole model, in a directory that an engine can load."""
+    """An adapter, or for the bridge restart a whole model, in a directory that an engine can load.
+
+    Nothing is answered from it before `verified` returns.
+    """
 
     manifest: pb.Manifest
     directory: Path
     """Holds adapter_model.safetensors and adapter_config.json (PEFT layout), or a Hugging Face model."""
     sha256: str
-    """Computed over the bytes that lie there."""
+    """The manifest's, which the one computed over the bytes that lie there equals once they are verified."""
     temporary: bool
     """Whether the directory belongs to this sampler and goes when the adapter does."""
+    verifying: asyncio.Task[None] | None = None
+    """Computes the SHA-256 while the adapter is loaded; None when that is done."""
+
+    async def verified(self) -> None:
+        """Wait until every byte is verified. Raises ChecksumMismatch."""
+        if self.verifying is not None:
+            await self.verifying
 
     async def discard(self) -> None:
         """Remove the files if they are this sampler's own."""
+        if self.verifying is not None:
+            self.verifying.cancel()
         if self.temporary:
             await asyncio.to_thread(shutil.rmtree, self.directory)
 
@@ -56,7 +68,7 @@ class Bridge(Protocol):
         ...
 
     async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
-        """Bring an adapter and verify every byte of it."""
+        """Bring an adapter; every byte of it is verified, or is being verified."""
         ...
 
 

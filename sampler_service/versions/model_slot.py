@@ -16,7 +16,7 @@ from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import served_model
-from sampler_service.engine.base import Adapter
+from sampler_service.engine.base import Adapter, LoadTimes
 from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
@@ -218,11 +218,13 @@ class ModelSlot:
         """Change the model when the requests in progress have ended, and let in all that wait for it."""
         failure: errors.PacelineError | None = None
         try:
+            start = perf_counter()
             await self._idle.wait()
             await self._set_ready(False)
+            idle = perf_counter()
             with self._metrics.load_seconds.time():
                 await self._engine.rebuild(head.staged.directory if head.staged else self._base_path)
-            self._loaded(head)
+            self._loaded(head, LoadTimes(1e3 * (idle - start), 1e3 * (perf_counter() - idle)))
         except errors.PacelineError as error:
             failure = error
             if isinstance(error, errors.ModelNotLoadable):
@@ -240,13 +242,13 @@ class ModelSlot:
                 waiter.turn.set_exception(type(failure)(failure.message, field=failure.field))
         self._advance()
 
-    def _loaded(self, head: _Waiter) -> None:
+    def _loaded(self, head: _Waiter, times: LoadTimes) -> None:
         self._release()
         self._key = head.key
         if head.staged is not None:
             served, number, path = served_model(head.staged.manifest), next(self._numbers), head.staged.directory
             adapter = Adapter(number, str(head.key.ref()), Path(path))
-            self._entry = LoadedVersion(served, head.staged.manifest.tenant, adapter, head.staged)
+            self._entry = LoadedVersion(served, head.staged.manifest.tenant, adapter, head.staged, times)
         _log.info("model loaded", weights=str(head.key.ref()))
 
     def _release(self) -> None:

@@ -16,7 +16,7 @@ from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import served_model
-from sampler_service.engine.base import Adapter, SamplerEngine
+from sampler_service.engine.base import Adapter, LoadTimes, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
 from sampler_service.versions.flights import Flights
@@ -45,6 +45,7 @@ class LoadedVersion:
     tenant: str
     adapter: Adapter
     staged: StagedAdapter
+    times: LoadTimes
     requests_in_flight: int = 0
     retired: bool = False
     """Whether it goes when its last request ends."""
@@ -220,12 +221,24 @@ class VersionRegistry:
         name = "/".join(
             (tenant, served.run_id, served.checkpoint or str(served.version), staged.sha256, str(adapter_id))
         )
-        entry = LoadedVersion(served, tenant, Adapter(adapter_id, name, staged.directory), staged)
+        adapter = Adapter(adapter_id, name, staged.directory, in_memory=staged.temporary)
         with self._metrics.load_seconds.time():
-            await self._engine.add_adapter(entry.adapter)
+            times = await self._load(adapter, staged)
+        self._metrics.observe_load(times)
+        entry = LoadedVersion(served, tenant, adapter, staged, times)
         self._entries[key] = entry
         _log.info("version loaded", run=served.run_id, version=served.version, checkpoint=served.checkpoint)
         return entry
+
+    async def _load(self, adapter: Adapter, staged: StagedAdapter) -> LoadTimes:
+        """Load an adapter while the last of its bytes are verified; nobody can ask for it before both are done."""
+        times = await self._engine.add_adapter(adapter)
+        try:
+            await staged.verified()
+        except BaseException:
+            await self._engine.remove_adapter(adapter)
+            raise
+        return times
 
     async def _make_room(self) -> None:
         while len(self._entries) >= self._limits.max_loaded:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from uuid import uuid4
 
 from paceline import errors
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
-from paceline.weights import ChunkWriter
+from paceline.weights import ChunkWriter, hash_file, read_tensor_entries
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.bridges import StagedAdapter
 
@@ -22,6 +23,15 @@ _PREFIX = "paceline-sampler-"
 _LOCK = "lock"
 _MOST_WAITING = 16
 """Chunks that wait for the thread; then the sender has to."""
+
+
+class NotLinked(Exception):
+    """A file of the trainer's cannot be linked from here."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        """Say whether the trainer's staging directory is seen from here all the same."""
+        super().__init__()
+        self.is_shared = is_shared
 
 
 class StagingArea:
@@ -82,6 +92,17 @@ class Reception:
             chunks, self._waiting = self._waiting, []
             self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, chunks))
 
+    async def adopt(self, file: Path) -> StagedAdapter:
+        """Link a file staged by the trainer instead of taking chunks, and begin to verify it.
+
+        Raises NotLinked where that cannot be, ChecksumMismatch unless the file has the manifest's tensors.
+        """
+        await asyncio.to_thread(self._link, file)
+        self._finished = True
+        manifest, weights = self._manifest, self._directory / WEIGHTS_FILE
+        verifying = asyncio.create_task(asyncio.to_thread(_check_hash, weights, manifest.model.sha256))
+        return StagedAdapter(manifest, self._directory, manifest.model.sha256, temporary=True, verifying=verifying)
+
     async def finish(self) -> StagedAdapter:
         """Verify the whole. Raises as `write`, and ChecksumMismatch unless it is what the manifest describes."""
         await self._settle()
@@ -98,6 +119,18 @@ class Reception:
         self._writer.close()
         await asyncio.to_thread(shutil.rmtree, self._directory)
 
+    def _link(self, file: Path) -> None:
+        self._writer.close()
+        weights = self._directory / WEIGHTS_FILE
+        weights.unlink()
+        try:
+            os.link(file, weights, follow_symlinks=False)
+        except OSError as error:
+            # A version that has left the directory leaves it as it was: DIRECTORY / run / version / file.
+            raise NotLinked(is_shared=error.errno == errno.ENOENT and file.parents[2].is_dir()) from error
+        if not stat.S_ISREG(weights.lstat().st_mode) or read_tensor_entries(weights) != list(self._manifest.tensors):
+            raise errors.ChecksumMismatch("the staged file has other tensors than its manifest")
+
     async def _settle(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
@@ -112,6 +145,11 @@ class Reception:
         self._write(self._waiting)
         with _room():
             return self._writer.finish()
+
+
+def _check_hash(weights: Path, expected: str) -> None:
+    if hash_file(weights) != expected:
+        raise errors.ChecksumMismatch("the staged bytes are not those of the manifest")
 
 
 @contextmanager

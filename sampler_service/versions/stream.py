@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from paceline import errors
 from paceline.log import get_logger
 from paceline.types import ModelRef
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.bridges import ManifestRules, StagedAdapter, check_is
-from sampler_service.versions.staging import StagingArea
+from sampler_service.versions.staging import NotLinked, StagingArea
 from sampler_service.versions.trainer_link import TrainerLink
 from sampler_service.versions.volume import VolumeBridge
 
@@ -15,7 +17,10 @@ _log = get_logger(__name__)
 
 
 class StreamBridge:
-    """Receives adapters into the staging area, verifying each chunk and then the whole."""
+    """Receives adapters into the staging area, verifying each chunk and then the whole.
+
+    Versions in the trainer's staging directory are linked instead, where this sampler sees it, and verified as a whole.
+    """
 
     name = "stream"
     needs_volume = False
@@ -25,6 +30,8 @@ class StreamBridge:
         self._staging = staging
         self._rules = rules
         self._volume = volume
+        self._shares_memory = True
+        """Until it turns out that the trainer's staged files cannot be linked from here."""
 
     async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
         try:
@@ -38,18 +45,29 @@ class StreamBridge:
 
     async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
         try:
-            return await self._receive(ref, tenant)
+            return await self._link_or_receive(ref, tenant)
         except errors.TrainerUnavailable:
             if not self._volume.holds(ref):
                 raise
         _log.warning("trainer cannot be reached; reading the volume", weights=str(ref))
         return await self._volume.fetch(ref, tenant)
 
-    async def _receive(self, ref: ModelRef, tenant: str) -> StagedAdapter:
-        async with self._trainer.fetch(ref, tenant) as (manifest, chunks):
+    async def _link_or_receive(self, ref: ModelRef, tenant: str) -> StagedAdapter:
+        if self._shares_memory:
+            try:
+                return await self._receive(ref, tenant, accept_staged_path=True)
+            except NotLinked as error:
+                self._shares_memory = error.is_shared
+                _log.info("version not linked; it is streamed", weights=str(ref), error=str(error.__cause__))
+        return await self._receive(ref, tenant, accept_staged_path=False)
+
+    async def _receive(self, ref: ModelRef, tenant: str, *, accept_staged_path: bool) -> StagedAdapter:
+        async with self._trainer.fetch(ref, tenant, accept_staged_path=accept_staged_path) as (manifest, parts):
             check_is(manifest, ref, tenant)
             self._rules.check(manifest)
             async with self._staging.receive(manifest) as reception:
-                async for chunk in chunks:
-                    await reception.write(chunk)
+                async for part in parts:
+                    if part.WhichOneof("part") == "staged_path":
+                        return await reception.adopt(Path(part.staged_path))
+                    await reception.write(part.chunk)
                 return await reception.finish()

@@ -44,19 +44,21 @@ class TrainerLink:
             return await _first(parts)
 
     @asynccontextmanager
-    async def fetch(self, ref: ModelRef, tenant: str) -> AsyncIterator[tuple[pb.Manifest, AsyncIterator[pb.Chunk]]]:
-        """Give the manifest and the chunks of a version or checkpoint.
+    async def fetch(
+        self, ref: ModelRef, tenant: str, *, accept_staged_path: bool
+    ) -> AsyncIterator[tuple[pb.Manifest, AsyncIterator[pb.FetchVersionResponse]]]:
+        """Give the manifest of a version or checkpoint, then its chunks or the path of its file in shared memory.
 
         Raises what the trainer answers (NotFound, DataLoss, InvalidArgument), TrainerUnavailable for everything else.
         """
-        async with self._open(ref, tenant, self._fetch_timeout) as parts:
-            yield await _first(parts), _chunks(parts)
+        async with self._open(ref, tenant, self._fetch_timeout, accept_staged_path=accept_staged_path) as parts:
+            yield await _first(parts), parts
 
     @asynccontextmanager
     async def _open(
-        self, ref: ModelRef, tenant: str, seconds: float
+        self, ref: ModelRef, tenant: str, seconds: float, *, accept_staged_path: bool = False
     ) -> AsyncIterator[AsyncIterator[pb.FetchVersionResponse]]:
-        request = pb.FetchVersionRequest(model=model_ref_to_proto(ref))
+        request = pb.FetchVersionRequest(model=model_ref_to_proto(ref), accept_staged_path=accept_staged_path)
         call = self._stub.FetchVersion(request, metadata=peer_metadata(self._credential, tenant), timeout=seconds)
         try:
             yield aiter(call)
@@ -72,11 +74,6 @@ async def _first(parts: AsyncIterator[pb.FetchVersionResponse]) -> pb.Manifest:
     if first is None or first.WhichOneof("part") != "manifest":
         raise errors.ChecksumMismatch("the trainer's answer does not begin with a manifest")
     return first.manifest
-
-
-async def _chunks(parts: AsyncIterator[pb.FetchVersionResponse]) -> AsyncIterator[pb.Chunk]:
-    async for part in parts:
-        yield part.chunk
 
 
 def _translate(failure: grpc.aio.AioRpcError) -> errors.PacelineError:

@@ -174,6 +174,8 @@ def acknowledge(entry: LoadedVersion, sampler_id: str, milliseconds: float) -> p
         sha256=entry.staged.sha256,
         sampler_id=sampler_id,
         milliseconds=milliseconds,
+        step_wait_milliseconds=entry.times.step_wait_milliseconds,
+        apply_milliseconds=entry.times.apply_milliseconds,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,10 @@ def environment() -> Iterator[None]:
         yield
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["hf", "vllm"])
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["hf", "vllm", "vllm stock"])
 async def engine(request: pytest.FixtureRequest, model_path: Path, environment: None) -> AsyncIterator[SamplerEngine]:
-    engine = create_engine(request.param, options_for(model_path))
+    kind, _, apply = request.param.partition(" ")
+    engine = create_engine(kind, replace(options_for(model_path), apply=apply or "direct"))
     await engine.start()
     yield engine
     await engine.stop()

@@ -5,6 +5,7 @@ import hashlib
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -540,6 +541,11 @@ async def test_a_watching_sampler_hears_of_a_version_fetches_it_and_its_acknowle
     ]
     received = b"".join(part.chunk.data for part in parts[1:])
     digest = hashlib.sha256(received).hexdigest()
+    request = weights_pb.FetchVersionRequest(model=ref, accept_staged_path=True)
+    _, staged = [part async for part in caller.weights.FetchVersion(request, metadata=metadata)]
+    assert await asyncio.to_thread(Path(staged.staged_path).read_bytes) == received
+    owners = [part async for part in caller.weights.FetchVersion(request, metadata=caller.metadata)]
+    assert b"".join(part.chunk.data for part in owners[1:]) == received
     assert parts[0].manifest.model.sha256 == manifest.model.sha256 == digest
     assert not publishing.done()
     ack = weights_pb.Acknowledgement(run_id=caller.run_id, version=1, sha256=digest, sampler_id="one")

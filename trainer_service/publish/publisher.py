@@ -74,6 +74,8 @@ class Publisher:
         self._keep_versions = keep_versions
         self._persisting: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._retiring = asyncio.Lock()
+        self._manifests: dict[Path, pb.Manifest] = {}
+        """Of the versions that are staged, by directory."""
 
     def start(self) -> None:
         """Make an empty staging directory, and announce the newest version of each restored run."""
@@ -124,6 +126,7 @@ class Publisher:
         manifest, directory = await self._stage(run, version, seq_id, Turn())
         if sha256 not in {"", manifest.model.sha256}:
             _log.error("version differs from what it was and is dropped", run=run.run_id, version=version)
+            self._manifests.pop(directory, None)
             await asyncio.to_thread(shutil.rmtree, directory)
             return
         self._announce(manifest, directory)
@@ -137,16 +140,23 @@ class Publisher:
         """Return the directory of a version; None means the newest. Raises VersionNotFound."""
         number = run.latest_version if version is None else version
         for directory in (self._staged(run.run_id, number), self._volume.version(run.run_id, number)):
-            if (directory / layout.MANIFEST_FILE).exists():
+            if directory in self._manifests or (directory / layout.MANIFEST_FILE).exists():
                 return directory
         message = (
             f"version {number} is not kept; {run.latest_version} is the newest" if number else "none was published"
         )
         raise errors.VersionNotFound(message, field="model.version.version")
 
+    def staged_manifest(self, directory: Path) -> pb.Manifest | None:
+        """Return the manifest of a version that is staged; None for what lies on the volume."""
+        return self._manifests.get(directory)
+
     async def forget(self, run: RunRecord) -> None:
         """Drop a run's staged versions and tell the samplers that it is gone."""
         self._feed.forget_run(run.run_id)
+        for directory in list(self._manifests):
+            if directory.parent.name == run.run_id:
+                self._manifests.pop(directory, None)
         await asyncio.to_thread(shutil.rmtree, self._staging / run.run_id, ignore_errors=True)
 
     def _announce_restored(self, run: RunRecord) -> None:
@@ -195,12 +205,15 @@ class Publisher:
             manifest = await asyncio.to_thread(
                 weights.describe_weights, staging, model, tenant=run.tenant, step=step, seq_id=seq_id
             )
-            weights.write_manifest(staging, manifest)
             if whole:
+                weights.write_manifest(staging, manifest)
                 await asyncio.to_thread(weights.write_sums, staging)
             if version > run.version_limit:
                 run.version_limit = version + _NUMBERS_RESERVED
                 await self._registry.persist(run)
+        if not whole:
+            # It is written beside the weights on their way to the volume; until then nobody reads it from a file.
+            self._manifests[directory] = manifest
         return manifest, directory
 
     def _persist(self, run_id: str, version: int, directory: Path, manifest: pb.Manifest) -> asyncio.Task[None]:
@@ -214,6 +227,7 @@ class Publisher:
         if not final.exists():
             async with staged_directory(final) as staging:
                 await asyncio.to_thread(shutil.copytree, directory, staging, dirs_exist_ok=True)
+                await asyncio.to_thread(weights.write_manifest, staging, manifest)
         if directory != final:
             self._feed.announce(self._announcement(manifest))
         await self._retire(*key)
@@ -238,6 +252,7 @@ class Publisher:
         """Remove staged versions that the volume holds, and versions on the volume that nobody needs."""
         for staged in (self._staging / run_id).glob("[0-9]*"):
             if int(staged.name) < newest and self._volume.version(run_id, int(staged.name)).exists():
+                self._manifests.pop(staged, None)
                 shutil.rmtree(staged, ignore_errors=True)  # Its run may be deleted meanwhile.
         leased = self._feed.leased()
         for version in sorted(self._on_volume_numbers(run_id), reverse=True)[self._keep_versions :]:

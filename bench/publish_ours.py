@@ -1,0 +1,119 @@
+"""Paceline's arms of bench/publish.py: a trainer and a sampler service, called over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import numpy as np
+from publish_times import LEARNING_RATE, PROMPT, RANK, STREAM_TOKENS, Times, running
+
+from paceline import codec
+from paceline.rpc.channel import open_channel
+from paceline.rpc.health import wait_until_serving
+from paceline.rpc.identity import peer_metadata
+from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
+from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
+from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.types.v1 import model_pb2, sampling_pb2
+from paceline.up_plan import UpOptions, make_plans, read_or_make_key
+
+TENANT = "bench"
+
+
+class Ours:
+    """One run, published again and again to one sampler."""
+
+    def __init__(self, trainer: grpc.aio.Channel, sampler: grpc.aio.Channel, state: Path) -> None:
+        self._trainer, self._sampler = TrainerServiceStub(trainer), SamplerServiceStub(sampler)
+        self._metadata = peer_metadata((state / "credential").read_text(), TENANT)
+        self._versions = state / "checkpoints" / "runs"
+        self._datum = codec.datum_to_proto(Datum.from_completion(PROMPT, PROMPT[:4], weight=1.0))
+        self._seq_id, self._run_id, self._version = 0, "", 0
+
+    @classmethod
+    @asynccontextmanager
+    async def start(
+        cls, model: Path, state: Path, address: str, cores: Sequence[int], *, bridge: str, apply: str
+    ) -> AsyncIterator[Self]:
+        """Run the services, with one version published."""
+        options = UpOptions(str(model), address=address, bridge=bridge, dtype="bfloat16", max_lora_rank=RANK)
+        read_or_make_key(state)
+        async with AsyncExitStack() as stack:
+            channels = []
+            for plan in make_plans(options, state)[:2]:
+                extra = {"PACELINE_SAMPLER_APPLY": apply} if plan.name == "sampler" else {}
+                plan = replace(plan, environment={**plan.environment, **extra})  # noqa: PLW2901
+                core = {cores[0] if plan.name == "trainer" else cores[-1]}
+                command, log = [sys.executable, "-m", plan.module], state / f"{plan.name}.log"
+                process = stack.enter_context(running(command, core, {**plan.environment, "OMP_NUM_THREADS": "1"}, log))
+                over = lambda process=process: process.poll() is not None  # noqa: E731
+                if not await asyncio.to_thread(wait_until_serving, plan.health, plan.service, over):
+                    raise SystemExit(log.read_text(errors="replace")[-4000:])
+                listen = plan.environment[f"PACELINE_{plan.name.upper()}_LISTEN"]
+                channels.append(await stack.enter_async_context(open_channel(listen)))
+            ours = cls(channels[0], channels[1], state)
+            await ours._create()
+            yield ours
+
+    @property
+    def size(self) -> int:
+        """Bytes of a version's tensors."""
+        newest = max((self._versions / self._run_id / "versions").iterdir(), key=lambda path: path.stat().st_mtime)
+        return (newest / "adapter_model.safetensors").stat().st_size
+
+    async def stream(self) -> AsyncIterator[int]:
+        async for part in self._sample(STREAM_TOKENS):
+            yield len(part.tokens)
+
+    async def publish(self) -> Times:
+        await self._call("ForwardBackward", trainer_pb.ForwardBackwardRequest, data=[self._datum],
+                         loss_fn="cross_entropy")  # fmt: skip
+        adamw = codec.optimizer_to_proto(AdamParams(LEARNING_RATE)).adamw
+        await self._call("OptimStep", trainer_pb.OptimStepRequest, adamw=adamw)
+        start = time.perf_counter()
+        reply = await self._call("PublishWeights", trainer_pb.PublishWeightsRequest, wait_for=trainer_pb.ACK_POLICY_ANY)
+        active = time.perf_counter()
+        self._version = reply.model.version
+        await anext(self._sample(1))
+        first, ack = time.perf_counter(), reply.acknowledgements[0]
+        return Times(
+            1e3 * (active - start), 1e3 * (first - start), ack.step_wait_milliseconds, ack.apply_milliseconds,
+            reply.stage_milliseconds,
+        )  # fmt: skip
+
+    async def _create(self) -> None:
+        request = trainer_pb.CreateRunRequest(
+            request_id=os.urandom(8).hex(), lora=codec.lora_config_to_proto(LoraConfig(RANK))
+        )
+        reply = await self._trainer.CreateRun(request, metadata=self._metadata)
+        self._run_id = reply.run.run_id
+        await self.publish()
+
+    async def _sample(self, tokens: int) -> AsyncIterator[Any]:
+        request = sampler_pb.SampleStreamRequest(
+            model=model_pb2.ModelRef(version=model_pb2.VersionRef(run_id=self._run_id, version=self._version)),
+            prompt=codec.tensor_to_proto(np.array(PROMPT, np.int32)),
+            params=sampling_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
+        )
+        call = self._sampler.SampleStream(request, metadata=self._metadata)
+        try:
+            async for part in call:
+                yield part
+        finally:
+            call.cancel()
+
+    async def _call(self, method: str, message: Any, **fields: Any) -> Any:
+        self._seq_id += 1
+        request = message(run_id=self._run_id, seq_id=self._seq_id, **fields)
+        return await getattr(self._trainer, method)(request, metadata=self._metadata)

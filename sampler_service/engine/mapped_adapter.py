@@ -1,0 +1,158 @@
+"""An adapter whose tensors stay where they were staged: views of its safetensors file, scaled only on their way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from paceline.layout import WEIGHTS_FILE
+from paceline.types.v1 import tensor_pb2
+from paceline.weights import read_tensor_entries
+
+_DTYPES = {
+    tensor_pb2.DTYPE_FLOAT32: torch.float32,
+    tensor_pb2.DTYPE_BFLOAT16: torch.bfloat16,
+    tensor_pb2.DTYPE_FLOAT16: torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where a matrix lies in the file, in elements of its dtype."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, int]
+
+    def of(self, typed: Mapping[torch.dtype, Tensor]) -> Tensor:
+        """Return the matrix in a mapped file."""
+        return typed[self.dtype].as_strided(self.shape, (self.shape[1], 1), self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where A [r, in] and B [out, r] of one of the base model's modules lie, and alpha / r (or alpha / sqrt(r))."""
+
+    a: View
+    b: View
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The same as tensors; B is not scaled."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """How an adapter's file is laid out: the same for all versions of a run, so that it is read once."""
+
+    rank: int
+    size: int
+    modules: Mapping[str, Sequence[Stored | None]]
+    """vLLM's name of a layer -> one entry, or one for each of the modules that vLLM packed into it."""
+    packed: frozenset[str]
+    """The layers that vLLM packed."""
+
+
+def read_layout(
+    directory: Path,
+    peft: PEFTHelper,
+    layers: Iterable[str],
+    packed: Mapping[str, Sequence[str]],
+    rename: Callable[[str], str],
+) -> Layout:
+    """Read the header of an adapter's file.
+
+    `layers` are vLLM's layers that take an adapter, `packed` names the modules of those that vLLM packed, `rename`
+    turns Hugging Face's names into vLLM's.
+    """
+    path = directory / WEIGHTS_FILE
+    sides: tuple[dict[str, View], dict[str, View]] = ({}, {})
+    for entry in read_tensor_entries(path):
+        module, is_a = parse_fine_tuned_lora_name(entry.name)
+        dtype = _DTYPES[entry.dtype]
+        sides[is_a][module] = View(dtype, entry.offset // dtype.itemsize, (entry.shape[0], entry.shape[1]))
+    b_views, a_views = sides
+    stored = {
+        rename(module): Stored(a, b_views[module], peft.get_rank_and_scaling(module)[1])
+        for module, a in a_views.items()
+    }
+    parts = {layer: [stored.get(name) for name in packed.get(layer, [layer])] for layer in layers}
+    modules = {layer: found for layer, found in parts.items() if any(found)}
+    return Layout(peft.r, path.stat().st_size, modules, frozenset(packed.keys() & modules.keys()))
+
+
+class MappedAdapter(LoRAModel):
+    """Takes the place of vLLM's own copy in host memory; what vLLM asks for is made when it asks.
+
+    B is scaled on its way out, never in place, so that the staged tensors stay what was published and alpha / r is
+    applied once however often the adapter goes into a slot.
+    """
+
+    def __init__(self, adapter_id: int, layout: Layout, data: Tensor, dtype: torch.dtype) -> None:
+        """Take the bytes of the file as `data`, uint8 [size]; `dtype` is that of vLLM's slots."""
+        super().__init__(adapter_id, layout.rank, {})
+        self.layout = layout
+        self.data = data
+        self._dtype = dtype
+
+    def get_lora(self, module_name: str) -> LoRALayerWeights | None:
+        """Return a layer's weights as vLLM holds them, B scaled; None when the adapter does not touch the layer."""
+        if module_name not in self.layout.modules:
+            return None
+        parts = matrices(self.layout.modules[module_name], TypedViews(self.data))
+        a = [part and part.a for part in parts]
+        b = [part and part.b.to(self._dtype) * part.scaling for part in parts]
+        if module_name in self.layout.packed:
+            ones = [1] * len(parts)
+            return PackedLoRALayerWeights(module_name, self.rank, ones, a, b, ones)  # type: ignore[arg-type]
+        return LoRALayerWeights(module_name, self.rank, 1, a[0], b[0], 1)  # type: ignore[arg-type]
+
+
+class TypedViews(dict[torch.dtype, Tensor]):
+    """The bytes of a file seen as each dtype that is asked for."""
+
+    def __init__(self, data: Tensor) -> None:
+        """Take uint8 [size]."""
+        super().__init__()
+        self._data = data
+
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        whole = len(self._data) - len(self._data) % dtype.itemsize
+        self[dtype] = self._data[:whole].view(dtype)
+        return self[dtype]
+
+
+def matrices(parts: Sequence[Stored | None], typed: Mapping[torch.dtype, Tensor]) -> list[Matrices | None]:
+    """Return views of a layer's matrices, one pair for each module that vLLM packed into it."""
+    return [None if part is None else Matrices(part.a.of(typed), part.b.of(typed), part.scaling) for part in parts]
+
+
+def map_file(path: Path, size: int) -> Tensor:
+    """Map a file of `size` bytes: uint8 [size]. Nothing is copied; writing to the tensor does not reach the file."""
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
+def read_file(path: Path, size: int) -> Tensor:
+    """Read a file of `size` bytes that may go away or be cut while it is in use: uint8 [size]."""
+    data = torch.empty(size, dtype=torch.uint8)
+    with path.open("rb", buffering=0) as file:
+        view, done = data.numpy().data, 0
+        while done < size and (count := file.readinto(view[done:])):
+            done += count
+    if done != size:
+        raise OSError(f"{path} is shorter than {size} bytes")
+    return data

@@ -1,0 +1,44 @@
+"""A vLLM that keeps adapters in another way is refused when the engine starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import vllm
+
+from sampler_service.engine.vllm_internals import _DIRECT, _EVERY_WAY, _RUNNING, VllmInternals
+
+
+def runner(*paths: str) -> SimpleNamespace:
+    """Make an object with attributes at dotted paths, as vLLM's model runner has them."""
+    made = SimpleNamespace()
+    for path in paths:
+        at = made
+        for name in path.split("."):
+            at.__dict__.setdefault(name, SimpleNamespace())
+            at = getattr(at, name)
+    return made
+
+
+@pytest.mark.parametrize("running", _RUNNING)
+def test_either_of_the_model_runners_is_known(running):
+    VllmInternals(runner(*_EVERY_WAY, *_DIRECT, running), direct=True)
+
+
+@pytest.mark.parametrize("gone", _DIRECT)
+def test_what_slots_need_is_missed_by_name_and_only_by_them(gone):
+    without = runner(*_EVERY_WAY, *(path for path in _DIRECT if path != gone), _RUNNING[0])
+    VllmInternals(without, direct=False)
+    with pytest.raises(RuntimeError, match=rf"{vllm.__version__}.*no {gone}\."):
+        VllmInternals(without, direct=True)
+
+
+def test_a_model_runner_that_does_not_say_which_adapters_run_is_refused():
+    with pytest.raises(RuntimeError, match=" or ".join(_RUNNING)):
+        VllmInternals(runner(*_EVERY_WAY, *_DIRECT), direct=True)
+
+
+def test_what_loading_by_vllm_needs_is_missed_too():
+    with pytest.raises(RuntimeError, match="lora_manager"):
+        VllmInternals(SimpleNamespace(), direct=False)
