@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,9 +69,9 @@ ON_CPU = {
 # Eight rows of up to 1,024 tokens are what the memory holds beside 8 billion weights.
 ON_GPU = {"TRL SFT, padded, 8 rows": 1.5, "TRL GRPO, padded, 8 rows": 1.5}
 CASES = {
-    "smollm2": Case(6, ON_CPU, ("one at a time",)),
-    # Three datums: the padded arms hold the logits of a large vocabulary several times.
-    "qwen2.5-0.5b": Case(3, ON_CPU, ("one at a time",), least_share=0.4),
+    # As many datums as 24 GiB take: the padded arms hold the logits several times.
+    "smollm2": Case(4, ON_CPU, ("one at a time",)),
+    "qwen2.5-0.5b": Case(2, ON_CPU, ("one at a time",), least_share=0.4),
     "llama-8b": Case(
         28, ON_GPU, ("padded bfloat16, 8 rows", "TRL SFT, padding-free"), pack_tokens=8192, least_share=0.45
     ),
@@ -159,17 +159,20 @@ def start_arm(
             yield process
         finally:
             process.kill()
+            with suppress(BrokenPipeError):
+                process.communicate()
 
 
 def ask(process: subprocess.Popen[str], batch: Path, *, compare: bool = False) -> dict[str, float]:
     """Have an arm do one batch."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(json.dumps({"batch": str(batch), "compare": compare}) + "\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):
+        process.stdin.write(json.dumps({"batch": str(batch), "compare": compare}) + "\n")
+        process.stdin.flush()
     line = process.stdout.readline()
     if not line:
-        raise SystemExit(f"an arm ended with status {process.wait()}")
+        raise SystemExit(f"an arm ended with status {process.wait()}; -9 may be for want of memory: use fewer --datums")
     reply: dict[str, float] = json.loads(line)
     return reply
 
