@@ -94,7 +94,7 @@ async def test_a_reader_that_leaves_frees_the_cache_before_the_scheduler_s_next_
         reader.cancel()
     else:
         limit.reschedule(0)
-    await asyncio.wait([reader])
+    await asyncio.gather(reader, return_exceptions=True)
     assert engine.num_running() == 0
     assert await cache_is_free(engine)
 
