@@ -181,9 +181,15 @@ async def start_engine(place: Place, kind: str, adapter: Path | None = None) -> 
     script = str(Path(__file__).with_name("sample_engine.py"))
     command = (script, kind, str(place.model), place.dtype, str(adapter or ""))
     async with place.process(*command, stdout=PIPE) as process:
+        assert process.stdin is not None
         arm = EngineArm(process)
         await arm.answer()
-        yield arm
+        try:
+            yield arm
+        finally:
+            # The engine's own processes end with its main one only when that ends by itself.
+            process.stdin.close()
+            await process.wait()
 
 
 async def _is_up(session: aiohttp.ClientSession, url: str) -> bool:

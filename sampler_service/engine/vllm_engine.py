@@ -28,7 +28,7 @@ from sampler_service.engine.base import Adapter, GenerationRequest, TokenDelta
 from sampler_service.engine.base_model import linear_shapes_of
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.vllm_grammar import CONFIG, check_grammar
+from sampler_service.engine.vllm_grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm_params import (
     lora_request,
     prompt_input,
@@ -215,7 +215,7 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
         seed=options.seed,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
-        structured_outputs_config=CONFIG,
+        structured_outputs_config=grammar_config(),
         max_logprobs=MAX_TOPK,
         enable_log_requests=False,
         disable_log_stats=True,

@@ -13,8 +13,13 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from paceline.errors import InvalidArgument
 from paceline.types import SamplingParams
 
-CONFIG = StructuredOutputsConfig(backend="xgrammar")
-"""By itself vLLM checks each request for a backend that takes it, and then serves all requests by that of the first."""
+
+def grammar_config() -> StructuredOutputsConfig:
+    """Return vLLM's settings: one backend for all.
+
+    By itself vLLM looks for a backend that takes the request, and then serves every request by that of the first.
+    """
+    return StructuredOutputsConfig(backend="xgrammar")
 
 
 def structured_outputs(params: SamplingParams) -> StructuredOutputsParams | None:
