@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
+from budgets import budget
 
 from paceline import codec
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -61,7 +62,7 @@ async def main() -> None:
     print(f"step    {1e3 * statistics.median(total for _, total in parts):8.1f} ms")
     print(f"journal {1e3 * statistics.median(spent for spent, _ in parts):8.1f} ms")
     share = statistics.median(shares)
-    print(f"budget journal's share of a step: {share:.2%} (<= {BUDGET:.0%}) {'met' if share <= BUDGET else 'missed'}")
+    budget("journal's share of a step", share, BUDGET, at_most=True)
 
 
 async def step(engine: EngineProcess, journal: RunJournal, data: list[Datum], number: int) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from budgets import budget
 from torch import nn
 
 from paceline.types import ApolloParams, LoraConfig, OptimizerParams
@@ -78,7 +79,7 @@ def measure(weights: dict[str, nn.Parameter], rounds: int) -> None:
         print(f"{name:14} {bytes_each:8.4f} bytes per parameter, "
               f"step p50 {np.median(values):8.2f} ms, p99 {np.percentile(values, 99):8.2f} ms")  # fmt: skip
     ratio = float(np.median(milliseconds[LOOP]) / np.median(milliseconds["adamw"]))
-    print(f"budget fused_adamw: {ratio:.2f}x ({FUSED_BUDGET}x) {'met' if ratio >= FUSED_BUDGET else 'missed'}")
+    budget("fused AdamW against one weight after the other", ratio, FUSED_BUDGET)
 
 
 def timed(step: Callable[[int], object], number: int, device: torch.device) -> float:

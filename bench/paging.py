@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from budgets import budget
 
 from paceline.types import AdamParams, Datum, LoraConfig
 from trainer_service.engine.options import EngineOptions
@@ -77,12 +78,11 @@ def measure(paged: Paged, rounds: int) -> None:
         print(
             f"turn of a run that is {name:8}: p50 {np.median(values):8.3f} ms, p99 {np.percentile(values, 99):8.3f} ms"
         )
-    held = paged.peak / paged.run_bytes
+    held = round(paged.peak / paged.run_bytes, 3)  # A run on disk keeps 4 bytes for each of its tensors.
     print(f"{len(paged.names)} runs of {paged.run_bytes / 1e6:.1f} MB each; held at most {paged.peak / 1e6:.1f} MB")
-    print(f"budget paged_memory: {held:.2f} runs' worth ({ALLOWED}) {'met' if held <= ALLOWED else 'missed'}")
+    budget("memory held, in runs", held, ALLOWED, at_most=True)
     cost = float(np.median(times["paged"])) * 1e6 / paged.run_bytes
-    print(f"budget page_round_trip: {cost:.2f} ns/byte ({ROUND_TRIP_BUDGET}) "
-          f"{'met' if cost <= ROUND_TRIP_BUDGET else 'missed'}")  # fmt: skip
+    budget("paging out and in, ns a byte", cost, ROUND_TRIP_BUDGET, at_most=True)
 
 
 def main() -> None:

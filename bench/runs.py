@@ -1,10 +1,12 @@
 """What runs that share passes gain over runs that take turns, and what they lose against one run with all the tokens.
 
-    make bench-runs        python bench/runs.py [--runs 8] [--sequences 2] [--tokens 16] [--dtypes bfloat16 float32]
+    make bench-runs        python bench/runs.py [--runs 8] [--sequences 2] [--tokens 4 16 64 256]
+                           [--models smollm2 qwen2.5-0.5b] [--dtypes bfloat16 float32]
 
 The engine works in this process on one thread. Each round draws new batches; every arm computes the same ones once, in
-turn: all runs in joint passes, one run after the other, and one run with the tokens of all. Then: how much longer a
-pass takes when the run before was another, and how fairly runs with commands of very different sizes are served.
+turn: all runs in joint passes, one run after the other, and one run with the tokens of all. Optimizer steps between
+them are not timed. This is done for each length of sequences. Then: how much longer a pass takes when the run before
+was another, and how fairly runs with commands of very different sizes are served.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from budgets import budget
 from make_model import default_directory, make_model
-from train_report import budget
+from train_batches import make_random_model
 
-from paceline.types import Datum, LoraConfig
+from paceline.types import AdamParams, Datum, LoraConfig
 from trainer_service.engine.allocator import keep_freed_memory
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.packing import Batch
@@ -34,6 +38,9 @@ from trainer_service.engine.scheduler import Scheduler
 LOSS = "importance_sampling"
 ALONE = "all tokens, one run"
 RANKS = (8, 16, 32)
+STEP = AdamParams(learning_rate=1e-5)
+SWEEPS = 4
+"""How often a pass moves a factor's bytes: read forward and backward, its gradient written, then checked."""
 Clock = Callable[[], float]
 Arm = Callable[[PeftEngine, dict[str, list[Datum]]], None]
 
@@ -58,13 +65,27 @@ def draw(rng: np.random.Generator, sequences: int, tokens: int, vocab_size: int)
     return data
 
 
-def make_engine(model: Path, dtype: str, runs: Sequence[str]) -> PeftEngine:
-    """Load the model with a run for each name; ranks are mixed."""
+def make_engine(model: Path, dtype: str, runs: Sequence[str]) -> tuple[PeftEngine, int]:
+    """Load the model with a run for each name, their ranks mixed, and one that is to have all tokens.
+
+    Returns also how many bytes more a pass over the runs moves than one over that run (see SWEEPS).
+    """
     engine = PeftEngine(EngineOptions(str(model), "embedded", dtype=dtype, logprob_chunk=256))  # type: ignore[arg-type]
+    weights = -engine.create_run(ALONE, LoraConfig(rank=16)).trainable_parameters
     for place, run_id in enumerate(runs):
-        engine.create_run(run_id, LoraConfig(rank=RANKS[place % len(RANKS)], seed=place))
-    engine.create_run(ALONE, LoraConfig(rank=16))
-    return engine
+        weights += engine.create_run(run_id, LoraConfig(RANKS[place % len(RANKS)], seed=place)).trainable_parameters
+    return engine, 4 * SWEEPS * weights
+
+
+def copy_rate(clock: Clock) -> float:
+    """Bytes a second that a copy reads and writes, of memory that no cache holds."""
+    source, times = torch.ones(1 << 26), []
+    target = torch.empty_like(source)
+    for _ in range(7):
+        start = clock()
+        target.copy_(source)
+        times.append(clock() - start)
+    return 2 * source.nbytes / float(np.median(times))
 
 
 def train_jointly(engine: PeftEngine, batches: dict[str, list[Datum]]) -> None:
@@ -83,13 +104,15 @@ def train_in_turn(engine: PeftEngine, batches: dict[str, list[Datum]]) -> None:
         engine.forward_backward(run_id, data, LOSS, {}, forward_only=False)
 
 
-def measure(engine: PeftEngine, runs: Sequence[str], options: argparse.Namespace, clock: Clock) -> None:
-    """Time the arms round by round; print their speeds and the budgets."""
-    rng = np.random.default_rng(0)
+def measure(
+    engine: PeftEngine, runs: Sequence[str], tokens: int, moving: float, options: argparse.Namespace, clock: Clock
+) -> None:
+    """Time the arms round by round, with sequences of about `tokens` tokens; print their speeds and the budgets."""
+    rng, vocab_size = np.random.default_rng(0), engine.describe().vocab_size
     seconds: dict[str, list[float]] = {"joint passes": [], "one after the other": [], ALONE: []}
-    tokens: list[int] = []
+    counts: list[int] = []
     for turn in range(options.rounds + 1):
-        batches = {run_id: draw(rng, options.sequences, options.tokens, 49152) for run_id in runs}
+        batches = {run_id: draw(rng, options.sequences, tokens, vocab_size) for run_id in runs}
         every = [datum for data in batches.values() for datum in data]
         arms: list[tuple[str, Arm, dict[str, list[Datum]]]] = [
             ("joint passes", train_jointly, batches),
@@ -101,21 +124,33 @@ def measure(engine: PeftEngine, runs: Sequence[str], options: argparse.Namespace
             train(engine, work)
             if turn:  # The first warms up.
                 seconds[name].append(clock() - start)
-        tokens += [sum(len(datum.model_input) for datum in every)] if turn else []
-    speeds = {name: np.asarray(tokens) / np.asarray(times) for name, times in seconds.items()}
-    for name, speed in speeds.items():
-        times = 1e3 * np.asarray(seconds[name])
+            for run_id in work:
+                engine.optim_step(run_id, STEP)
+        counts += [sum(len(datum.model_input) for datum in every)] if turn else []
+    print(f"\n{len(runs)} runs, each {options.sequences} sequences of {tokens} tokens on average")
+    report(f"{engine.describe().dtype}, {options.sequences * tokens} tokens a run:", counts, seconds, moving)
+
+
+def report(name: str, counts: Sequence[int], seconds: dict[str, list[float]], moving: float) -> None:
+    """Print the speed of each arm, and the budgets.
+
+    `moving` is what it takes to move the bytes that a joint pass moves beyond those of one run, in seconds.
+    """
+    speeds = {arm: np.asarray(counts) / np.asarray(times) for arm, times in seconds.items()}
+    for arm, speed in speeds.items():
+        times = 1e3 * np.asarray(seconds[arm])
         middle, worst = np.median(times), np.percentile(times, 99)
-        print(f"{name:22}{np.median(speed):9.0f} tokens/s{middle:10.0f} ms median{worst:8.0f} ms p99")
-    kind = engine.describe().dtype
+        print(f"{arm:22}{np.median(speed):9.0f} tokens/s{middle:10.0f} ms median{worst:8.0f} ms p99")
+    least = float(np.median(seconds[ALONE]))
+    print(f"moving the runs' own bytes takes {1e3 * moving:.0f} ms: at most {least / (least + moving):.2f} of one run")
     joint = speeds["joint passes"]
-    budget(f"{kind} joint against one after the other", float(np.median(joint / speeds["one after the other"])), 3)
-    budget(f"{kind} joint against one run with all tokens", float(np.median(joint / speeds[ALONE])), 0.95)
+    budget(f"{name} joint against one after the other", float(np.median(joint / speeds["one after the other"])), 3)
+    budget(f"{name} joint against one run with all tokens", float(np.median(joint / speeds[ALONE])), 0.95)
 
 
 def measure_switch(engine: PeftEngine, runs: Sequence[str], rounds: int, clock: Clock) -> None:
     """Time small passes of one run that follow its own and that follow another's, alternately."""
-    data = draw(np.random.default_rng(1), 1, 2, 49152)
+    data = draw(np.random.default_rng(1), 1, 2, 1000)
     before = {"same": runs[0], "other": runs[len(RANKS)]}  # Both of one rank.
     times: dict[str, list[float]] = {name: [] for name in before}
     for turn in range(4 * rounds + 1):
@@ -146,27 +181,38 @@ def served_fairly(passes: int) -> float:
     return float(values.sum() ** 2 / (len(values) * (values**2).sum()))
 
 
+def run(name: str, options: argparse.Namespace, clock: Clock, scratch: Path) -> None:
+    """Measure with one model in each dtype."""
+    model = make_model(default_directory()) if name == "smollm2" else make_random_model(name, scratch)
+    runs = [f"run{i}" for i in range(options.runs)]
+    for dtype in options.dtypes:
+        engine, more_bytes = make_engine(model, dtype, runs)
+        rate = copy_rate(clock)
+        print(
+            f"\n{name}, {dtype}: joint passes move {more_bytes >> 20} MiB more than one run's at {rate / 1e9:.1f} GB/s"
+        )
+        for tokens in options.tokens:
+            measure(engine, runs, tokens, more_bytes / rate, options, clock)
+        measure_switch(engine, runs, options.rounds, clock)
+
+
 def main() -> None:
-    """Measure in each dtype."""
+    """Measure with each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--runs", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=2, help="in a run's batch")
-    parser.add_argument("--tokens", type=int, default=16, help="of a sequence, on average")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4, 16, 64, 256], help="of a sequence, on average")
+    parser.add_argument("--models", nargs="+", choices=("smollm2", "qwen2.5-0.5b"), default=["smollm2"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu where others use the machine too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     clock = time.perf_counter if options.clock == "wall" else time.process_time
-    model, runs = make_model(default_directory()), [f"run{i}" for i in range(options.runs)]
-    for dtype in options.dtypes:
-        engine = make_engine(model, dtype, runs)
-        print(
-            f"\n{dtype}: {options.runs} runs, each {options.sequences} sequences of {options.tokens} tokens on average"
-        )
-        measure(engine, runs, options, clock)
-        measure_switch(engine, runs, options.rounds, clock)
+    for name in options.models:
+        with TemporaryDirectory() as directory:
+            run(name, options, clock, Path(directory) / name)
     budget("Jain index of tokens served over 500 passes", served_fairly(500), 0.95)
 
 

@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
+from budgets import budget
 from google.protobuf.message import Message
 
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -150,7 +151,7 @@ async def measure(run: Run, kind: str, rounds: int) -> None:
         ours.append(await run.pause(kind, is_blocking=False))
     pause, blocked = statistics.median(ours), statistics.median(blocking)
     print(f"{kind}: {blocked:7.1f} ms blocking, {pause:5.1f} ms in the background ({min(ours):.1f} to {max(ours):.1f})")
-    print(f"budget {kind} pause: {pause:.1f} ms ({BUDGET:.0f} ms) {'met' if pause <= BUDGET else 'missed'}")
+    budget(f"{kind} pause, ms", pause, BUDGET, at_most=True)
 
 
 def make_data() -> list[Datum]:

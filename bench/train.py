@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
+from budgets import budget
 from make_model import default_directory, make_model
 from train_batches import Model, draw_batch, load_model, make_random_model, save_batch
 from train_ours import Trainer, TrainerOptions, start_trainer
-from train_report import OURS, Figures, budget, report
+from train_report import OURS, Figures, report
 
 from paceline.machine import count_gpus
 from paceline.types import Datum

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from budgets import budget
 from train_batches import Model
 
 OURS = "paceline bfloat16"
@@ -57,11 +58,3 @@ def report(model: Model, figures: Figures, times_faster: Mapping[str, float], le
         budget(f"{model.name} share of the bfloat16 GEMM rate", figures.share(OURS, model), least_share)
     way = np.asarray(figures.way_seconds) / np.asarray(figures.seconds[OURS])
     budget(f"{model.name} share of RPC and serialisation", float(np.median(way)), 0.02, at_most=True)
-
-
-def budget(name: str, figure: float, limit: float, *, at_most: bool = False) -> None:
-    """Print one budget's line."""
-    met = figure <= limit if at_most else figure >= limit
-    print(
-        f"budget {name}: {figure:.4g} ({'<=' if at_most else '>='} {limit:g}) {'met' if met else 'missed'}", flush=True
-    )

@@ -75,6 +75,15 @@ def test_chunked_equals_dense_with_its_gradients(inputs, chunk, adapter):
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("chunk", "sizes"), [(POSITIONS - 1, [12, 11]), (10, [8, 8, 7]), (1000, [POSITIONS])])
+def test_no_chunk_is_of_a_few_left_over_positions(inputs, chunk, sizes):
+    hidden, targets, _ = inputs
+    head, seen = make_head(adapter=False, frozen=True), []
+    head.register_forward_hook(lambda _head, _args, logits: seen.append(len(logits)))
+    target_logprobs(head, hidden, targets, chunk)
+    assert seen == sizes
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_several_targets_per_position_share_its_logits(inputs, chunk):
     hidden, _, _ = inputs

@@ -41,14 +41,16 @@ def packed_attention(
     for name in _UNSERVED:
         if variant.get(name) is not None:
             raise Unsupported(f"{type(module).__name__} uses {name}, which packed attention does not compute.")
+    # Not by index, whose derivative is a copy.
+    rows = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
     windowed = sliding_window is not None and max(segment_lengths) > sliding_window
     if query.device.type == "cpu" and query.dtype == torch.bfloat16 and not windowed and not dropout:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return causal_attention(query[0], key[0], value[0], segment_lengths, scale)[None], None
+        return causal_attention(*rows, segment_lengths, scale)[None], None
     if query.device.type == "cuda" and query.dtype in _HALVES and not dropout:
         from trainer_service.engine.varlen import varlen_attention  # noqa: PLC0415 - brings torch's compiler along
 
-        return varlen_attention(query[0], key[0], value[0], segment_lengths, scaling, sliding_window)[None], None
+        return varlen_attention(*rows, segment_lengths, scaling, sliding_window)[None], None
     parts = zip(*(torch.split(x, list(segment_lengths), dim=2) for x in (query, key, value)), strict=True)
     outputs = [_segment_attention(q, k, v, sliding_window, scaling, dropout) for q, k, v in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -10,11 +11,9 @@ import torch
 from torch import Tensor, autograd, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer_service.engine.fused.blocks import row_blocks
 from trainer_service.engine.fused.lora_linear import AdaptedLinear, shared_input
 from trainer_service.engine.routing import Span, clip
-
-_SOFTMAX_ROWS = 16
-"""Rows that go through softmax in float32 at one time: few, so that they stay in the cache."""
 
 
 def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, spans: Sequence[Span] = ()) -> Tensor:
@@ -24,7 +23,7 @@ def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int
     targets' shape, differentiable in `hidden` and in the head's parameters (LoRA adapters on the head among them). At
     no time, forward or backward, are there logits of more than `chunk` positions. `spans` are the positions' runs.
     """
-    parts = list(zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True))
+    parts = list(zip(*(torch.split(x, _even(len(hidden), chunk)) for x in (hidden, targets)), strict=True))
     # Several targets of one position would need a derivative each.
     frozen = _frozen_linear(head, spans) if targets.ndim == 1 else None
     if frozen is not None:
@@ -36,6 +35,11 @@ def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int
             for (h, t), end in zip(parts, ends, strict=True)
         ]
     )
+
+
+def _even(rows: int, chunk: int) -> int:
+    """Shrink a chunk so that the last is like the others: a few rows would take as long as reading the weights."""
+    return math.ceil(rows / max(1, math.ceil(rows / chunk))) or chunk
 
 
 def has_part(head: nn.Module, run_id: str) -> bool:
@@ -83,8 +87,7 @@ class _FrozenHead(autograd.Function):
 def _softmax(logits: Tensor, targets: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits)[targets] in float32, and softmax(logits) in place of the logits if `keep`."""
     logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    rows = _SOFTMAX_ROWS if logits.device.type == "cpu" else len(logits)
-    for part, target, out in zip(*(torch.split(x, rows) for x in (logits, targets, logprobs)), strict=True):
+    for part, target, out in row_blocks(logits, targets, logprobs):
         exact = part.float()
         largest = exact.amax(1)
         chosen = exact.gather(1, target[:, None]).squeeze(1)

@@ -87,7 +87,7 @@ class PassRunner:
             position_ids=torch.cat([part.pack.position_ids for part in rows], dim=1),
             use_cache=False,
             segment_lengths=tuple(length for part in rows for length in part.pack.segment_lengths),
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
         return [self._head(hidden, group) for group in groups]
 
     def _head(self, hidden: Tensor, rows: Sequence[_Rows]) -> Tensor:

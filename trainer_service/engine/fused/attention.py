@@ -87,5 +87,5 @@ class _Rotate(autograd.Function):
 
 def _rotate(x: Tensor, out: Tensor, cosines: Tensor, sines: Tensor) -> None:
     (first, second), (low, high) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    low.copy_(first * cosines).addcmul_(second, sines, value=-1)
-    high.copy_(second * cosines).addcmul_(first, sines)
+    low.copy_(first).mul_(cosines).addcmul_(second, sines, value=-1)
+    high.copy_(second).mul_(cosines).addcmul_(first, sines)

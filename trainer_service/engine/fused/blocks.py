@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ELEMENTS = 1 << 17
-"""Elements of a block: half a megabyte in float32, and a few such fit a core's second-level cache."""
+_ELEMENTS = 1 << 16
+"""Elements of a block: a quarter of a megabyte in float32, and several such fit a core's second-level cache."""
 
 Body = Callable[..., None]
 """Work on rows of the tensors that it is given; it writes its results into some of them."""

@@ -14,6 +14,9 @@ from torch.nn import functional
 from paceline.errors import Unsupported
 from trainer_service.engine.routing import Routing, Span
 
+_FEW_ROWS = 128
+"""Rows of a run up to which its products are float32 on a CPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
@@ -32,7 +35,7 @@ class AdaptedLinear(PeftLinear):
     """PEFT's LoRA layer, its adapters those of runs, computed for the rows of many of them at once.
 
     Whose rows come in the routing says; a row of a run without a part here passes the frozen layer alone. The parts
-    stay float32; each pass rounds them once to the dtype of the input, with the scaling folded into B.
+    stay float32; for many rows each pass rounds them once to the dtype of the input.
     """
 
     routing: Routing
@@ -85,6 +88,24 @@ class _Part:
         dropout = self.lows[0].dropout
         return self.span.mask(self.layer, dropout, rows) if dropout and self.span.seed is not None else None
 
+    def dropped(self, rows: Tensor) -> Tensor:
+        """Apply the dropout mask to the run's rows."""
+        mask = self.mask(rows)
+        return rows if mask is None else rows * mask
+
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """Choose what its products are computed in.
+
+        For few rows on a CPU that is float32: with bfloat16 it takes longer to round the factors and to come to
+        oneDNN's kernels, of which each new number of rows needs its own, than to multiply.
+        """
+        few = x.device.type == "cpu" and self.span.stop - self.span.start <= _FEW_ROWS
+        return torch.float32 if few else x.dtype
+
+    def columns(self, whole: Tensor) -> Sequence[Tensor]:
+        """Split [rows, sum of ranks] by layer."""
+        return torch.split(whole, [low.a.shape[0] for low in self.lows], dim=1)
+
 
 def _parts(x: Tensor, adapted: Mapping[int, AdaptedLinear], spans: Sequence[Span] | None) -> list[_Part]:
     first = next(iter(adapted.values()))
@@ -111,14 +132,12 @@ class _LoraLinears(autograd.Function):
         outs = tuple(functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
         saved = []
         for part in parts:
-            pairs = [(next(factors), next(factors)) for _ in part.lows]
-            down = torch.cat([a for a, _ in pairs]).to(x.dtype)
-            ups = [(b * low.scaling).to(x.dtype) for (_, b), low in zip(pairs, part.lows, strict=True)]
-            rows = _dropped(x[part.span.rows], part)
-            lows = [low.contiguous() for low in torch.split(rows @ down.t(), [up.shape[1] for up in ups], dim=1)]
-            for place, low, up in zip(part.places, lows, ups, strict=True):
-                outs[place][part.span.rows].addmm_(low, up.t())
-            saved += [down, *ups, *lows]
+            pairs, dtype = [(next(factors), next(factors)) for _ in part.lows], part.dtype(x)
+            down, ups = _side_by_side([a for a, _ in pairs]).to(dtype), [b.to(dtype) for _, b in pairs]
+            low = (part.dropped(x[part.span.rows]).to(dtype) @ down.t()).mul_(part.lows[0].scaling)
+            for place, own, up in zip(part.places, part.columns(low), ups, strict=True):
+                _add_product(outs[place][part.span.rows], own, up.t())
+            saved += [down, low, *ups]
         ctx.parts = parts
         ctx.save_for_backward(x, *weights, *saved)
         return outs
@@ -128,27 +147,48 @@ class _LoraLinears(autograd.Function):
         count = len(gradients)
         x, *rest = ctx.saved_tensors
         weights, saved = rest[:count], iter(rest[count:])
-        dx = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        dx = _input_gradient(gradients, weights) if ctx.needs_input_grad[0] else None
         factors: list[Tensor] = []
         for part in ctx.parts:
-            down = next(saved)
-            ups, lows = ([next(saved) for _ in part.lows] for _ in range(2))
-            outs = [gradients[place][part.span.rows] for place in part.places]
+            down, low = next(saved), next(saved)
+            ups = [next(saved) for _ in part.lows]
+            outs = [gradients[place][part.span.rows].to(down.dtype) for place in part.places]
             through = torch.cat([out @ up for out, up in zip(outs, ups, strict=True)], dim=1)
-            mask = part.mask(x[part.span.rows])
-            if dx is not None:
-                into = torch.mm(through, down, out=dx[part.span.rows])
-                into.mul_(mask) if mask is not None else None
-            rows = x[part.span.rows] if mask is None else x[part.span.rows] * mask
+            through.mul_(part.lows[0].scaling)
+            rows, mask = x[part.span.rows], part.mask(x[part.span.rows])
+            if dx is not None and mask is None:
+                _add_product(dx[part.span.rows], through, down)
+            elif dx is not None:
+                dx[part.span.rows] += (through @ down).mul_(mask)
+            rows = (rows if mask is None else rows * mask).to(down.dtype)
             das = torch.split((through.t() @ rows).float(), [up.shape[1] for up in ups])
-            for da, low, out, factor in zip(das, lows, outs, part.lows, strict=True):
-                factors += [da, (out.t() @ low).float().mul_(factor.scaling)]
-        if dx is not None:
-            for out, weight in zip(gradients, weights, strict=True):
-                dx.addmm_(out, weight)
+            for da, own, out in zip(das, part.columns(low), outs, strict=True):
+                factors += [da, _outer(out, own)]
         return dx, None, *([None] * (2 * count)), *factors
 
 
-def _dropped(rows: Tensor, part: _Part) -> Tensor:
-    mask = part.mask(rows)
-    return rows if mask is None else rows * mask
+def _side_by_side(factors: list[Tensor]) -> Tensor:
+    return torch.cat(factors) if len(factors) > 1 else factors[0]
+
+
+def _add_product(into: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add a product, in float32 or the dtype of `into`, rounding the sum once."""
+    if into.dtype == one.dtype:
+        into.addmm_(one, other)
+    else:
+        into.copy_(into.float().addmm_(one, other))
+
+
+def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    dx = gradients[0] @ weights[0]
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        dx.addmm_(gradient, weight)
+    return dx
+
+
+def _outer(gradient: Tensor, low: Tensor) -> Tensor:
+    """Return gradient^T low, [out, rank], in float32."""
+    if low.dtype == torch.float32:
+        return gradient.t() @ low
+    # oneDNN is slow with a long transposed factor; turning the small result round costs no more than rounding it.
+    return (low.t() @ gradient).t().to(torch.float32, memory_format=torch.contiguous_format)

@@ -48,5 +48,6 @@ def _swiglu(gate: Tensor, up: Tensor, out: Tensor) -> None:
 
 
 def _swiglu_backward(gate: Tensor, up: Tensor, dout: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    torch.ops.aten.silu_backward.grad_input(dout * up, gate, grad_input=dgate)
+    torch.ops.aten.mul.out(dout, up, out=dgate)
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
     torch.ops.aten.silu.out(gate, out=dup).mul_(dout)

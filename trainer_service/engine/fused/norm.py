@@ -57,7 +57,7 @@ def _normalise(x: Tensor, out: Tensor, inverse: Tensor, weight: Tensor, *, eps: 
 
 def _normalise_backward(x: Tensor, dout: Tensor, dx: Tensor, inverse: Tensor, weight: Tensor) -> None:
     """With n = x / rms: dx = (g - n mean(g n)) / rms, where g = dy * weight."""
-    normed, g = x * inverse, dout.float() * weight
+    normed, g = x * inverse, dout.float() * weight[:1].float()
     share = torch.linalg.vecdot(g, normed).unsqueeze(1).div_(-x.shape[1])
     dx.copy_(g.addcmul_(normed, share).mul_(inverse))
 
