@@ -79,7 +79,7 @@ class Engine:
 async def serve(kind: str, model: Path, dtype: Dtype, directory: str, answers: TextIO) -> None:
     """Answer loads until the input ends."""
     llm = AsyncLLM.from_engine_args(engine_args(kind, model, dtype))
-    adapter = Adapter(1, "bench", Path(directory)) if directory and kind != "no adapters" else None
+    adapter = Adapter(1, "bench", Path(directory)) if directory else None
     if adapter:
         await llm.add_lora(lora_request(adapter))
     engine = Engine(llm, adapter)

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from sampler_contract import PROMPT, ask, complete, one
+from sampler_contract import PROMPT, ask, cache_is_free, complete, one
 from tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
 
 from paceline.types import StopReason
@@ -97,18 +97,3 @@ async def test_a_reader_that_leaves_frees_the_cache_before_the_scheduler_s_next_
     await asyncio.gather(reader, return_exceptions=True)
     assert engine.num_running() == 0
     assert await cache_is_free(engine)
-
-
-async def cache_is_free(engine) -> bool:
-    """Whether no request holds any of the KV cache, as seen between two steps of the scheduler."""
-    if engine.name == "vllm":
-        # Handled in the order of arrival, before the next step: vLLM forgets prefixes only when no block is in use.
-        return await engine._started.llm.reset_prefix_cache()
-    # The first look may come before the step that drops the rows.
-    for _ in range(2):
-        rows = await asyncio.get_running_loop().run_in_executor(engine._thread, _rows, engine)
-    return not rows
-
-
-def _rows(engine) -> int:
-    return sum(len(cohort.rows) for cohort in engine._loaded.batcher._cohorts)
