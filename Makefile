@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-journal bench-saves chaos images clean
+.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-sample bench-journal bench-saves chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ bench-paging: proto ## Measure paging runs out and in, and the memory that many 
 
 bench-train: proto $(VENV)/trl ## Time the trainer beside transformers and PEFT, padded and one at a time, and TRL
 	@$(RUN)/python bench/train.py
+
+bench-sample: proto ## Time sampling beside vLLM's own server, vLLM in process, and its LoRA operators
+	@$(RUN)/python bench/sample.py
 
 bench-runs: proto ## Time eight runs in joint passes beside one after the other and one run with all tokens
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/runs.py

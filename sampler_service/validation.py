@@ -10,6 +10,7 @@ from paceline import errors
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.types import CheckpointKind, ModelInfo, ModelRef, SamplingParams
 from paceline.types.training import Array
+from sampler_service.constraints import check_constraint
 from sampler_service.requests import SampleRequest
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
@@ -75,6 +76,7 @@ def check_params(params: SamplingParams, num_samples: int, prompt_length: int, m
     if params.seed is not None:
         _check_range(params.seed, "params.seed", 0, _MAX_SEED - num_samples + 1)
     _check_stops(params.stop, params.stop_token_ids, model)
+    check_constraint(params)
 
 
 def _check_length(params: SamplingParams, left: int) -> None:

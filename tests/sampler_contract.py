@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,3 +132,18 @@ async def complete(engine: SamplerEngine, request: GenerationRequest) -> list[Co
 
 async def one(engine: SamplerEngine, request: GenerationRequest) -> Completion:
     return (await complete(engine, request))[0]
+
+
+async def cache_is_free(engine: Any) -> bool:
+    """Whether no request holds any of the KV cache, as seen between two steps of the scheduler."""
+    if engine.name == "vllm":
+        # Handled in the order of arrival, before the next step: vLLM forgets prefixes only when no block is in use.
+        return await engine._started.llm.reset_prefix_cache()
+    # The first look may come before the step that drops the rows.
+    for _ in range(2):
+        rows = await asyncio.get_running_loop().run_in_executor(engine._thread, _rows, engine)
+    return not rows
+
+
+def _rows(engine: Any) -> int:
+    return sum(len(cohort.rows) for cohort in engine._loaded.batcher._cohorts)

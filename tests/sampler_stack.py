@@ -255,8 +255,10 @@ def base_ref(name: str = "") -> model_pb2.ModelRef:
 
 
 @asynccontextmanager
-async def sampling(model: Path, trainer_port: int, folder: Path, **settings: Any) -> AsyncIterator[Client]:
-    """Run a sampler on a tiny model with the hf engine."""
+async def sampling(
+    model: Path, trainer_port: int, folder: Path, running: SamplerEngine | None = None, **settings: Any
+) -> AsyncIterator[Client]:
+    """Run a sampler on a tiny model with the hf engine, or with one that runs already."""
     chosen = SamplerSettings(
         **{
             "model": str(model),
@@ -274,7 +276,7 @@ async def sampling(model: Path, trainer_port: int, folder: Path, **settings: Any
         }
     )
     registry = CollectorRegistry()
-    engine = create_service_engine(chosen.engine, chosen.bridge, chosen.engine_options)
+    engine = running or create_service_engine(chosen.engine, chosen.bridge, chosen.engine_options)
     service = SamplerService(chosen, engine, registry)
     readiness = Readiness(service.service_names)
     await service.start(readiness)

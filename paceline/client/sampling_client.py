@@ -30,7 +30,7 @@ class SamplingClient(Connected):
     Made by ServiceClient and TrainingClient; costs nothing to make.
     Errors of all calls: ModelNotFound, RunNotFound, VersionNotFound, CheckpointNotFound, ChecksumMismatch,
     RankTooLarge, EmptyBatch, OutOfRange, TokenOutOfRange, SequenceTooLong, and, once retries are spent, Unavailable
-    and Overloaded.
+    and Overloaded. Of sampling with `json_schema` or `regex` also InvalidArgument and Unsupported.
     """
 
     def __init__(self, transport: Transport, model: ModelRef) -> None:

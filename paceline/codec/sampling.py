@@ -20,6 +20,8 @@ def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         min_tokens=params.min_tokens,
+        json_schema=params.json_schema,
+        regex=params.regex,
     )
     if params.max_tokens is not None:
         message.max_tokens = params.max_tokens
@@ -41,6 +43,8 @@ def sampling_params_from_proto(message: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         min_tokens=message.min_tokens,
+        json_schema=message.json_schema,
+        regex=message.regex,
     )
 
 

@@ -41,6 +41,13 @@ class SamplingParams:
     """Token ids that end a sequence; they stay in it."""
     ignore_eos: bool = False
     min_tokens: int = 0
+    json_schema: str = ""
+    """A JSON Schema as text, such as `json.dumps(Model.model_json_schema())`: a completion is JSON of it.
+
+    Not with `regex`, `ignore_eos` or `min_tokens`. Logprobs are those of what the constraint leaves.
+    """
+    regex: str = ""
+    """A regular expression that the whole completion matches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,11 @@ class SamplerEngine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-        """Yield tokens as they are sampled. Closing the iterator early frees the request within one scheduler step."""
+        """Yield tokens as they are sampled. Closing the iterator early frees the request within one scheduler step.
+
+        Raises InvalidArgument when no grammar can be made of `json_schema` or `regex`, and Unsupported when the engine
+        has no structured outputs, both before anything is queued.
+        """
         ...
 
     async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:

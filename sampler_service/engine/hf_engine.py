@@ -20,7 +20,7 @@ from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, T
 from sampler_service.engine.hf_adapters import AdapterBank
 from sampler_service.engine.hf_batch import Batcher, Job
 from sampler_service.engine.hf_sampling import sequence_logprobs
-from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
+from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget, refuse_constraint
 from sampler_service.engine.options import EngineOptions
 
 
@@ -98,6 +98,7 @@ class HfEngine:
         check_tokens(info, request.prompt, "prompt", room=1)
         check_loaded(request.adapter, self._live().bank.loaded)
         budget = completion_budget(info, len(request.prompt), request.params)
+        refuse_constraint(request.params)
         score = await self._prompt_score(request)
         ticket = _Ticket(Job(request, budget), set(range(request.num_samples)))
         self._waiting.append(ticket)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from paceline.errors import EmptyBatch, OutOfRange, SequenceTooLong, TokenOutOfRange, VersionNotFound
+from paceline.errors import EmptyBatch, OutOfRange, SequenceTooLong, TokenOutOfRange, Unsupported, VersionNotFound
 from paceline.types import ModelInfo, SamplingParams
 from sampler_service.engine.base import Adapter
 
@@ -41,3 +41,10 @@ def completion_budget(info: ModelInfo, prompt_length: int, params: SamplingParam
     if params.min_tokens > budget:
         raise OutOfRange(f"min_tokens is {params.min_tokens}; at most {budget} fit", field="params.min_tokens")
     return budget
+
+
+def refuse_constraint(params: SamplingParams) -> None:
+    """Refuse structured outputs, for an engine that has none. Raises Unsupported."""
+    for name in ("json_schema", "regex"):
+        if getattr(params, name):
+            raise Unsupported("needs a sampler with the engine vllm", field=f"params.{name}")

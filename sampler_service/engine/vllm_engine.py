@@ -29,6 +29,7 @@ from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, T
 from sampler_service.engine.base_model import linear_shapes_of
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.vllm_grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm_params import (
     lora_request,
     prompt_input,
@@ -140,6 +141,7 @@ class VllmEngine:
         check_tokens(engine.info, request.prompt, "prompt", room=1)
         check_loaded(request.adapter, self._adapters)
         budget = completion_budget(engine.info, len(request.prompt), request.params)
+        await check_grammar(request.params)
         with _translated():
             params = sampling_params(request, budget)
             score = await self._prompt_score(request)
@@ -232,6 +234,7 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
         seed=options.seed,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
+        structured_outputs_config=grammar_config(),
         max_logprobs=MAX_TOPK,
         enable_log_requests=False,
         disable_log_stats=True,

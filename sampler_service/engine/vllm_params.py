@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from paceline.types import StopReason, TopkLogprobs
 from paceline.types.training import Array
 from sampler_service.engine.base import Adapter, GenerationRequest, TokenDelta
+from sampler_service.engine.vllm_grammar import structured_outputs
 
 Position = Mapping[int, Logprob]
 """Token id -> log-probability at one position: the token that is there, and the likeliest ones when asked for."""
@@ -60,6 +61,7 @@ def sampling_params(request: GenerationRequest, budget: int) -> VllmSamplingPara
         detokenize=bool(params.stop),
         include_stop_str_in_output=True,
         skip_special_tokens=False,
+        structured_outputs=structured_outputs(params),
         output_kind=RequestOutputKind.DELTA,
     )
 

@@ -20,7 +20,7 @@ from sampler_stack import (
     until,
     version_ref,
 )
-from tiny_models import VOCAB_SIZE
+from tiny_models import VOCAB_SIZE, make_tokenizer
 
 from paceline import errors
 from paceline.layout import new_run_id
@@ -51,6 +51,28 @@ async def test_streams_and_unary_samples_agree(client):
         assert ids == np.frombuffer(sequence.tokens.data, np.int32).tolist()
         np.testing.assert_allclose(logprobs, np.frombuffer(sequence.logprobs.data, np.float32), rtol=1e-5)
         assert reasons == [sequence.stop_reason] == [sampling_pb2.STOP_REASON_LENGTH]
+
+
+async def test_nothing_is_sent_after_a_stop_string_that_several_messages_end(client):
+    free = await client.sample(base_ref(), max_tokens=60)
+    texts = [make_tokenizer().decode([token]) for token in np.frombuffer(free.sequences[0].tokens.data, np.int32)]
+    stop = next(run for i in range(10, 58) if len(run := "".join(texts[i : i + 3])) == 3 and run.isascii())
+    end = next(i for i in range(60) if stop in "".join(texts[: i + 1])) + 1
+    request = stream_request(base_ref(), max_tokens=60, stop=["never", stop])
+    messages = [message async for message in client.stub.SampleStream(request, metadata=client.metadata)]
+    sent = [make_tokenizer().decode([token]) for message in messages for token in message.tokens]
+    assert sent == texts[:end]
+    assert messages[-1].stop_reason == sampling_pb2.STOP_REASON_STOP
+
+
+async def test_structured_outputs_are_refused_by_name_where_there_are_none(client):
+    for field, value in (("regex", "a+"), ("json_schema", "{}")):
+        with pytest.raises(errors.Unsupported) as failure:
+            await client.sample(base_ref(), ignore_eos=False, **{field: value})
+        assert failure.value.field == f"params.{field}"
+    with pytest.raises(errors.InvalidArgument) as failure:
+        await client.sample(base_ref(), ignore_eos=False, json_schema="[")
+    assert failure.value.field == "params.json_schema"
 
 
 async def test_prompt_and_topk_logprobs_come_when_asked_for(client):

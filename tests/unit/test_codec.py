@@ -70,7 +70,8 @@ apollos = st.builds(ApolloParams, *[reals] * 6, counts, reals, counts, reals, la
 apollo_minis = st.builds(ApolloMiniParams, *[reals] * 7, counts, reals, larges)
 params = st.builds(
     SamplingParams, st.none() | counts, singles, singles, counts, singles, st.none() | larges,
-    st.lists(texts, max_size=3).map(tuple), st.lists(counts, max_size=3).map(tuple), st.booleans(), counts,
+    st.lists(texts, max_size=3).map(tuple), st.lists(counts, max_size=3).map(tuple), st.booleans(), counts, texts,
+    texts,
 )  # fmt: skip
 runs = st.builds(
     Run, texts, texts, loras, larges, larges, larges, st.sampled_from(RunState), texts, moments, larges,

@@ -39,6 +39,9 @@ def with_params(**fields):
         {"stop": ("\n",), "stop_token_ids": (0, 99)},
         {"min_tokens": 24},
         {"min_tokens": 3, "max_tokens": 3},
+        {"regex": "[a-z]{2,9}", "stop": ("\n",), "max_tokens": 4},
+        {"json_schema": '{"type": "object", "properties": {"not": {"enum": ["if"]}, "a": {"$ref": "#/$defs/a"}}}'},
+        {"json_schema": '{"$defs": {"a": {"type": "string", "minLength": 1}}, "anyOf": [{"const": {"not": 1}}]}'},
     ],
 )
 def test_what_can_be_honoured_is_taken(fields):
@@ -69,12 +72,39 @@ def test_what_can_be_honoured_is_taken(fields):
         ({"stop": ("a", "b" * 2000)}, errors.OutOfRange, "params.stop[1]"),
         ({"stop": ("a",) * 65}, errors.OutOfRange, "params.stop"),
         ({"stop_token_ids": (3, 100)}, errors.TokenOutOfRange, "params.stop_token_ids[1]"),
+        ({"json_schema": "{}", "regex": "a"}, errors.InvalidArgument, "params.regex"),
+        ({"regex": "a" * 70_000}, errors.OutOfRange, "params.regex"),
+        ({"json_schema": "{}" + " " * 70_000}, errors.OutOfRange, "params.json_schema"),
+        ({"regex": "a+", "ignore_eos": True}, errors.InvalidArgument, "params.ignore_eos"),
+        ({"json_schema": "{}", "min_tokens": 1}, errors.InvalidArgument, "params.min_tokens"),
     ],
 )
 def test_parameters_that_cannot_be_honoured_are_refused(fields, error, field):
     with pytest.raises(error) as failure:
         check_sample(with_params(**fields), LIMITS)
     assert failure.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must be a JSON object"),
+        ("true", "must be a JSON object"),
+        ('{"items":' * 6000, "nested too deeply"),
+        ('{"not": {"type": "string"}}', "has not, which is not enforced"),
+        ('{"properties": {"a": {"anyOf": [{"if": {}, "then": {}}]}}}', "has if, which is not enforced"),
+        ('{"type": "object", "patternProperties": {"a": {"dependentRequired": {}}}}', "dependentRequired"),
+        ('{"items": {"minimum": 3}}', "has minimum without a type"),
+        ('{"$ref": "https://example.org/schema"}', "no path within the schema"),
+        ('{"$defs": {"a": {"$ref": "#a"}}}', "no path within the schema"),
+        ('{"$ref": 3}', "no path within the schema"),
+    ],
+)
+def test_a_schema_that_would_not_be_enforced_whole_is_refused(schema, what):
+    with pytest.raises(errors.InvalidArgument, match=what) as failure:
+        check_sample(with_params(json_schema=schema), LIMITS)
+    assert failure.value.field == "params.json_schema"
 
 
 def test_the_seed_of_the_last_sample_must_fit():
