@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
@@ -280,15 +281,18 @@ async def sampling(
     service = SamplerService(chosen, engine, registry)
     readiness = Readiness(service.service_names)
     await service.start(readiness)
-    path = folder / f"sampler-{id(service)}.sock"
-    server = make_server(service, chosen.model_copy(update={"listen": f"unix:{path}"}), registry)
-    await server.start()
-    async with open_channel(f"unix:{path}") as channel:
-        try:
-            yield Client(channel, readiness, folder / "staging", engine)
-        finally:
-            await server.stop(None)
-            await service.stop()
+    with (
+        TemporaryDirectory() as sockets
+    ):  # A socket's path has 107 characters at most, and a test's folder may be long.
+        address = f"unix:{sockets}/sampler"
+        server = make_server(service, chosen.model_copy(update={"listen": address}), registry)
+        await server.start()
+        async with open_channel(address) as channel:
+            try:
+                yield Client(channel, readiness, folder / "staging", engine)
+            finally:
+                await server.stop(None)
+                await service.stop()
 
 
 async def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
