@@ -1,7 +1,6 @@
 """Runs that train while the trainer is killed over and over, and the same runs without any fault."""
 
 import asyncio
-import hashlib
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import grpc
 import numpy as np
 from ports import free_port, is_free
 from safetensors.numpy import load_file
+from stable_answers import stable
 from unreliable_proxy import UnreliableProxy
 from warm_processes import WarmProcesses
 
@@ -37,17 +37,6 @@ TOLERANCE = 1e-5
 """Norm of the difference, relative, between runs that shared passes with others and those that did not."""
 WINDOW = 4
 """Commands that a client has under way."""
-# A time is written with as many digits as it needs, so a checkpoint's size varies with the moment.
-VOLATILE = {
-    "milliseconds",
-    "stage_milliseconds",
-    "total_milliseconds",
-    "create_time",
-    "size_bytes",
-    "sha256",
-    "run",
-    "path",
-}
 
 
 def command(seed, run_id, seq_id):
@@ -128,7 +117,7 @@ class Client:
         method, request = command(self.seed, self.run_id, seq_id)
         try:
             reply = await self._until_answered(method, request)
-            self.answers[seq_id] = _stable(reply)
+            self.answers[seq_id] = stable(reply)
         except errors.PacelineError as error:
             self.answers[seq_id] = error.reason
 
@@ -141,23 +130,6 @@ class Client:
             if not isinstance(error, (errors.Unavailable, errors.SeqIdGap, errors.TimedOut)):
                 raise error
             await asyncio.sleep(0.02)
-
-
-def _stable(message) -> str:
-    """Return what must be the same in a run without faults."""
-    fields = []
-    for descriptor, value in message.ListFields():
-        if descriptor.name not in VOLATILE:
-            fields.append(f"{descriptor.name}={_stable(value) if hasattr(value, 'ListFields') else _hashable(value)}")
-    return f"{type(message).__name__}({', '.join(fields)})"
-
-
-def _hashable(value):
-    if hasattr(value, "items"):
-        return sorted((key, str(item)) for key, item in value.items())
-    if hasattr(value, "append"):
-        return [hashlib.sha256(item.SerializeToString(deterministic=True)).hexdigest() for item in value]
-    return "run" if str(value).startswith("run-") else value
 
 
 @dataclass

@@ -32,11 +32,6 @@ RUNS = {
 STEP = AdamParams(learning_rate=1e-3)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return {name: make(tmp_path_factory.mktemp(name)) for name, make in MAKERS.items()}
-
-
 @pytest.fixture
 def make_engine(models):
     def make(names=RUNS, model="llama", **options):

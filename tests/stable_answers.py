@@ -1,0 +1,32 @@
+"""What of an answer must be the same whatever happened to the trainer meanwhile."""
+
+import hashlib
+
+# A time is written with as many digits as it needs, so a checkpoint's size varies with the moment.
+VOLATILE = {
+    "milliseconds",
+    "stage_milliseconds",
+    "total_milliseconds",
+    "create_time",
+    "size_bytes",
+    "sha256",
+    "run",
+    "path",
+}
+
+
+def stable(message) -> str:
+    """Return what must be the same in a run without faults."""
+    fields = []
+    for descriptor, value in message.ListFields():
+        if descriptor.name not in VOLATILE:
+            fields.append(f"{descriptor.name}={stable(value) if hasattr(value, 'ListFields') else _hashable(value)}")
+    return f"{type(message).__name__}({', '.join(fields)})"
+
+
+def _hashable(value):
+    if hasattr(value, "items"):
+        return sorted((key, str(item)) for key, item in value.items())
+    if hasattr(value, "append"):
+        return [hashlib.sha256(item.SerializeToString(deterministic=True)).hexdigest() for item in value]
+    return "run" if str(value).startswith("run-") else value
