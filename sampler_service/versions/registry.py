@@ -19,7 +19,7 @@ from paceline.weights import served_model
 from sampler_service.engine.base import Adapter, LoadTimes, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
-from sampler_service.versions.flights import Flights
+from sampler_service.versions.flights import Flights, arriving_within
 from sampler_service.versions.keys import VersionKey, absent
 from sampler_service.versions.resolver import VersionResolver
 
@@ -175,17 +175,14 @@ class VersionRegistry:
 
     async def _acquire(self, ref: ModelRef, tenant: str) -> tuple[LoadedVersion, bool]:
         was_loaded = True
-        try:
-            async with asyncio.timeout(self._limits.fetch_timeout_seconds):
-                while True:
-                    key = await self._resolve(ref, tenant)
-                    entry = self._entries.get(key)
-                    if entry is not None:
-                        break
-                    was_loaded = False
-                    await self.fetch(key, tenant)
-        except TimeoutError as error:
-            raise errors.TrainerUnavailable("the version did not arrive in time; try again") from error
+        async with arriving_within(self._limits.fetch_timeout_seconds):
+            while True:
+                key = await self._resolve(ref, tenant)
+                entry = self._entries.get(key)
+                if entry is not None:
+                    break
+                was_loaded = False
+                await self.fetch(key, tenant)
         # Nothing is awaited between finding the entry and counting the request, so it cannot be unloaded in between.
         check_owner(entry.tenant, ref, tenant)
         entry.requests_in_flight += 1

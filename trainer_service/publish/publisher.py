@@ -179,10 +179,9 @@ class Publisher:
     async def _is_current(self, run: RunRecord, made: Path) -> bool:
         """Whether a version on the volume holds the run's current weights."""
         directory, known = self._directory(run, 0), weights.read_manifest(made)
-        file = layout.MODEL_FILE if weights.is_model(known) else layout.WEIGHTS_FILE
         async with staged_directory(directory, durable=False) as staging:
             await self._save_adapter(run.run_id, staging)
-            sha256 = await asyncio.to_thread(weights.hash_file, staging / file)
+            sha256 = await asyncio.to_thread(weights.hash_file, staging / weights.weights_file(known))
         await asyncio.to_thread(shutil.rmtree, directory)
         return sha256 == known.model.sha256
 
@@ -207,7 +206,7 @@ class Publisher:
             )
             if whole:
                 weights.write_manifest(staging, manifest)
-                await asyncio.to_thread(weights.write_sums, staging)
+                await asyncio.to_thread(weights.write_sums, staging, manifest)
             if version > run.version_limit:
                 run.version_limit = version + _NUMBERS_RESERVED
                 await self._registry.persist(run)
