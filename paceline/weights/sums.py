@@ -13,7 +13,7 @@ SUMS_FILE = "SHA256SUMS"
 
 
 def write_sums(directory: Path, manifest: pb.Manifest | None = None) -> None:
-    """Write the SHA-256 of every file of `directory` beside them; that of the weights is the manifest's, where given."""
+    """Write the SHA-256 of every file of `directory` beside them; the manifest may have that of the weights."""
     known = {} if manifest is None else {weights_file(manifest): manifest.model.sha256}
     sums = {path.name: known.get(path.name) or hash_file(path) for path in sorted(directory.iterdir())}
     (directory / SUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -37,6 +37,8 @@ class Watcher:
     held: set[VersionKey]
     joins_group: bool = False
     """Whether it is to be in the process group over which versions are broadcast."""
+    links_staged: bool = False
+    """Whether it wants to hear of versions as soon as their files are staged."""
     outbox: asyncio.Queue[pb.WatchVersionsResponse] = field(default_factory=asyncio.Queue)
 
     def announce(self, announcement: pb.Announcement) -> None:
@@ -62,16 +64,14 @@ class Feed:
         """Return who watches."""
         return list(self._watchers.values())
 
-    async def join(self, sampler_id: str, held: Iterable[VersionKey], *, joins_group: bool = False) -> Watcher:
+    async def join(self, watcher: Watcher) -> None:
         """Take in a watcher and announce to it what is newer than what it holds."""
-        watcher = Watcher(sampler_id, set(held), joins_group)
-        self._watchers[sampler_id] = watcher
+        self._watchers[watcher.sampler_id] = watcher
         for run_id, announcement in self._newest.items():
             if (run_id, announcement.manifest.model.version) not in watcher.held:
                 watcher.announce(announcement)
-        _log.info("sampler watches", sampler=sampler_id, holds=len(watcher.held))
+        _log.info("sampler watches", sampler=watcher.sampler_id, holds=len(watcher.held))
         await self._notify()
-        return watcher
 
     async def leave(self, watcher: Watcher) -> None:
         """Drop a watcher; its leases end."""
@@ -79,6 +79,12 @@ class Feed:
             del self._watchers[watcher.sampler_id]
         _log.info("sampler left", sampler=watcher.sampler_id)
         await self._notify()
+
+    def offer(self, staged: pb.Staged) -> None:
+        """Tell those that share this machine's memory of a version that is about to exist."""
+        for watcher in self._watchers.values():
+            if watcher.links_staged:
+                watcher.outbox.put_nowait(pb.WatchVersionsResponse(staged=staged))
 
     def announce(self, announcement: pb.Announcement) -> frozenset[str]:
         """Tell every watcher of a version; return their names."""
