@@ -144,8 +144,8 @@ class Feed:
     ) -> list[pb.Acknowledgement]:
         """Wait until a version is acknowledged as `policy` asks; `expected` watched when it was announced.
 
-        ALL waits for each of them that still watches, and for one at least. Raises AckTimeout, or the error with
-        which the version was refused.
+        ALL waits for each of them that still watches, and for one at least. Raises AckTimeout, also where a sampler
+        could not load it for the moment, or the error with which the version was refused.
         """
         try:
             async with asyncio.timeout(seconds), self._changed:
@@ -154,6 +154,10 @@ class Feed:
             facts = {"version": str(key[1]), "acknowledged": str(len(self._acks[key]))}
             message = "{acknowledged} sampler(s) acknowledged version {version}; it exists all the same"
             raise errors.AckTimeout(message.format(**facts), metadata=facts) from None
+        except errors.Unavailable as refusal:
+            # The version exists: this must not look as if the command could be sent again.
+            message = f"a sampler could not load version {key[1]} now ({refusal.reason}); it exists all the same"
+            raise errors.AckTimeout(message, metadata={"version": str(key[1])}) from refusal
         return list(self._acks[key].values())
 
     def _is_settled(self, key: VersionKey, policy: AckPolicy, expected: Set[str]) -> bool:

@@ -112,7 +112,7 @@ class Publisher:
             await asyncio.shield(persisting)
         acks: Sequence[pb.Acknowledgement] = ()
         if policy is not AckPolicy.NONE:
-            acks = await self._wait((run.run_id, version), policy, expected, ack_seconds)
+            acks = await self._feed.wait((run.run_id, version), policy, expected, ack_seconds)
         return Publication(weights.served_model(manifest), acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
 
     async def remake(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
@@ -184,16 +184,6 @@ class Publisher:
             sha256 = await asyncio.to_thread(weights.hash_file, staging / weights.weights_file(known))
         await asyncio.to_thread(shutil.rmtree, directory)
         return sha256 == known.model.sha256
-
-    async def _wait(
-        self, key: tuple[str, int], policy: AckPolicy, expected: Set[str], seconds: float
-    ) -> Sequence[pb.Acknowledgement]:
-        try:
-            return await self._feed.wait(key, policy, expected, seconds)
-        except errors.Unavailable as refusal:
-            # The version exists: this must not look as if the command could be sent again.
-            message = f"a sampler could not load version {key[1]} now ({refusal.reason}); it exists all the same"
-            raise errors.AckTimeout(message, metadata={"version": str(key[1])}) from refusal
 
     async def _stage(
         self, run: RunRecord, version: int, seq_id: int, turn: Turn, offer: Callable[[pb.Staged], None] | None = None
