@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.lora.layers import LoRAMapping
 
-from sampler_service.engine.cpu_lora import GroupedPunicaWrapper
+from sampler_service.engine.cpu_lora import GroupedPunicaWrapper, Joined
 
 SLOTS, RANK, INPUT, SLICES = 3, 4, 24, (16, 8, 8)
 SLOT_IDS: list[int | None] = [11, 12, 13]
@@ -38,13 +38,16 @@ def expected(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     return out
 
 
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
 @pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "decode"])
 @pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-def test_each_row_gets_its_own_adapter_and_base_rows_none(mapping, prefill, dtype, tolerance):
+def test_each_row_gets_its_own_adapter_and_base_rows_none(mapping, prefill, dtype, tolerance, joined):
     x, y = random(7, INPUT, dtype=dtype), random(7, sum(SLICES), dtype=dtype)
     a = tuple(random(SLOTS, 1, RANK, INPUT, dtype=dtype) for _ in SLICES)
     b = tuple(random(SLOTS, 1, width, RANK, dtype=dtype) for width in SLICES)
+    if joined:
+        a, b = Joined.below(a), Joined.diagonally(b)
     parts = [expected(part, x, a[i], b[i], mapping) for i, part in enumerate(y.split(SLICES, dim=1))]
     base_rows = [row for row, adapter in enumerate(mapping) if not adapter]
     untouched = y[base_rows].clone()
