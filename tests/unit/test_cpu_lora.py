@@ -15,6 +15,7 @@ MAPPINGS = {
     "one adapter": [12] * 7,
     "base only": [0] * 7,
     "adapters and base": [11, 0, 13, 13, 0, 12, 11],
+    "every other row": [11, 12, 11, 12, 11, 12, 11],
     "base with the last slot taken": [0, 0, 13, 0, 0, 0, 0],
 }
 
@@ -79,3 +80,15 @@ def test_a_scale_multiplies_what_is_added():
     punica.add_lora_linear(once, x, (a,), (b,), 1.0, (16,))
     punica.add_lora_linear(thrice, x, (a,), (b,), 3.0, (16,))
     torch.testing.assert_close(thrice, 3 * once)
+
+
+def test_an_adapter_that_is_not_finite_harms_its_own_rows_alone():
+    mapping = [11, 13, 0, 12, 11, 13, 12]
+    x, y = random(7, INPUT), random(7, 8)
+    a, b = random(SLOTS, 1, RANK, INPUT), random(SLOTS, 1, 8, RANK)
+    a[1], b[1] = torch.nan, torch.inf
+    wanted = expected(y, x, a, b, mapping)
+    wrapper(mapping, prefill=False).add_lora_linear(y, x, (a,), (b,), 1.0, (8,))
+    others = [row for row, adapter in enumerate(mapping) if adapter != 12]
+    torch.testing.assert_close(y[others].double(), wanted[others], rtol=1e-5, atol=1e-4)
+    assert not y[[3, 6]].isfinite().any()
