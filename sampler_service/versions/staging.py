@@ -15,14 +15,14 @@ from uuid import uuid4
 
 from paceline import errors
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
-from paceline.weights import ChunkWriter, hash_file, read_tensor_entries
+from paceline.weights import ChunkWriter, Piece, hash_file, read_tensor_entries
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.bridges import StagedAdapter
 
 _PREFIX = "paceline-sampler-"
 _LOCK = "lock"
-_MOST_WAITING = 16
-"""Chunks that wait for the thread; then the sender has to."""
+_MOST_WAITING = 1
+"""Chunks that wait while the thread writes those before; then the sender has to, and memory stays at two chunks."""
 
 
 class NotLinked(Exception):
@@ -79,11 +79,11 @@ class Reception:
         self._directory = directory
         self._manifest = manifest
         self._writer = ChunkWriter(directory / WEIGHTS_FILE, manifest)
-        self._waiting: list[pb.Chunk] = []
+        self._waiting: list[Piece] = []
         self._writing: asyncio.Future[None] | None = None
         self._finished = False
 
-    async def write(self, chunk: pb.Chunk) -> None:
+    async def write(self, chunk: Piece) -> None:
         """Take the next chunk. Raises ChecksumMismatch, InvalidShape or DiskFull, for this one or one before it."""
         self._waiting.append(chunk)
         if self._writing is not None and (self._writing.done() or len(self._waiting) >= _MOST_WAITING):
@@ -136,7 +136,7 @@ class Reception:
             writing, self._writing = self._writing, None
             await writing
 
-    def _write(self, chunks: Sequence[pb.Chunk]) -> None:
+    def _write(self, chunks: Sequence[Piece]) -> None:
         with _room():
             for chunk in chunks:
                 self._writer.write(chunk)
