@@ -282,7 +282,7 @@ async def sampling(
         }
     )
     registry = CollectorRegistry()
-    engine = running or create_service_engine(chosen.engine, chosen.bridge, chosen.engine_options)
+    engine = running or create_service_engine(chosen.engine, chosen.bridge, chosen.serves, chosen.engine_options)
     service = SamplerService(chosen, engine, registry)
     readiness = Readiness(service.service_names)
     await service.start(readiness)

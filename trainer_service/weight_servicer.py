@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from paceline import codec, errors, layout, weights
+from paceline import codec, errors, weights
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity, current_identity
 from paceline.types import CheckpointKind, ModelRef
@@ -69,13 +69,11 @@ class WeightServicer(WeightServiceServicer):
         staged = self._publisher.staged_manifest(directory)
         manifest = staged or weights.read_manifest(directory)
         yield pb.FetchVersionResponse(manifest=manifest).SerializeToString()
-        if weights.is_model(manifest):
-            raise errors.Unsupported("is a whole model, which is read from the checkpoint volume", field="model")
+        file = directory / weights.weights_file(manifest)
         if staged is not None and request.accept_staged_path and identity.is_peer:
-            path = str(directory / layout.WEIGHTS_FILE)
-            yield pb.FetchVersionResponse(staged_path=path).SerializeToString()
+            yield pb.FetchVersionResponse(staged_path=str(file)).SerializeToString()
             return
-        for reply in weights.read_replies(directory / layout.WEIGHTS_FILE):
+        for reply in weights.read_replies(file):
             yield reply
 
     async def _join(self, requests: AsyncIterator[pb.WatchVersionsRequest], identity: Identity) -> Watcher:

@@ -13,6 +13,7 @@ from paceline.weights.manifest import (
     read_tensor_entries,
     served_model,
     verify_adapter,
+    weights_file,
     write_manifest,
 )
 from paceline.weights.sums import find_damaged, verify_model, write_sums
@@ -36,6 +37,7 @@ __all__ = [
     "served_model",
     "verify_adapter",
     "verify_model",
+    "weights_file",
     "write_manifest",
     "write_sums",
 ]

@@ -51,6 +51,11 @@ def is_model(manifest: pb.Manifest) -> bool:
     return not manifest.adapter_config and manifest.rank == 0
 
 
+def weights_file(manifest: pb.Manifest) -> str:
+    """Return the name of the file that a manifest's SHA-256 is of."""
+    return MODEL_FILE if is_model(manifest) else WEIGHTS_FILE
+
+
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file, lower-case hex."""
     with path.open("rb") as file:

@@ -14,8 +14,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from paceline import errors
-from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
-from paceline.weights import ChunkWriter, Piece, hash_file, read_tensor_entries
+from paceline.layout import CONFIG_FILE
+from paceline.weights import ChunkWriter, Piece, hash_file, is_model, read_tensor_entries, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.bridges import StagedAdapter
 
@@ -56,15 +56,16 @@ class StagingArea:
         os.close(self._lock)
 
     def allocate(self, manifest: pb.Manifest) -> Path:
-        """Make a directory for an adapter, with its configuration and not yet its weights; it is the caller's."""
+        """Make a directory for weights, with an adapter's configuration and not yet with them; it is the caller's."""
         directory = self._directory / uuid4().hex
         directory.mkdir()
-        (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
+        if not is_model(manifest):
+            (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
         return directory
 
     @asynccontextmanager
     async def receive(self, manifest: pb.Manifest) -> AsyncIterator[Reception]:
-        """Give a reception for one adapter; unless it finishes, its files vanish when the block ends."""
+        """Give a reception for one adapter or whole model; unless it finishes, its files vanish when the block ends."""
         reception = await asyncio.to_thread(lambda: Reception(self.allocate(manifest), manifest))
         try:
             yield reception
@@ -78,7 +79,8 @@ class Reception:
     def __init__(self, directory: Path, manifest: pb.Manifest) -> None:
         self._directory = directory
         self._manifest = manifest
-        self._writer = ChunkWriter(directory / WEIGHTS_FILE, manifest)
+        self._file = directory / weights_file(manifest)
+        self._writer = ChunkWriter(self._file, manifest)
         self._waiting: list[Piece] = []
         self._writing: asyncio.Future[None] | None = None
         self._finished = False
@@ -99,7 +101,7 @@ class Reception:
         """
         await asyncio.to_thread(self._link, file)
         self._finished = True
-        manifest, weights = self._manifest, self._directory / WEIGHTS_FILE
+        manifest, weights = self._manifest, self._file
         verifying = asyncio.create_task(asyncio.to_thread(_check_hash, weights, manifest.model.sha256))
         return StagedAdapter(manifest, self._directory, manifest.model.sha256, temporary=True, verifying=verifying)
 
@@ -121,7 +123,7 @@ class Reception:
 
     def _link(self, file: Path) -> None:
         self._writer.close()
-        weights = self._directory / WEIGHTS_FILE
+        weights = self._file
         weights.unlink()
         try:
             os.link(file, weights, follow_symlinks=False)
