@@ -114,7 +114,7 @@ class SamplerService:
         self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules, group: GroupReceiver | None
     ) -> Bridge:
         name = self._settings.bridge
-        volume = VolumeBridge(name, Volume(self._settings.checkpoint_dir), trainer, rules)
+        volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules, name)
         if name in {"volume", "restart"}:
             return volume
         stream = StreamBridge(trainer, staging, rules, volume)

@@ -22,7 +22,7 @@ class VolumeBridge:
 
     needs_volume = True
 
-    def __init__(self, name: str, volume: Volume, trainer: TrainerLink, rules: ManifestRules) -> None:
+    def __init__(self, volume: Volume, trainer: TrainerLink, rules: ManifestRules, name: str = "volume") -> None:
         self.name = name
         self._volume = volume
         self._trainer = trainer
