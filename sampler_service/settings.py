@@ -30,6 +30,11 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     collective: broadcast over a torch.distributed process group. restart: whole models, read from the volume, for each
     of which the engine is built again.
     """
+    serves: Literal["adapters", "models"] = "adapters"
+    """What is served: adapters beside each other, or whole models of full-parameter runs, one at a time.
+
+    Models are written into vLLM's model in place; with bridge restart, which serves nothing else, by a new engine.
+    """
     model: str
     """Base model: a local directory or a Hugging Face id; the trainer's."""
     model_name: str = ""
@@ -73,6 +78,11 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """How vLLM gets a version: copied straight into a slot, or by vLLM's own loading."""
     enforce_eager: bool = False
     """Run without compiled graphs: starts faster, decodes slower."""
+
+    @property
+    def whole_models(self) -> bool:
+        """Whether whole models are served, and then no adapters."""
+        return self.serves == "models" or self.bridge == "restart"
 
     @property
     def served_name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.types import ModelInfo, SamplingParams, StopReason, TopkLogprobs
 from paceline.types.training import Array
@@ -131,4 +131,22 @@ class SamplerEngine(Protocol):
 
     def num_running(self) -> int:
         """Return how many completions are waiting or running."""
+        ...
+
+
+@runtime_checkable
+class ModelEngine(SamplerEngine, Protocol):
+    """An engine whose model can be exchanged while the service lives."""
+
+    @property
+    def model_path(self) -> Path:
+        """Return the directory, or the name, of the base model."""
+        ...
+
+    async def change_model(self, model_path: Path) -> None:
+        """Serve another model of the same shape from here on; no request is in progress.
+
+        Raises ModelNotLoadable when it cannot be; then the model before it goes on serving. Raises EngineUnavailable
+        when neither can; then the engine is dead.
+        """
         ...
