@@ -23,6 +23,9 @@ class SamplerMetrics:
         self.rebuilding = Gauge(
             "paceline_sampler_rebuilding", "1 while the engine's model is being changed", registry=registry
         )
+        self.engine_restarts = Counter(
+            "paceline_sampler_engine_restarts_total", "Engines that took the place of one that died", registry=registry
+        )
         self.group_losses = Counter(
             "paceline_sampler_group_losses_total", "Process groups that lost a member", registry=registry
         )

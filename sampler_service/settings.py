@@ -62,6 +62,8 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """Most completions in one request."""
     max_topk_logprobs: int = Field(20, ge=0, le=1024)
     """Most likeliest tokens per position that a request may ask for."""
+    engine_restarts: int = Field(3, ge=0)
+    """How often in a row an engine that died is built anew before the service ends."""
     fetch_timeout_seconds: float = Field(60.0, gt=0)
     """How long a request waits for a version that is being fetched."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)

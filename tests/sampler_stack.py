@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from peft import LoraConfig, get_peft_model
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
@@ -37,6 +38,7 @@ from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
 from sampler_service.engine.base import SamplerEngine
 from sampler_service.engine.factory import create_service_engine
+from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.service import SamplerService
 from sampler_service.settings import SamplerSettings
 
@@ -193,10 +195,18 @@ class Client:
     readiness: Readiness
     staging: Path
     engine: SamplerEngine
+    registry: CollectorRegistry
     tenant: str = TENANT
 
     def be(self, tenant: str) -> Client:
-        return Client(self.channel, self.readiness, self.staging, self.engine, tenant)
+        return replace(self, tenant=tenant)
+
+    def metric(self, name: str) -> float | None:
+        return self.registry.get_sample_value(f"paceline_sampler_{name}")
+
+    async def is_ready(self) -> bool:
+        request = HealthCheckRequest(service=self.readiness.names[0])
+        return (await self.readiness.servicer.Check(request, None)).status == HealthCheckResponse.SERVING
 
     @property
     def stub(self) -> Any:
@@ -277,7 +287,11 @@ async def sampling(
         }
     )
     registry = CollectorRegistry()
-    engine = running or create_service_engine(chosen.engine, chosen.bridge, chosen.engine_options)
+    engine = (
+        RebuildingEngine(lambda _: running, chosen.engine_options)
+        if running
+        else create_service_engine(chosen.engine, chosen.engine_options)
+    )
     service = SamplerService(chosen, engine, registry)
     readiness = Readiness(service.service_names)
     await service.start(readiness)
@@ -287,9 +301,10 @@ async def sampling(
         address = f"unix:{sockets}/sampler"
         server = make_server(service, chosen.model_copy(update={"listen": address}), registry)
         await server.start()
+        await readiness.set(True)
         async with open_channel(address) as channel:
             try:
-                yield Client(channel, readiness, folder / "staging", engine)
+                yield Client(channel, readiness, folder / "staging", engine, registry)
             finally:
                 await server.stop(None)
                 await service.stop()

@@ -12,11 +12,9 @@ from sampler_service.engine.rebuilding import RebuildingEngine
 EngineKind = Literal["vllm", "hf"]
 
 
-def create_service_engine(kind: EngineKind, bridge: str, options: EngineOptions) -> SamplerEngine:
-    """Make the engine of a service: for the bridge restart one whose model can be exchanged. As `create_engine`."""
-    if bridge == "restart":
-        return RebuildingEngine(partial(create_engine, kind), options)
-    return create_engine(kind, options)
+def create_service_engine(kind: EngineKind, options: EngineOptions) -> RebuildingEngine:
+    """Make the engine of a service, which outlives the deaths of the engine that does the work. As `create_engine`."""
+    return RebuildingEngine(partial(create_engine, kind), options)
 
 
 def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:

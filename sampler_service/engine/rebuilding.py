@@ -1,7 +1,8 @@
-"""An engine whose model can be exchanged while the service lives."""
+"""An engine that is built again while the service lives: with another model, or because it died."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,9 @@ _log = get_logger(__name__)
 
 
 class RebuildingEngine:
-    """Fulfils SamplerEngine by an engine that is ended and built again with another model.
+    """Fulfils SamplerEngine by an engine that is ended and built again, by `rebuild` or by `revive`.
 
-    Two models need not fit into memory beside each other.
+    Two engines need not fit into memory beside each other.
     """
 
     def __init__(self, make: Callable[[EngineOptions], SamplerEngine], options: EngineOptions) -> None:
@@ -27,7 +28,12 @@ class RebuildingEngine:
         self._make = make
         self._options = options
         self._engine = make(options)
-        self._rebuilding = False
+        self._adapters: dict[int, Adapter] = {}
+        self._alive = asyncio.Event()
+        """Cleared when the engine is seen to be dead, set when another has all that it held."""
+        self._changing = asyncio.Lock()
+        self.is_changing_model = False
+        """Whether the model is being exchanged, which those who wait for another one wait for."""
 
     @property
     def name(self) -> str:
@@ -47,19 +53,42 @@ class RebuildingEngine:
 
     async def start(self) -> None:
         await self._engine.start()
+        self._alive.set()
 
     async def stop(self) -> None:
         await self._engine.stop()
 
     async def check_health(self) -> None:
-        if not self._rebuilding:
-            await self._engine.check_health()
+        if self.is_changing_model:
+            return
+        if not self._alive.is_set():
+            raise EngineUnavailable("the engine died; it is starting again")
+        await self._engine.check_health()
 
     async def add_adapter(self, adapter: Adapter) -> LoadTimes:
-        return await self._engine.add_adapter(adapter)
+        """Load an adapter; where the engine is dead, or dies of it, into the one that takes its place."""
+        while True:
+            await self._alive.wait()
+            engine = self._engine
+            try:
+                times = await engine.add_adapter(adapter)
+            except EngineUnavailable:
+                self._note_death_of(engine)
+                continue
+            if engine is self._engine:
+                self._adapters[adapter.adapter_id] = adapter
+                return times
 
     async def remove_adapter(self, adapter: Adapter) -> None:
-        await self._engine.remove_adapter(adapter)
+        """Unload an adapter; an engine that is dead has lost it already."""
+        self._adapters.pop(adapter.adapter_id, None)
+        if not self._alive.is_set():
+            return
+        engine = self._engine
+        try:
+            await engine.remove_adapter(adapter)
+        except EngineUnavailable:
+            self._note_death_of(engine)
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         return self._engine.generate(request)
@@ -76,21 +105,68 @@ class RebuildingEngine:
         Raises ModelNotLoadable when it cannot be; then the model before it serves again. Raises EngineUnavailable when
         that one cannot either; then the engine is dead.
         """
-        before, info = self._options, self.describe()
-        self._rebuilding = True
+        self.is_changing_model = True
         try:
-            await self._engine.stop()
-            try:
-                await self._build(replace(before, model_path=model_path))
-                self._check_alike(info)
-            except Exception as error:
-                _log.exception("model not loaded; going back", model=str(model_path))
-                await self._engine.stop()
-                await self._go_back(before)
-                message = "the engine does not load this model; the one before it goes on serving"
-                raise ModelNotLoadable(message, field="model") from error
+            async with self._changing:
+                await self._exchange(model_path)
         finally:
-            self._rebuilding = False
+            self.is_changing_model = False
+
+    async def revive(self, lost: Callable[[Adapter], None]) -> None:
+        """End an engine that died and build another with the same model and the same adapters.
+
+        An adapter that does not load again is given to `lost`; until then nobody can be served. Raises what building
+        raises; then the engine stays dead.
+        """
+        async with self._changing:
+            self._alive.clear()
+            await self._engine.stop()
+            engine = self._make(self._options)
+            try:
+                await engine.start()
+                await self._load_again(engine, lost)
+            except BaseException:
+                await engine.stop()
+                raise
+            # Nothing is awaited between the last look at the adapters and here.
+            self._engine = engine
+            self._alive.set()
+
+    async def _load_again(self, engine: SamplerEngine, lost: Callable[[Adapter], None]) -> None:
+        """Load all adapters, among them those that come, and without those that go, while this works."""
+        loaded: dict[int, Adapter] = {}
+        while differing := self._adapters.keys() ^ loaded.keys():
+            number = min(differing)
+            if number in loaded:
+                await engine.remove_adapter(loaded.pop(number))
+                continue
+            adapter = self._adapters[number]
+            try:
+                await engine.add_adapter(adapter)
+                loaded[number] = adapter
+            except EngineUnavailable:
+                raise
+            except Exception:
+                _log.exception("adapter not loaded again", adapter=adapter.name)
+                self._adapters.pop(number, None)
+                lost(adapter)
+
+    def _note_death_of(self, engine: SamplerEngine) -> None:
+        if engine is self._engine:
+            self._alive.clear()
+
+    async def _exchange(self, model_path: Path) -> None:
+        before, info = self._options, self.describe()
+        await self._engine.stop()
+        try:
+            await self._build(replace(before, model_path=model_path))
+            self._check_alike(info)
+        except Exception as error:
+            _log.exception("model not loaded; going back", model=str(model_path))
+            await self._engine.stop()
+            await self._go_back(before)
+            message = "the engine does not load this model; the one before it goes on serving"
+            raise ModelNotLoadable(message, field="model") from error
 
     async def _build(self, options: EngineOptions) -> None:
         self._engine = self._make(options)
@@ -101,6 +177,7 @@ class RebuildingEngine:
         try:
             await self._build(options)
         except Exception as error:
+            self._alive.clear()
             raise EngineUnavailable("neither the new model nor the one before it can be loaded") from error
 
     def _check_alike(self, info: ModelInfo) -> None:

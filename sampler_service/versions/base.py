@@ -8,9 +8,10 @@ from typing import Protocol
 
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
+from sampler_service.engine.base import Adapter
 from sampler_service.versions.bridges import StagedAdapter
 from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.registry import Lease, LoadedVersion
+from sampler_service.versions.loaded import Lease, LoadedVersion
 
 
 class Versions(Protocol):
@@ -54,6 +55,10 @@ class Versions(Protocol):
 
     def retire_superseded(self, run_id: str) -> None:
         """Let all but the newest versions of a run go."""
+        ...
+
+    def lost(self, adapter: Adapter) -> None:
+        """Bring a version again that an engine which was built anew could not load from its files."""
         ...
 
     async def close(self) -> None:

@@ -22,7 +22,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
 from sampler_service.versions.flights import Flights
 from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.registry import Lease, LoadedVersion, run_of
+from sampler_service.versions.loaded import Lease, LoadedVersion, run_of
 from sampler_service.versions.resolver import VersionResolver
 
 _BASE = VersionKey()
@@ -100,6 +100,7 @@ class ModelSlot:
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
         """Bring a model and keep it. Raises as `VersionRegistry.lease`, and ModelNotLoadable."""
+        await self._engine.check_health()
         start = perf_counter()
         key = _BASE if ref.is_base else await self._resolver.resolve(ref, tenant)
         was_loaded = key == self._key
@@ -130,6 +131,9 @@ class ModelSlot:
 
     def retire_superseded(self, run_id: str) -> None:
         """Do nothing: the model that is loaded has taken the place of the one before it."""
+
+    def lost(self, adapter: Adapter) -> None:
+        """Do nothing: the engine is built with the model itself, and holds no adapters."""
 
     async def close(self) -> None:
         await self._flights.close()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
 from paceline import errors
-from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
@@ -21,6 +20,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
 from sampler_service.versions.flights import Flights
 from sampler_service.versions.keys import VersionKey, absent
+from sampler_service.versions.loaded import Lease, LoadedVersion, run_of
 from sampler_service.versions.resolver import VersionResolver
 
 _log = get_logger(__name__)
@@ -35,36 +35,6 @@ class RegistryLimits:
     keep_per_run: int
     """Newest versions of a run that stay although no request uses them."""
     fetch_timeout_seconds: float
-
-
-@dataclass(slots=True, eq=False)
-class LoadedVersion:
-    """An adapter that the engine holds."""
-
-    served: ServedModel
-    tenant: str
-    adapter: Adapter
-    staged: StagedAdapter
-    times: LoadTimes
-    requests_in_flight: int = 0
-    retired: bool = False
-    """Whether it goes when its last request ends."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of its safetensors file."""
-        return self.staged.manifest.total_size
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """Weights that stay loaded while a request uses them."""
-
-    served: ServedModel
-    adapter: Adapter | None = None
-    """None for the base model."""
-    load_milliseconds: float = 0.0
-    """What loading took; 0 when the weights were there."""
 
 
 class VersionRegistry:
@@ -115,8 +85,9 @@ class VersionRegistry:
         """Keep the weights that `ref` means loaded while the block runs, fetching them first if need be.
 
         Raises RunNotFound, VersionNotFound, CheckpointNotFound (also for another tenant's), TrainerUnavailable when
-        they do not arrive in time, and what `install` raises.
+        they do not arrive in time, EngineUnavailable, and what `install` raises.
         """
+        await self._engine.check_health()
         if ref.is_base:
             yield Lease(self._base)
             return
@@ -168,9 +139,18 @@ class VersionRegistry:
         for entry in versions[self._limits.keep_per_run :]:
             self._retire(entry)
 
+    def lost(self, adapter: Adapter) -> None:
+        """Fetch a version again that an engine which was built anew could not load from its files."""
+        for entry in self:
+            if entry.adapter is adapter:
+                del self._entries[VersionKey.of(entry.served)]
+                self._spawn(self._bring_back(entry))
+
     async def close(self) -> None:
         """End what is under way."""
         await self._flights.close()
+        for task in self._unloading:
+            task.cancel()
         await asyncio.gather(*self._unloading, return_exceptions=True)
 
     async def _acquire(self, ref: ModelRef, tenant: str) -> tuple[LoadedVersion, bool]:
@@ -268,6 +248,21 @@ class VersionRegistry:
             await self._engine.remove_adapter(entry.adapter)
         finally:
             await entry.staged.discard()
+        self._tell_unloaded(served)
+
+    async def _bring_back(self, entry: LoadedVersion) -> None:
+        """Fetch what was lost; only when that fails is the trainer told that it is held no more."""
+        with suppress(FileNotFoundError):
+            await entry.staged.discard()
+        try:
+            if not entry.retired:
+                await self.fetch(VersionKey.of(entry.served))
+                return
+        except errors.PacelineError as error:
+            _log.warning("version lost with the engine", name=entry.adapter.name, reason=error.reason)
+        self._tell_unloaded(entry.served)
+
+    def _tell_unloaded(self, served: ServedModel) -> None:
         for listener in self._listeners:
             listener(served)
         _log.info("version unloaded", run=served.run_id, version=served.version, checkpoint=served.checkpoint)
@@ -281,8 +276,3 @@ class VersionRegistry:
         self._unloading.discard(task)
         if not task.cancelled() and (error := task.exception()):
             _log.error("version not unloaded", error=repr(error))
-
-
-def run_of(served: ServedModel) -> str:
-    """Return the run that weights come from."""
-    return CheckpointPath.parse(served.checkpoint).run_id if served.checkpoint else served.run_id

@@ -18,7 +18,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.base import Versions
 from sampler_service.versions.collective import GroupReceiver
 from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.registry import LoadedVersion
+from sampler_service.versions.loaded import LoadedVersion
 from sampler_service.versions.resolver import VersionResolver
 from sampler_service.versions.trainer_link import TrainerLink
 
