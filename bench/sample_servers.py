@@ -70,7 +70,7 @@ class RpcArm:
     """The sampler service, over gRPC."""
 
     def __init__(self, pid: int, stub: Any) -> None:
-        self.pid, self._stub = pid, stub
+        self.pid, self.stub = pid, stub
 
     async def run(self, load: Load) -> Timing:
         params = sampling_pb2.SamplingParams(max_tokens=load.tokens, ignore_eos=True)
@@ -78,7 +78,7 @@ class RpcArm:
 
         async def open_stream(prompt: list[int]) -> AsyncIterator[int]:
             tokens = tensor_to_proto(np.array(prompt, np.int32))
-            async for message in self._stub.SampleStream(
+            async for message in self.stub.SampleStream(
                 pb.SampleStreamRequest(model=base, prompt=tokens, params=params)
             ):
                 yield len(message.tokens)
@@ -130,14 +130,14 @@ class EngineArm:
 
 
 @asynccontextmanager
-async def serve_rpc(place: Place) -> AsyncIterator[RpcArm]:
-    """Run the sampler service. No trainer is there to follow, so it serves the base model."""
+async def serve_rpc(place: Place, **more: str) -> AsyncIterator[RpcArm]:
+    """Run the sampler service with `more` settings. No trainer is there to follow, so it serves the base model."""
     listen, health, trainer = (f"127.0.0.1:{free_port()}" for _ in range(3))
     settings = {
         "model": str(place.model), "model_name": "bench", "dtype": place.dtype, "listen": listen,
         "health_listen": health, "trainer": trainer, "insecure": "true", "log_level": "ERROR",
         "max_model_len": str(MAX_MODEL_LEN), "max_num_seqs": str(MAX_NUM_SEQS), "max_lora_rank": str(RANK),
-        "kv_cache_gib": str(KV_CACHE_GIB),
+        "kv_cache_gib": str(KV_CACHE_GIB), **more,
     }  # fmt: skip
     variables = {f"PACELINE_SAMPLER_{name.upper()}": value for name, value in settings.items()}
     async with place.process("-m", "sampler_service", settings=variables) as process:

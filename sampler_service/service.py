@@ -27,9 +27,12 @@ from sampler_service.validation import RequestLimits
 from sampler_service.versions.base import Versions
 from sampler_service.versions.bridges import Bridge, ManifestRules
 from sampler_service.versions.collective import CollectiveBridge, GroupReceiver
+from sampler_service.versions.disk import DiskTier
+from sampler_service.versions.loaded import RegistryLimits
+from sampler_service.versions.memory import show_memory
 from sampler_service.versions.model_slot import ModelSlot
 from sampler_service.versions.push import PushReceiver
-from sampler_service.versions.registry import RegistryLimits, VersionRegistry
+from sampler_service.versions.registry import VersionRegistry
 from sampler_service.versions.resolver import VersionResolver
 from sampler_service.versions.staging import StagingArea
 from sampler_service.versions.stream import StreamBridge
@@ -120,18 +123,29 @@ class SamplerService:
         return stream if group is None else CollectiveBridge(group, stream, rules)
 
     def _versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
-        versions = self._make_versions(bridge, resolver, readiness)
-        self._metrics.versions_loaded.set_function(lambda: len(versions))
+        disk = self._disk()
+        versions = self._make_versions(bridge, resolver, disk, readiness)
+        show_memory(self._settings, self._engine.slots(), versions, disk, self._metrics)
         self._metrics.completions_running.set_function(self._engine.num_running)
         return versions
 
-    def _make_versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
+    def _disk(self) -> DiskTier:
+        """Return where versions wait. Whole models are brought from the volume anyway."""
+        directory, most = self._settings.scratch_dir, self._settings.max_disk_versions
+        scratch = StagingArea(directory) if directory else None
+        if scratch is not None:
+            self._started.callback(scratch.close)
+        return DiskTier(scratch, 0 if self._settings.bridge == "restart" else most)
+
+    def _make_versions(
+        self, bridge: Bridge, resolver: VersionResolver, disk: DiskTier, readiness: Readiness
+    ) -> Versions:
         settings, engine = self._settings, self._engine
         name, seconds = settings.served_name, settings.fetch_timeout_seconds
         if settings.bridge == "restart":
             return ModelSlot(engine, bridge, resolver, name, seconds, self._ready_setter(readiness), self._metrics)
         limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, seconds)
-        return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics)
+        return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics, disk)
 
     def _make_servicer(
         self, bridge: Bridge, resolver: VersionResolver, versions: Versions, receiver: PushReceiver

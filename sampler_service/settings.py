@@ -50,6 +50,10 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """Versions that one step can mix."""
     max_loaded_versions: int = Field(16, ge=1)
     """Versions kept in host memory."""
+    scratch_dir: Path | None = None
+    """Where streamed versions wait that no longer fit into memory; a local disk. Unset, they are fetched again."""
+    max_disk_versions: int = Field(64, ge=0)
+    """Versions that wait on disk: in `scratch_dir`, or where they lie on the checkpoint volume."""
     keep_versions: int = Field(2, ge=1)
     """Newest versions of a run that stay loaded although no request uses them."""
     max_version_bytes: int = Field(8 << 30, ge=1)

@@ -196,6 +196,7 @@ class Client:
     staging: Path
     engine: SamplerEngine
     registry: CollectorRegistry
+    address: str
     tenant: str = TENANT
 
     def be(self, tenant: str) -> Client:
@@ -304,7 +305,7 @@ async def sampling(
         await readiness.set(True)
         async with open_channel(address) as channel:
             try:
-                yield Client(channel, readiness, folder / "staging", engine, registry)
+                yield Client(channel, readiness, folder / "staging", engine, registry, address)
             finally:
                 await server.stop(None)
                 await service.stop()

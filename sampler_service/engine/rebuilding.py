@@ -11,7 +11,7 @@ from paceline.errors import EngineUnavailable, ModelNotLoadable
 from paceline.log import get_logger
 from paceline.types import ModelInfo
 from paceline.types.training import Array
-from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, SamplerEngine, TokenDelta
+from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, SamplerEngine, Slots, TokenDelta
 from sampler_service.engine.options import EngineOptions
 
 _log = get_logger(__name__)
@@ -50,6 +50,9 @@ class RebuildingEngine:
 
     def describe(self) -> ModelInfo:
         return self._engine.describe()
+
+    def slots(self) -> Slots:
+        return self._engine.slots()
 
     async def start(self) -> None:
         await self._engine.start()

@@ -32,6 +32,13 @@ class StagedAdapter:
     """Whether the directory belongs to this sampler and goes when the adapter does."""
     verifying: asyncio.Task[None] | None = None
     """Computes the SHA-256 while the adapter is loaded; None when that is done."""
+    on_disk: bool = False
+    """Whether a directory of this sampler's own lies on disk; the others are staged in memory."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it lies in the staging directory."""
+        return self.temporary and not self.on_disk
 
     async def verified(self) -> None:
         """Wait until every byte is verified. Raises ChecksumMismatch."""
@@ -125,5 +132,10 @@ def check_is(manifest: pb.Manifest, ref: ModelRef, tenant: str) -> None:
 
 def check_owner(owner: str, ref: ModelRef, tenant: str) -> None:
     """Let in the owner, and services that call for themselves. Raises RunNotFound, CheckpointNotFound."""
-    if tenant not in {PEER_TENANT, owner}:
+    if not is_for(owner, tenant):
         raise foreign(ref)
+
+
+def is_for(owner: str, tenant: str) -> bool:
+    """Return whether a tenant may know of an owner's weights."""
+    return tenant in {PEER_TENANT, owner}

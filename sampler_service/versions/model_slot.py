@@ -22,7 +22,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
 from sampler_service.versions.flights import Flights
 from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.loaded import Lease, LoadedVersion, run_of
+from sampler_service.versions.loaded import Lease, Listeners, LoadedVersion, run_of
 from sampler_service.versions.resolver import VersionResolver
 
 _BASE = VersionKey()
@@ -81,7 +81,7 @@ class ModelSlot:
         self._refused: set[VersionKey] = set()
         self._flights: Flights[StagedAdapter] = Flights()
         self._numbers = count(1)
-        self._listeners: list[Callable[[ServedModel], None]] = []
+        self.listeners = Listeners()
         metrics.requests_queued.set_function(lambda: len(self._queue))
         metrics.rebuilding.set_function(lambda: self._switching is not None)
 
@@ -94,8 +94,8 @@ class ModelSlot:
     def find(self, key: VersionKey) -> LoadedVersion | None:
         return self._entry if key == self._key else None
 
-    def on_unloaded(self, listener: Callable[[ServedModel], None]) -> None:
-        self._listeners.append(listener)
+    def held(self) -> Iterator[ServedModel]:
+        return (entry.served for entry in self)
 
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
@@ -253,14 +253,14 @@ class ModelSlot:
             served, number, path = served_model(head.staged.manifest), next(self._numbers), head.staged.directory
             adapter = Adapter(number, str(head.key.ref()), Path(path))
             self._entry = LoadedVersion(served, head.staged.manifest.tenant, adapter, head.staged, times)
+            self.listeners.tell_loaded(self._entry)
         _log.info("model loaded", weights=str(head.key.ref()))
 
     def _release(self) -> None:
         """Give up what is loaded; its files may go."""
         entry, self._entry = self._entry, None
         if entry is not None:
-            for listener in self._listeners:
-                listener(entry.served)
+            self.listeners.tell_released(entry.served)
 
 
 def _not_loadable() -> errors.ModelNotLoadable:

@@ -100,7 +100,7 @@ class Reception:
         await asyncio.to_thread(self._link, file)
         self._finished = True
         manifest, weights = self._manifest, self._directory / WEIGHTS_FILE
-        verifying = asyncio.create_task(asyncio.to_thread(_check_hash, weights, manifest.model.sha256))
+        verifying = asyncio.create_task(asyncio.to_thread(check_hash, weights, manifest.model.sha256))
         return StagedAdapter(manifest, self._directory, manifest.model.sha256, temporary=True, verifying=verifying)
 
     async def finish(self) -> StagedAdapter:
@@ -147,7 +147,8 @@ class Reception:
             return self._writer.finish()
 
 
-def _check_hash(weights: Path, expected: str) -> None:
+def check_hash(weights: Path, expected: str) -> None:
+    """Raise ChecksumMismatch unless a file has the SHA-256 that is expected."""
     if hash_file(weights) != expected:
         raise errors.ChecksumMismatch("the staged bytes are not those of the manifest")
 
