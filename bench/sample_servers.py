@@ -40,9 +40,9 @@ class Place:
 
     @asynccontextmanager
     async def process(
-        self, *command: str, settings: Mapping[str, str] | None = None, stdout: int = DEVNULL
+        self, *command: str, settings: Mapping[str, str] | None = None, stdout: int = DEVNULL, stderr: int | None = None
     ) -> AsyncIterator[Process]:
-        """Run a Python command on the cores until the block ends."""
+        """Run a Python command on the cores until the block ends; None means this process's standard error."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(len(self.cores)),
@@ -55,7 +55,7 @@ class Place:
             **(settings or {}),
         }
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, env=environment, stdin=PIPE, stdout=stdout
+            sys.executable, *command, env=environment, stdin=PIPE, stdout=stdout, stderr=stderr
         )
         os.sched_setaffinity(process.pid, self.cores)
         try:
@@ -130,7 +130,7 @@ class EngineArm:
 
 
 @asynccontextmanager
-async def serve_rpc(place: Place, **more: str) -> AsyncIterator[RpcArm]:
+async def serve_rpc(place: Place, stderr: int | None = None, **more: str) -> AsyncIterator[RpcArm]:
     """Run the sampler service with `more` settings. No trainer is there to follow, so it serves the base model."""
     listen, health, trainer = (f"127.0.0.1:{free_port()}" for _ in range(3))
     settings = {
@@ -140,7 +140,7 @@ async def serve_rpc(place: Place, **more: str) -> AsyncIterator[RpcArm]:
         "kv_cache_gib": str(KV_CACHE_GIB), **more,
     }  # fmt: skip
     variables = {f"PACELINE_SAMPLER_{name.upper()}": value for name, value in settings.items()}
-    async with place.process("-m", "sampler_service", settings=variables) as process:
+    async with place.process("-m", "sampler_service", settings=variables, stderr=stderr) as process:
         if not await asyncio.to_thread(wait_until_serving, health, _SERVICE, lambda: process.returncode is not None):
             raise RuntimeError("the sampler did not start")
         async with open_channel(listen) as channel:
