@@ -8,13 +8,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from paceline import errors
 from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
 from paceline.types import ServedModel
-from paceline.weights import served_model
+from paceline.weights import hash_file, served_model
+from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.bridges import StagedAdapter
 from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.staging import StagingArea, check_hash
+from sampler_service.versions.staging import StagingArea
 
 _log = get_logger(__name__)
 
@@ -67,8 +69,7 @@ class DiskTier:
         staged = self._waiting.pop(key, None)
         if staged is None:
             return None
-        verifying = asyncio.to_thread(check_hash, staged.directory / WEIGHTS_FILE, staged.sha256)
-        return replace(staged, verifying=asyncio.create_task(verifying))
+        return replace(staged, verifying=asyncio.create_task(asyncio.to_thread(_verify, staged)))
 
     def remove(self, is_meant: Callable[[ServedModel], bool]) -> Sequence[StagedAdapter]:
         """Give up all versions that are meant."""
@@ -84,4 +85,10 @@ def _move(staged: StagedAdapter, scratch: StagingArea) -> StagedAdapter:
         shutil.rmtree(directory)
         raise
     shutil.rmtree(staged.directory)
-    return StagedAdapter(staged.manifest, directory, staged.sha256, temporary=True, on_disk=True)
+    return StagedAdapter(staged.manifest, directory, temporary=True, on_disk=True)
+
+
+def _verify(staged: StagedAdapter) -> pb.Manifest:
+    if hash_file(staged.directory / WEIGHTS_FILE) != staged.sha256:
+        raise errors.ChecksumMismatch("the bytes on disk are not those of the manifest")
+    return staged.manifest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain, count
 from time import perf_counter
@@ -14,11 +14,12 @@ from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import served_model
-from sampler_service.engine.base import Adapter, LoadTimes, SamplerEngine
+from sampler_service.engine.base import Adapter, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.versions.background import Background
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner, is_for
 from sampler_service.versions.disk import DiskTier
-from sampler_service.versions.flights import Flights
+from sampler_service.versions.flights import Flights, arriving_within
 from sampler_service.versions.keys import VersionKey, absent
 from sampler_service.versions.loaded import Lease, Listeners, LoadedVersion, RegistryLimits, run_of
 from sampler_service.versions.resolver import VersionResolver
@@ -51,10 +52,12 @@ class VersionRegistry:
         self._metrics = metrics
         self._disk = disk
         self._entries: OrderedDict[VersionKey, LoadedVersion] = OrderedDict()
+        self._unverified: set[LoadedVersion] = set()
+        """In the engine, and nobody's to ask for yet."""
         self._adapter_ids = count(1)
         self._changing = asyncio.Lock()
         self._flights: Flights[LoadedVersion] = Flights()
-        self._unloading: set[asyncio.Task[None]] = set()
+        self._unloading = Background("version not unloaded")
         self.listeners = Listeners()
 
     def __len__(self) -> int:
@@ -101,8 +104,7 @@ class VersionRegistry:
         what the engine raises.
         """
         try:
-            async with self._changing:
-                return await self._install(staged)
+            return await self._install(staged)
         except BaseException:
             await staged.discard()
             raise
@@ -130,28 +132,25 @@ class VersionRegistry:
         for entry in self:
             if entry.adapter is adapter:
                 del self._entries[VersionKey.of(entry.served)]
-                self._spawn(self._bring_back(entry))
+                self._unloading.spawn(self._bring_back(entry))
+        for entry in self._unverified:
+            entry.retired = entry.retired or entry.adapter is adapter
 
     async def close(self) -> None:
         """End what is under way."""
         await self._flights.close()
-        for task in self._unloading:
-            task.cancel()
-        await asyncio.gather(*self._unloading, return_exceptions=True)
+        await self._unloading.close()
 
     async def _acquire(self, ref: ModelRef, tenant: str) -> tuple[LoadedVersion, bool]:
         was_loaded = True
-        try:
-            async with asyncio.timeout(self._limits.fetch_timeout_seconds):
-                while True:
-                    key = await self._resolve(ref, tenant)
-                    entry = self._entries.get(key)
-                    if entry is not None:
-                        break
-                    was_loaded = False
-                    await self.fetch(key, tenant)
-        except TimeoutError as error:
-            raise errors.TrainerUnavailable("the version did not arrive in time; try again") from error
+        async with arriving_within(self._limits.fetch_timeout_seconds):
+            while True:
+                key = await self._resolve(ref, tenant)
+                entry = self._entries.get(key)
+                if entry is not None:
+                    break
+                was_loaded = False
+                await self.fetch(key, tenant)
         # Nothing is awaited between finding the entry and counting the request, so it cannot be unloaded in between.
         check_owner(entry.tenant, ref, tenant)
         entry.requests_in_flight += 1
@@ -188,42 +187,60 @@ class VersionRegistry:
         return entry.staged if entry else self._disk.find(key)
 
     async def _install(self, staged: StagedAdapter) -> LoadedVersion:
-        served, tenant = served_model(staged.manifest), staged.manifest.tenant
-        key = VersionKey.of(served)
-        known, existing = self._staged(key), self._entries.get(key)
-        if known is not None and known.sha256 != staged.sha256:
-            raise errors.VersionExists("the version exists with other content; publish a new one", field="model")
-        if existing is not None:
-            await staged.discard()
-            return existing
-        for superfluous in self._disk.remove(lambda waiting: VersionKey.of(waiting) == key):
-            await superfluous.discard()
-        await self._make_room()
-        adapter_id = next(self._adapter_ids)
-        name = "/".join(
-            (tenant, served.run_id, served.checkpoint or str(served.version), staged.sha256, str(adapter_id))
-        )
+        key = VersionKey.of(served_model(staged.manifest))
+        existing = self._entries.get(key)
+        if existing is None:
+            async with self._loading(staged) as entry:
+                await staged.verified()
+                entry.served = served_model(staged.manifest)
+                await self._replace_on_disk(key, staged)
+                if entry.retired:
+                    raise errors.EngineUnavailable("the engine died and lost the version")
+                existing = self._entries.setdefault(key, entry)
+            if existing is entry:
+                self.listeners.tell_loaded(entry)
+                return entry
+        await staged.verified()
+        existing.staged.check_same(staged)
+        await staged.discard()
+        return existing
+
+    async def _replace_on_disk(self, key: VersionKey, staged: StagedAdapter) -> None:
+        """Drop what waits on disk under the same key."""
+        waiting = self._disk.find(key)
+        if waiting is not None:
+            waiting.check_same(staged)
+            self._disk.remove(lambda served: VersionKey.of(served) == key)
+            await waiting.discard()
+
+    @asynccontextmanager
+    async def _loading(self, staged: StagedAdapter) -> AsyncIterator[LoadedVersion]:
+        """Load an adapter, of which the last bytes may still be verified.
+
+        Nobody can ask for it before it is among the entries; unless it is when the block ends, the engine drops it.
+        """
+        async with self._changing:
+            await self._make_room()
+            entry = await self._load(staged)
+            self._unverified.add(entry)
+        try:
+            yield entry
+        finally:
+            self._unverified.discard(entry)
+            if self._entries.get(VersionKey.of(entry.served)) is not entry:
+                await self._engine.remove_adapter(entry.adapter)
+
+    async def _load(self, staged: StagedAdapter) -> LoadedVersion:
+        served, tenant, adapter_id = served_model(staged.manifest), staged.manifest.tenant, next(self._adapter_ids)
+        name = "/".join((tenant, served.run_id, served.checkpoint or str(served.version), str(adapter_id)))
         adapter = Adapter(adapter_id, name, staged.directory, in_memory=staged.in_memory)
         with self._metrics.load_seconds.time():
-            times = await self._load(adapter, staged)
+            times = await self._engine.add_adapter(adapter)
         self._metrics.observe_load(times)
-        entry = LoadedVersion(served, tenant, adapter, staged, times)
-        self._entries[key] = entry
-        self.listeners.tell_loaded(entry)
-        return entry
-
-    async def _load(self, adapter: Adapter, staged: StagedAdapter) -> LoadTimes:
-        """Load an adapter while the last of its bytes are verified; nobody can ask for it before both are done."""
-        times = await self._engine.add_adapter(adapter)
-        try:
-            await staged.verified()
-        except BaseException:
-            await self._engine.remove_adapter(adapter)
-            raise
-        return times
+        return LoadedVersion(served, tenant, adapter, staged, times)
 
     async def _make_room(self) -> None:
-        while len(self._entries) >= self._limits.max_loaded:
+        while len(self._entries) + len(self._unverified) >= self._limits.max_loaded:
             idle = next((entry for entry in self if not entry.requests_in_flight), None)
             if idle is None:
                 raise errors.Overloaded(f"all {len(self._entries)} versions that fit are in use; try again")
@@ -234,7 +251,7 @@ class VersionRegistry:
             if is_meant(entry.served):
                 self._retire(entry)
         for staged in self._disk.remove(is_meant):
-            self._spawn(self._release(staged))
+            self._unloading.spawn(self._release(staged))
 
     def _retire(self, entry: LoadedVersion) -> None:
         entry.retired = True
@@ -242,7 +259,7 @@ class VersionRegistry:
 
     def _settle(self, entry: LoadedVersion) -> None:
         if entry.retired and not entry.requests_in_flight:
-            self._spawn(self._unload_idle(entry))
+            self._unloading.spawn(self._unload_idle(entry))
 
     async def _unload_idle(self, entry: LoadedVersion) -> None:
         async with self._changing:
@@ -281,13 +298,3 @@ class VersionRegistry:
         except errors.PacelineError as error:
             _log.warning("version lost with the engine", name=entry.adapter.name, reason=error.reason)
         self.listeners.tell_released(entry.served)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._unloading.add(task)
-        task.add_done_callback(self._unloaded)
-
-    def _unloaded(self, task: asyncio.Task[None]) -> None:
-        self._unloading.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            _log.error("version not unloaded", error=repr(error))
