@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-journal bench-saves chaos images clean
+.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,6 +66,12 @@ bench-soak: proto ## Publish for minutes under load and score every token at its
 
 bench-stream: proto ## Time the stream of weights beside the same stream as plain protobuf
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/stream.py
+
+bench-versions: proto ## Time versions that come back into memory: 64 in turn on 4 slots
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/versions.py
+
+bench-overload: proto ## Measure what a sampler gets done under ten times the load that it admits
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/overload.py
 
 bench-journal: proto ## Measure what the journal costs a training step
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/journal_cost.py

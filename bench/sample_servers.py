@@ -40,9 +40,9 @@ class Place:
 
     @asynccontextmanager
     async def process(
-        self, *command: str, settings: Mapping[str, str] | None = None, stdout: int = DEVNULL
+        self, *command: str, settings: Mapping[str, str] | None = None, stdout: int = DEVNULL, stderr: int | None = None
     ) -> AsyncIterator[Process]:
-        """Run a Python command on the cores until the block ends."""
+        """Run a Python command on the cores until the block ends; None means this process's standard error."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(len(self.cores)),
@@ -55,7 +55,7 @@ class Place:
             **(settings or {}),
         }
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, env=environment, stdin=PIPE, stdout=stdout
+            sys.executable, *command, env=environment, stdin=PIPE, stdout=stdout, stderr=stderr
         )
         os.sched_setaffinity(process.pid, self.cores)
         try:
@@ -70,7 +70,7 @@ class RpcArm:
     """The sampler service, over gRPC."""
 
     def __init__(self, pid: int, stub: Any) -> None:
-        self.pid, self._stub = pid, stub
+        self.pid, self.stub = pid, stub
 
     async def run(self, load: Load) -> Timing:
         params = sampling_pb2.SamplingParams(max_tokens=load.tokens, ignore_eos=True)
@@ -78,7 +78,7 @@ class RpcArm:
 
         async def open_stream(prompt: list[int]) -> AsyncIterator[int]:
             tokens = tensor_to_proto(np.array(prompt, np.int32))
-            async for message in self._stub.SampleStream(
+            async for message in self.stub.SampleStream(
                 pb.SampleStreamRequest(model=base, prompt=tokens, params=params)
             ):
                 yield len(message.tokens)
@@ -130,17 +130,17 @@ class EngineArm:
 
 
 @asynccontextmanager
-async def serve_rpc(place: Place) -> AsyncIterator[RpcArm]:
-    """Run the sampler service. No trainer is there to follow, so it serves the base model."""
+async def serve_rpc(place: Place, stderr: int | None = None, **more: str) -> AsyncIterator[RpcArm]:
+    """Run the sampler service with `more` settings. No trainer is there to follow, so it serves the base model."""
     listen, health, trainer = (f"127.0.0.1:{free_port()}" for _ in range(3))
     settings = {
         "model": str(place.model), "model_name": "bench", "dtype": place.dtype, "listen": listen,
         "health_listen": health, "trainer": trainer, "insecure": "true", "log_level": "ERROR",
         "max_model_len": str(MAX_MODEL_LEN), "max_num_seqs": str(MAX_NUM_SEQS), "max_lora_rank": str(RANK),
-        "kv_cache_gib": str(KV_CACHE_GIB),
+        "kv_cache_gib": str(KV_CACHE_GIB), **more,
     }  # fmt: skip
     variables = {f"PACELINE_SAMPLER_{name.upper()}": value for name, value in settings.items()}
-    async with place.process("-m", "sampler_service", settings=variables) as process:
+    async with place.process("-m", "sampler_service", settings=variables, stderr=stderr) as process:
         if not await asyncio.to_thread(wait_until_serving, health, _SERVICE, lambda: process.returncode is not None):
             raise RuntimeError("the sampler did not start")
         async with open_channel(listen) as channel:

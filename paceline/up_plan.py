@@ -91,7 +91,12 @@ def make_plans(options: UpOptions, state: Path) -> list[Plan]:
         "checkpoint_dir": str(state / "checkpoints"),
         "max_lora_rank": str(options.max_lora_rank),
     }
-    sampler = {"trainer": listen["trainer"], "engine": options.engine, "bridge": options.bridge}
+    sampler = {
+        "trainer": listen["trainer"],
+        "engine": options.engine,
+        "bridge": options.bridge,
+        "scratch_dir": str(state / "scratch"),
+    }
     gateway = {"trainer": listen["trainer"], "samplers": listen["sampler"], "keys_file": str(state / "keys.json")}
     return [
         plan("trainer", "trainer_service", "paceline.trainer.v1.TrainerService", model),

@@ -13,7 +13,7 @@ from sampler_service.settings import SamplerSettings
 
 
 def main() -> None:
-    """Serve until SIGTERM, or until the engine dies."""
+    """Serve until SIGTERM, or until an engine that died does not come up again."""
     settings = load_settings(SamplerSettings)
     registry = CollectorRegistry()
     engine = create_service_engine(settings.engine, settings.bridge, settings.serves, settings.engine_options)

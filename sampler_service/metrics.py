@@ -14,6 +14,20 @@ class SamplerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.versions_loaded = Gauge("paceline_sampler_versions_loaded", "Versions in the engine", registry=registry)
+        self.version_bytes = Gauge(
+            "paceline_sampler_versions_loaded_bytes", "Bytes of the versions in the engine", registry=registry
+        )
+        self.versions_in_use = Gauge(
+            "paceline_sampler_versions_in_use", "Versions that requests use, each in a slot", registry=registry
+        )
+        self.slots = Gauge("paceline_sampler_slots", "Versions that one step can mix", registry=registry)
+        self.slot_bytes = Gauge("paceline_sampler_slots_bytes", "Memory set aside for the slots", registry=registry)
+        self.versions_on_disk = Gauge(
+            "paceline_sampler_versions_on_disk", "Versions that wait on disk", registry=registry
+        )
+        self.disk_bytes = Gauge(
+            "paceline_sampler_versions_on_disk_bytes", "Bytes of the versions on disk", registry=registry
+        )
         self.completions_running = Gauge(
             "paceline_sampler_completions_running", "Completions waiting or running in the engine", registry=registry
         )
@@ -22,6 +36,9 @@ class SamplerMetrics:
         )
         self.rebuilding = Gauge(
             "paceline_sampler_rebuilding", "1 while the engine's model is being changed", registry=registry
+        )
+        self.engine_restarts = Counter(
+            "paceline_sampler_engine_restarts_total", "Engines that took the place of one that died", registry=registry
         )
         self.group_losses = Counter(
             "paceline_sampler_group_losses_total", "Process groups that lost a member", registry=registry

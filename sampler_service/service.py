@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 
@@ -17,8 +17,9 @@ from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
-from sampler_service.engine.base import ModelEngine, SamplerEngine
+from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.recovery import EngineKeeper
 from sampler_service.sampling import Sampler
 from sampler_service.servicer import SamplerServicer, ServerInfo
 from sampler_service.settings import SamplerSettings
@@ -26,19 +27,19 @@ from sampler_service.validation import RequestLimits
 from sampler_service.versions.base import Versions
 from sampler_service.versions.bridges import Bridge, ManifestRules
 from sampler_service.versions.collective import CollectiveBridge, GroupReceiver
+from sampler_service.versions.disk import DiskTier
+from sampler_service.versions.loaded import RegistryLimits
+from sampler_service.versions.memory import show_memory
 from sampler_service.versions.model_slot import ModelSlot
 from sampler_service.versions.offers import Offers
 from sampler_service.versions.push import PushReceiver
-from sampler_service.versions.registry import RegistryLimits, VersionRegistry
+from sampler_service.versions.registry import VersionRegistry
 from sampler_service.versions.resolver import VersionResolver
 from sampler_service.versions.staging import StagingArea
 from sampler_service.versions.stream import StreamBridge
 from sampler_service.versions.trainer_link import TrainerLink
 from sampler_service.versions.volume import VolumeBridge
 from sampler_service.versions.watcher import VersionWatcher
-
-_HEALTH_SECONDS = 1.0
-"""How often the engine is asked whether it lives."""
 
 _log = get_logger(__name__)
 
@@ -49,7 +50,7 @@ class SamplerService:
     name = "sampler"
     service_names: Sequence[str] = (pb.DESCRIPTOR.services_by_name["SamplerService"].full_name,)
 
-    def __init__(self, settings: SamplerSettings, engine: SamplerEngine, registry: CollectorRegistry) -> None:
+    def __init__(self, settings: SamplerSettings, engine: RebuildingEngine, registry: CollectorRegistry) -> None:
         self._settings = settings
         self._engine = engine
         self._metrics = SamplerMetrics(registry)
@@ -63,7 +64,7 @@ class SamplerService:
     async def start(self, readiness: Readiness) -> None:
         """Load the base model, then follow the trainer.
 
-        An engine that dies later ends the process, whose supervisor starts it anew.
+        An engine that dies later is built anew; when that does not help, the service fails.
         """
         settings, started = self._settings, self._started
         staging = StagingArea(settings.staging_dir)
@@ -93,7 +94,10 @@ class SamplerService:
             group=group,
         )
         self._keep_running("watcher", watcher.run(), readiness)
-        self._keep_running("engine", self._watch_health(), readiness)
+        keeper = EngineKeeper(
+            self._engine, versions, self._ready_setter(readiness), settings.engine_restarts, self._metrics
+        )
+        self._keep_running("engine", keeper.run(), readiness)
 
     def register(self, server: grpc.aio.Server) -> None:
         add_SamplerServiceServicer_to_server(self._servicer, server)
@@ -128,22 +132,29 @@ class SamplerService:
         return stream if group is None else CollectiveBridge(group, stream)
 
     def _versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
-        versions = self._make_versions(bridge, resolver, readiness)
-        self._metrics.versions_loaded.set_function(lambda: len(versions))
+        disk = self._disk()
+        versions = self._make_versions(bridge, resolver, disk, readiness)
+        show_memory(self._settings, self._engine.slots(), versions, disk, self._metrics)
         self._metrics.completions_running.set_function(self._engine.num_running)
         return versions
 
-    def _make_versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
+    def _disk(self) -> DiskTier:
+        """Return where versions wait. Whole models are brought from the volume anyway."""
+        directory, most = self._settings.scratch_dir, self._settings.max_disk_versions
+        scratch = StagingArea(directory) if directory else None
+        if scratch is not None:
+            self._started.callback(scratch.close)
+        return DiskTier(scratch, 0 if self._settings.whole_models else most)
+
+    def _make_versions(
+        self, bridge: Bridge, resolver: VersionResolver, disk: DiskTier, readiness: Readiness
+    ) -> Versions:
         settings, engine = self._settings, self._engine
         name, seconds = settings.served_name, settings.fetch_timeout_seconds
-        if isinstance(engine, ModelEngine):
-
-            async def set_ready(ready: bool) -> None:
-                await readiness.set(ready and not self._draining)
-
-            return ModelSlot(engine, bridge, resolver, name, seconds, set_ready, self._metrics)
+        if settings.whole_models:
+            return ModelSlot(engine, bridge, resolver, name, seconds, self._ready_setter(readiness), self._metrics)
         limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, seconds)
-        return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics)
+        return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics, disk)
 
     def _make_servicer(
         self, bridge: Bridge, resolver: VersionResolver, versions: Versions, receiver: PushReceiver
@@ -163,11 +174,11 @@ class SamplerService:
         sampler = Sampler(self._engine, versions, limits, settings.max_waiting, self._metrics)
         return SamplerServicer(info, sampler, versions, resolver, receiver)
 
-    async def _watch_health(self) -> None:
-        """Raise EngineUnavailable when the engine dies."""
-        while True:
-            await asyncio.sleep(_HEALTH_SECONDS)
-            await self._engine.check_health()
+    def _ready_setter(self, readiness: Readiness) -> Callable[[bool], Awaitable[None]]:
+        async def set_ready(ready: bool) -> None:
+            await readiness.set(ready and not self._draining)
+
+        return set_ready
 
     def _keep_running(self, what: str, work: Coroutine[None, None, None], readiness: Readiness) -> None:
         """Run what must never end while the service does; if it does, the service fails."""
@@ -175,7 +186,7 @@ class SamplerService:
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
                 _log.error("ended by itself", part=what, exc_info=task.exception())
-                readiness.fail(f"{what} ended by itself")
+                readiness.fail(f"{what} ended by itself: {task.exception()}")
 
         task = asyncio.create_task(work)
         task.add_done_callback(ended)

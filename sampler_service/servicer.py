@@ -30,8 +30,8 @@ from sampler_service.requests import SampleRequest
 from sampler_service.sampling import Sampler
 from sampler_service.validation import check_adapter_ref
 from sampler_service.versions.base import Versions
+from sampler_service.versions.loaded import LoadedVersion
 from sampler_service.versions.push import PushReceiver
-from sampler_service.versions.registry import LoadedVersion
 from sampler_service.versions.resolver import VersionResolver
 from sampler_service.versions.watcher import acknowledge
 

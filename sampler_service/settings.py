@@ -55,6 +55,10 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """Versions that one step can mix."""
     max_loaded_versions: int = Field(16, ge=1)
     """Versions kept in host memory."""
+    scratch_dir: Path | None = None
+    """Where streamed versions wait that no longer fit into memory; a local disk. Unset, they are fetched again."""
+    max_disk_versions: int = Field(64, ge=0)
+    """Versions that wait on disk: in `scratch_dir`, or where they lie on the checkpoint volume."""
     keep_versions: int = Field(2, ge=1)
     """Newest versions of a run that stay loaded although no request uses them."""
     max_version_bytes: int = Field(8 << 30, ge=1)
@@ -67,6 +71,8 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """Most completions in one request."""
     max_topk_logprobs: int = Field(20, ge=0, le=1024)
     """Most likeliest tokens per position that a request may ask for."""
+    engine_restarts: int = Field(3, ge=0)
+    """How often in a row an engine that died is built anew before the service ends."""
     fetch_timeout_seconds: float = Field(60.0, gt=0)
     """How long a request waits for a version that is being fetched."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)

@@ -167,13 +167,15 @@ def bearer(key: str) -> tuple[str, str]:
 
 
 @asynccontextmanager
-async def gateway(trainer: int, samplers: Sequence[int], keys_file: Path, **settings: Any) -> AsyncIterator[Client]:
-    """Run a gateway in front of the services on these ports."""
+async def gateway(
+    trainer: int, samplers: Sequence[int | str], keys_file: Path, **settings: Any
+) -> AsyncIterator[Client]:
+    """Run a gateway in front of the services on these ports, or at these addresses."""
     port = free_port()
     chosen = GatewaySettings(
         listen=f"127.0.0.1:{port}",
         trainer=f"127.0.0.1:{trainer}",
-        samplers=tuple(f"127.0.0.1:{sampler}" for sampler in samplers),
+        samplers=tuple(f"127.0.0.1:{at}" if isinstance(at, int) else at for at in samplers),
         keys_file=keys_file,
         credential=CREDENTIAL,
         **settings,

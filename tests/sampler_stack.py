@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from peft import LoraConfig, get_peft_model
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
@@ -37,6 +38,7 @@ from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
 from sampler_service.engine.base import SamplerEngine
 from sampler_service.engine.factory import create_service_engine
+from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.service import SamplerService
 from sampler_service.settings import SamplerSettings
 
@@ -212,10 +214,18 @@ class Client:
     staging: Path
     engine: SamplerEngine
     metrics: CollectorRegistry
+    address: str
     tenant: str = TENANT
 
     def be(self, tenant: str) -> Client:
         return replace(self, tenant=tenant)
+
+    def metric(self, name: str) -> float | None:
+        return self.metrics.get_sample_value(f"paceline_sampler_{name}")
+
+    async def is_ready(self) -> bool:
+        request = HealthCheckRequest(service=self.readiness.names[0])
+        return (await self.readiness.servicer.Check(request, None)).status == HealthCheckResponse.SERVING
 
     @property
     def stub(self) -> Any:
@@ -296,7 +306,11 @@ async def sampling(
         }
     )
     registry = CollectorRegistry()
-    engine = running or create_service_engine(chosen.engine, chosen.bridge, chosen.serves, chosen.engine_options)
+    engine = (
+        RebuildingEngine(lambda _: running, chosen.engine_options)
+        if running
+        else create_service_engine(chosen.engine, chosen.bridge, chosen.serves, chosen.engine_options)
+    )
     service = SamplerService(chosen, engine, registry)
     readiness = Readiness(service.service_names)
     await service.start(readiness)
@@ -306,9 +320,10 @@ async def sampling(
         address = f"unix:{sockets}/sampler"
         server = make_server(service, chosen.model_copy(update={"listen": address}), registry)
         await server.start()
+        await readiness.set(True)
         async with open_channel(address) as channel:
             try:
-                yield Client(channel, readiness, folder / "staging", engine, registry)
+                yield Client(channel, readiness, folder / "staging", engine, registry, address)
             finally:
                 await server.stop(None)
                 await service.stop()

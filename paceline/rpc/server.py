@@ -31,7 +31,7 @@ class Readiness:
         self.failure = ""
         """Why the service can do its work no more; empty while it can."""
         self.failed = asyncio.Event()
-        self._names = names
+        self.names = names
 
     def fail(self, reason: str) -> None:
         """Say that the service can never do its work again: `serve` drains and exits with an error."""
@@ -40,7 +40,7 @@ class Readiness:
 
     async def set(self, ready: bool) -> None:
         """Say whether the service can do its work now."""
-        for name in self._names:
+        for name in self.names:
             await self.servicer.set(name, _SERVING if ready else _NOT_SERVING)
 
 

@@ -38,6 +38,16 @@ class LoadTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Slots:
+    """Memory that an engine sets aside for adapters when it starts."""
+
+    count: int = 0
+    """0 for an engine that takes memory for each adapter as it comes."""
+    size_bytes: int = 0
+    """Of all of them together."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """Completions of one prompt."""
 
@@ -88,6 +98,10 @@ class SamplerEngine(Protocol):
 
     def describe(self) -> ModelInfo:
         """Say what base model is loaded and how large an adapter may be."""
+        ...
+
+    def slots(self) -> Slots:
+        """Say what memory is set aside for adapters."""
         ...
 
     async def start(self) -> None:

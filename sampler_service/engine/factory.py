@@ -12,20 +12,19 @@ from sampler_service.engine.rebuilding import RebuildingEngine
 EngineKind = Literal["vllm", "hf"]
 
 
-def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: EngineOptions) -> SamplerEngine:
-    """Make the engine of a service. Where whole models are served it is a ModelEngine. As `create_engine`.
+def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: EngineOptions) -> RebuildingEngine:
+    """Make the engine of a service, which outlives the deaths of the engine that does the work. As `create_engine`.
 
-    For the bridge restart it is built again for each model; with others its model is overwritten, which hf cannot.
+    Where whole models are served, that engine's model is overwritten, which hf cannot; but for the bridge restart,
+    where the engine is built again for each.
     """
-    if bridge == "restart":
+    if bridge == "restart" or serves == "adapters":
         return RebuildingEngine(partial(create_engine, kind), options)
-    if serves == "adapters":
-        return create_engine(kind, options)
     if kind != "vllm":
         raise ValueError(f"engine {kind} changes its model by bridge=restart alone; choose it, or engine=vllm")
     from sampler_service.engine.vllm_model import InPlaceVllmEngine  # noqa: PLC0415
 
-    return InPlaceVllmEngine(options)
+    return RebuildingEngine(InPlaceVllmEngine, options)
 
 
 def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from paceline.errors import EngineUnavailable
 from paceline.types import ModelInfo, StopReason, TopkLogprobs
 from paceline.types.training import Array
-from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, TokenDelta
+from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, Slots, TokenDelta
 from sampler_service.engine.hf_adapters import AdapterBank
 from sampler_service.engine.hf_batch import Batcher, Job
 from sampler_service.engine.hf_sampling import sequence_logprobs
@@ -64,6 +64,9 @@ class HfEngine:
 
     def describe(self) -> ModelInfo:
         return self._live().info
+
+    def slots(self) -> Slots:
+        return Slots()
 
     def num_running(self) -> int:
         return sum(len(ticket.open) for ticket in self._tickets())

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from uuid import uuid4
 
@@ -25,7 +25,7 @@ from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types import SamplingParams as Params
 from paceline.types.training import Array
 from sampler_service.engine.adapters import LinearShapes, check_adapter, read_adapter
-from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, TokenDelta
+from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, Slots, TokenDelta
 from sampler_service.engine.base_model import linear_shapes_of
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import EngineOptions
@@ -55,6 +55,7 @@ class _Started:
     llm: AsyncLLM
     info: ModelInfo
     linear: LinearShapes
+    slots: Slots = field(default_factory=Slots)
     served: set[frozenset[str]] = field(default_factory=set)
     """Sets of modules that vLLM takes an adapter on."""
 
@@ -79,6 +80,9 @@ class VllmEngine:
     def describe(self) -> ModelInfo:
         return self._live().info
 
+    def slots(self) -> Slots:
+        return self._live().slots
+
     def num_running(self) -> int:
         return self._started.llm.get_num_unfinished_requests() if self._started else 0
 
@@ -101,7 +105,8 @@ class VllmEngine:
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         self._started = _Started(llm, info, linear)
-        await llm.collective_rpc("prepare_adapters", kwargs={"direct": self._options.apply == "direct"})
+        sizes = await llm.collective_rpc("prepare_adapters", kwargs={"direct": self._options.apply == "direct"})
+        self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
 
     async def stop(self) -> None:
         if self._started is None:

@@ -61,6 +61,13 @@ class VllmInternals:
         return layers
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots' matrices in all layers."""
+        names = ("lora_a_stacked", "lora_b_stacked")
+        stacks = [getattr(layer, name, ()) for layer in self.layers.values() for name in names]
+        return sum(matrix.nbytes for stack in stacks for matrix in stack if isinstance(matrix, torch.Tensor))
+
+    @property
     def packed(self) -> Mapping[str, Sequence[str]]:
         """The names of the modules that vLLM packed into a layer, by the layer's name."""
         packed: Mapping[str, Sequence[str]] = self._manager.packed_modules

@@ -26,13 +26,16 @@ class WorkerExtension:
     internals: VllmInternals
     slot_writer: SlotWriter | None = None
 
-    def prepare_adapters(self, *, direct: bool) -> None:
-        """Get ready for adapters, once the model is there. Raises RuntimeError when this vLLM is another one inside.
+    def prepare_adapters(self, *, direct: bool) -> int:
+        """Get ready for adapters, once the model is there; return the bytes of this worker's slots.
+
+        Raises RuntimeError when this vLLM is another one inside.
 
         With `direct` adapters are copied into slots from here on; without, vLLM loads them.
         """
         self.internals = VllmInternals(self.model_runner, direct=direct)
         self.slot_writer = SlotWriter(self.internals) if direct else None
+        return self.internals.slot_bytes
 
     def unmatched_adapter_modules(self, modules: list[str]) -> list[str]:
         """Return those of an adapter's modules (PEFT's names) that this worker would leave out.

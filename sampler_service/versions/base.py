@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
+from sampler_service.engine.base import Adapter
 from sampler_service.versions.bridges import StagedAdapter
 from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.registry import Lease, LoadedVersion
+from sampler_service.versions.loaded import Lease, Listeners, LoadedVersion
 
 
 class Versions(Protocol):
     """What the engine holds. VersionRegistry: adapters beside each other. ModelSlot: one whole model at a time."""
+
+    listeners: Listeners
 
     def __len__(self) -> int:
         """Return how many versions and checkpoints are loaded; the base model does not count."""
@@ -28,8 +31,8 @@ class Versions(Protocol):
         """Return what is loaded under a key."""
         ...
 
-    def on_unloaded(self, listener: Callable[[ServedModel], None]) -> None:
-        """Call `listener` after each unloading."""
+    def held(self) -> Iterator[ServedModel]:
+        """Yield what the trainer is to keep for this sampler: what is loaded, and what waits to be loaded again."""
         ...
 
     def lease(self, ref: ModelRef, tenant: str) -> AbstractAsyncContextManager[Lease]:
@@ -54,6 +57,13 @@ class Versions(Protocol):
 
     def retire_superseded(self, run_id: str) -> None:
         """Let all but the newest versions of a run go."""
+        ...
+
+    def revived(self, lost: Sequence[Adapter]) -> None:
+        """Take note that the engine was built anew, without the adapters that were lost.
+
+        Of whole models it has the one that it was built from.
+        """
         ...
 
     async def close(self) -> None:

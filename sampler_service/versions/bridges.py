@@ -32,6 +32,13 @@ class StagedAdapter:
     verifying: asyncio.Task[pb.Manifest] | None = None
     """Verifies the bytes while the adapter is loaded and ends with its manifest, checksums included; None when that is
     done."""
+    on_disk: bool = False
+    """Whether a directory of this sampler's own lies on disk; the others are staged in memory."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it lies in the staging directory."""
+        return self.temporary and not self.on_disk
 
     @property
     def sha256(self) -> str:
@@ -42,6 +49,11 @@ class StagedAdapter:
         """Wait until every byte is verified. Raises ChecksumMismatch, TrainerUnavailable."""
         if self.verifying is not None:
             self.manifest = await self.verifying
+
+    def check_same(self, other: StagedAdapter) -> None:
+        """Refuse other content under the same key. Raises VersionExists."""
+        if self.sha256 != other.sha256:
+            raise errors.VersionExists("the version exists with other content; publish a new one", field="model")
 
     async def discard(self) -> None:
         """Remove the files if they are this sampler's own."""
@@ -130,5 +142,10 @@ def check_is(manifest: pb.Manifest, ref: ModelRef, tenant: str) -> None:
 
 def check_owner(owner: str, ref: ModelRef, tenant: str) -> None:
     """Let in the owner, and services that call for themselves. Raises RunNotFound, CheckpointNotFound."""
-    if tenant not in {PEER_TENANT, owner}:
+    if not is_for(owner, tenant):
         raise foreign(ref)
+
+
+def is_for(owner: str, tenant: str) -> bool:
+    """Return whether a tenant may know of an owner's weights."""
+    return tenant in {PEER_TENANT, owner}

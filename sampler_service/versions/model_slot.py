@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,10 +17,11 @@ from paceline.types import ModelRef, ServedModel
 from paceline.weights import served_model
 from sampler_service.engine.base import Adapter, LoadTimes, ModelEngine
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.versions.background import Background
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
 from sampler_service.versions.flights import Flights, arriving_within
 from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.registry import Lease, LoadedVersion, run_of
+from sampler_service.versions.loaded import Lease, Listeners, LoadedVersion, run_of
 from sampler_service.versions.resolver import VersionResolver
 
 _BASE = VersionKey()
@@ -81,9 +82,9 @@ class ModelSlot:
         self._wanted: Counter[VersionKey] = Counter()
         """How many wait for weights, or change to them; until nobody does, their files stay."""
         self._brought: dict[VersionKey, StagedAdapter] = {}
-        self._discards: set[asyncio.Task[None]] = set()
+        self._discarding = Background("files of a model not removed")
         self._numbers = count(1)
-        self._listeners: list[Callable[[ServedModel], None]] = []
+        self.listeners = Listeners()
         metrics.requests_queued.set_function(lambda: len(self._queue))
         metrics.rebuilding.set_function(lambda: self._switching is not None)
 
@@ -96,12 +97,13 @@ class ModelSlot:
     def find(self, key: VersionKey) -> LoadedVersion | None:
         return self._entry if key == self._key else None
 
-    def on_unloaded(self, listener: Callable[[ServedModel], None]) -> None:
-        self._listeners.append(listener)
+    def held(self) -> Iterator[ServedModel]:
+        return (entry.served for entry in self)
 
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
         """Bring a model and keep it. Raises as `VersionRegistry.lease`, and ModelNotLoadable."""
+        await self._engine.check_health()
         start = perf_counter()
         key = _BASE if ref.is_base else await self._resolver.resolve(ref, tenant)
         was_loaded = key == self._key
@@ -131,8 +133,16 @@ class ModelSlot:
     def retire_superseded(self, run_id: str) -> None:
         """Do nothing: the model that is loaded has taken the place of the one before it."""
 
+    def revived(self, lost: Sequence[Adapter]) -> None:
+        """Forget a model that was written over the one that the engine was built from; who wants it brings it again."""
+        if self._engine.model_path == self._base_path and self._key != _BASE:
+            self._release()
+            self._key = _BASE
+            self._advance()
+
     async def close(self) -> None:
         await self._flights.close()
+        await self._discarding.close()
         if self._switching is not None:
             self._switching.cancel()
             await asyncio.gather(self._switching, return_exceptions=True)
@@ -186,9 +196,7 @@ class ModelSlot:
             if not self._wanted[key]:
                 del self._wanted[key]
                 if staged := self._brought.pop(key, None):
-                    task = asyncio.create_task(staged.discard())
-                    self._discards.add(task)
-                    task.add_done_callback(self._discards.discard)
+                    self._discarding.spawn(staged.discard())
 
     async def _enter(self, waiter: _Waiter) -> bool:
         self._queue.append(waiter)
@@ -275,14 +283,14 @@ class ModelSlot:
             served = served_model(head.staged.manifest)
             adapter = Adapter(next(self._numbers), str(head.key.ref()), head.staged.directory)
             self._entry = LoadedVersion(served, head.staged.manifest.tenant, adapter, head.staged, times)
+            self.listeners.tell_loaded(self._entry)
         _log.info("model loaded", weights=str(head.key.ref()))
 
     def _release(self) -> None:
         """Give up what is loaded; its files may go."""
         entry, self._entry = self._entry, None
         if entry is not None:
-            for listener in self._listeners:
-                listener(entry.served)
+            self.listeners.tell_released(entry.served)
 
 
 def _not_loadable() -> errors.ModelNotLoadable:

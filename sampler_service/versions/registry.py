@@ -4,74 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import chain, count
 from time import perf_counter
 
 from paceline import errors
-from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import served_model
-from sampler_service.engine.base import Adapter, LoadTimes, SamplerEngine
+from sampler_service.engine.base import Adapter, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
+from sampler_service.versions.background import Background
+from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner, is_for
+from sampler_service.versions.disk import DiskTier
 from sampler_service.versions.flights import Flights, arriving_within
 from sampler_service.versions.keys import VersionKey, absent
+from sampler_service.versions.loaded import Lease, Listeners, LoadedVersion, RegistryLimits, run_of
 from sampler_service.versions.resolver import VersionResolver
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryLimits:
-    """How much is kept, and how long a request waits."""
-
-    max_loaded: int
-    """Versions in the engine."""
-    keep_per_run: int
-    """Newest versions of a run that stay although no request uses them."""
-    fetch_timeout_seconds: float
-
-
-@dataclass(slots=True, eq=False)
-class LoadedVersion:
-    """An adapter that the engine holds."""
-
-    served: ServedModel
-    tenant: str
-    adapter: Adapter
-    staged: StagedAdapter
-    times: LoadTimes
-    requests_in_flight: int = 0
-    retired: bool = False
-    """Whether it goes when its last request ends."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of its safetensors file."""
-        return self.staged.manifest.total_size
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """Weights that stay loaded while a request uses them."""
-
-    served: ServedModel
-    adapter: Adapter | None = None
-    """None for the base model."""
-    load_milliseconds: float = 0.0
-    """What loading took; 0 when the weights were there."""
 
 
 class VersionRegistry:
     """Loads versions on demand, each once, and unloads those that nothing needs.
 
     What is loaded never changes: a key stands for one content. When the engine is full, the version that was used
-    longest ago goes.
+    longest ago gives way, and waits on disk.
     """
 
     def __init__(
@@ -82,6 +42,7 @@ class VersionRegistry:
         base_model: str,
         limits: RegistryLimits,
         metrics: SamplerMetrics,
+        disk: DiskTier,
     ) -> None:
         self._engine = engine
         self._bridge = bridge
@@ -89,14 +50,15 @@ class VersionRegistry:
         self._base = ServedModel(base_model)
         self._limits = limits
         self._metrics = metrics
+        self._disk = disk
         self._entries: OrderedDict[VersionKey, LoadedVersion] = OrderedDict()
         self._unverified: set[LoadedVersion] = set()
         """In the engine, and nobody's to ask for yet."""
         self._adapter_ids = count(1)
         self._changing = asyncio.Lock()
         self._flights: Flights[LoadedVersion] = Flights()
-        self._unloading: set[asyncio.Task[None]] = set()
-        self._listeners: list[Callable[[ServedModel], None]] = []
+        self._unloading = Background("version not unloaded")
+        self.listeners = Listeners()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,17 +70,18 @@ class VersionRegistry:
         """Return what is loaded under a key."""
         return self._entries.get(key)
 
-    def on_unloaded(self, listener: Callable[[ServedModel], None]) -> None:
-        """Call `listener` after each unloading."""
-        self._listeners.append(listener)
+    def held(self) -> Iterator[ServedModel]:
+        """Yield what is loaded and what waits on disk."""
+        return chain((entry.served for entry in self), self._disk)
 
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
         """Keep the weights that `ref` means loaded while the block runs, fetching them first if need be.
 
         Raises RunNotFound, VersionNotFound, CheckpointNotFound (also for another tenant's), TrainerUnavailable when
-        they do not arrive in time, and what `install` raises.
+        they do not arrive in time, EngineUnavailable, and what `install` raises.
         """
+        await self._engine.check_health()
         if ref.is_base:
             yield Lease(self._base)
             return
@@ -132,7 +95,7 @@ class VersionRegistry:
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
         """Bring a version and load it. Calls for the same one share the work, which goes on when a caller leaves."""
-        return await self._flights.join(key, tenant, lambda: self._fetch(key.ref(), tenant))
+        return await self._flights.join(key, tenant, lambda: self._fetch(key, tenant))
 
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
         """Load a staged adapter into the engine. Its files are the registry's from here on, also when this raises.
@@ -147,32 +110,36 @@ class VersionRegistry:
             raise
 
     def unload(self, ref: ModelRef, tenant: str) -> None:
-        """Let a version go once its last request ends. Raises VersionNotFound, RunNotFound, CheckpointNotFound."""
-        found = [entry for entry in self if VersionKey.of(entry.served).ref() == ref]
-        if not found:
+        """Let a version go once its last request ends. Raises VersionNotFound or CheckpointNotFound."""
+        meant = [key for key in map(VersionKey.of, self.held()) if key.ref() == ref]
+        mine = {key for key in meant if (held := self._staged(key)) and is_for(held.manifest.tenant, tenant)}
+        if not mine:
             raise absent(ref)
-        for entry in found:
-            check_owner(entry.tenant, ref, tenant)
-        for entry in found:
-            self._retire(entry)
+        self._retire_all(lambda served: VersionKey.of(served) in mine)
 
     def forget_run(self, run_id: str) -> None:
         """Let everything of a deleted run go, as requests end."""
-        for entry in self:
-            if run_of(entry.served) == run_id:
-                self._retire(entry)
+        self._retire_all(lambda served: run_of(served) == run_id)
 
     def retire_superseded(self, run_id: str) -> None:
         """Let all but the newest versions of a run go; one that is asked for later comes back."""
-        versions = [entry for entry in self if entry.served.run_id == run_id and entry.served.version]
-        versions.sort(key=lambda entry: entry.served.version, reverse=True)
-        for entry in versions[self._limits.keep_per_run :]:
-            self._retire(entry)
+        versions = sorted({served.version for served in self.held() if served.run_id == run_id}, reverse=True)
+        superseded = set(versions[self._limits.keep_per_run :]) - {0}
+        self._retire_all(lambda served: served.run_id == run_id and served.version in superseded)
+
+    def revived(self, lost: Sequence[Adapter]) -> None:
+        """Fetch the versions again that the engine could not load from their files."""
+        for entry in self:
+            if entry.adapter in lost:
+                del self._entries[VersionKey.of(entry.served)]
+                self._unloading.spawn(self._bring_back(entry))
+        for entry in self._unverified:
+            entry.retired = entry.retired or entry.adapter in lost
 
     async def close(self) -> None:
         """End what is under way."""
         await self._flights.close()
-        await asyncio.gather(*self._unloading, return_exceptions=True)
+        await self._unloading.close()
 
     async def _acquire(self, ref: ModelRef, tenant: str) -> tuple[LoadedVersion, bool]:
         was_loaded = True
@@ -200,10 +167,24 @@ class VersionRegistry:
                 raise
             return loaded[-1]
 
-    async def _fetch(self, ref: ModelRef, tenant: str) -> LoadedVersion:
+    async def _fetch(self, key: VersionKey, tenant: str) -> LoadedVersion:
+        if (waiting := self._disk.find(key)) is not None:
+            check_owner(waiting.manifest.tenant, key.ref(), tenant)
+        if (waiting := self._disk.take(key)) is not None:
+            try:
+                return await self.install(waiting)
+            except BaseException as error:
+                self.listeners.tell_released(served_model(waiting.manifest))
+                if not isinstance(error, errors.ChecksumMismatch):
+                    raise
+                _log.warning("version damaged on disk; it is fetched again", weights=str(key.ref()))
         with self._metrics.fetch_seconds.time():
-            staged = await self._bridge.fetch(ref, tenant)
+            staged = await self._bridge.fetch(key.ref(), tenant)
         return await self.install(staged)
+
+    def _staged(self, key: VersionKey) -> StagedAdapter | None:
+        entry = self._entries.get(key)
+        return entry.staged if entry else self._disk.find(key)
 
     async def _install(self, staged: StagedAdapter) -> LoadedVersion:
         key = VersionKey.of(served_model(staged.manifest))
@@ -212,15 +193,24 @@ class VersionRegistry:
             async with self._loading(staged) as entry:
                 await staged.verified()
                 entry.served = served_model(staged.manifest)
+                await self._replace_on_disk(key, staged)
+                if entry.retired:
+                    raise errors.EngineUnavailable("the engine died and lost the version")
                 existing = self._entries.setdefault(key, entry)
             if existing is entry:
-                _log.info("version loaded", run=key.run_id, version=key.version, checkpoint=key.checkpoint)
+                self.listeners.tell_loaded(entry)
                 return entry
         await staged.verified()
-        if existing.served.sha256 != staged.sha256:
-            raise errors.VersionExists("the version exists with other content; publish a new one", field="model")
+        existing.staged.check_same(staged)
         await staged.discard()
         return existing
+
+    async def _replace_on_disk(self, key: VersionKey, staged: StagedAdapter) -> None:
+        """Drop what waits on disk under the same key."""
+        if (waiting := self._disk.find(key)) is not None:
+            waiting.check_same(staged)
+            self._disk.remove(lambda served: VersionKey.of(served) == key)
+            await waiting.discard()
 
     @asynccontextmanager
     async def _loading(self, staged: StagedAdapter) -> AsyncIterator[LoadedVersion]:
@@ -240,9 +230,9 @@ class VersionRegistry:
                 await self._engine.remove_adapter(entry.adapter)
 
     async def _load(self, staged: StagedAdapter) -> LoadedVersion:
-        served, tenant, adapter_id = served_model(staged.manifest), staged.manifest.tenant, next(self._adapter_ids)
-        name = "/".join((tenant, served.run_id, served.checkpoint or str(served.version), str(adapter_id)))
-        adapter = Adapter(adapter_id, name, staged.directory, in_memory=staged.temporary)
+        served, tenant, number = served_model(staged.manifest), staged.manifest.tenant, next(self._adapter_ids)
+        name = f"{tenant}/{served.run_id}/{served.checkpoint or served.version}/{number}"
+        adapter = Adapter(number, name, staged.directory, in_memory=staged.in_memory)
         with self._metrics.load_seconds.time():
             times = await self._engine.add_adapter(adapter)
         self._metrics.observe_load(times)
@@ -253,7 +243,14 @@ class VersionRegistry:
             idle = next((entry for entry in self if not entry.requests_in_flight), None)
             if idle is None:
                 raise errors.Overloaded(f"all {len(self._entries)} versions that fit are in use; try again")
-            await self._unload(idle)
+            await self._unload(idle, may_wait=not idle.retired)
+
+    def _retire_all(self, is_meant: Callable[[ServedModel], bool]) -> None:
+        for entry in self:
+            if is_meant(entry.served):
+                self._retire(entry)
+        for staged in self._disk.remove(is_meant):
+            self._unloading.spawn(self._release(staged))
 
     def _retire(self, entry: LoadedVersion) -> None:
         entry.retired = True
@@ -261,36 +258,42 @@ class VersionRegistry:
 
     def _settle(self, entry: LoadedVersion) -> None:
         if entry.retired and not entry.requests_in_flight:
-            self._spawn(self._unload_idle(entry))
+            self._unloading.spawn(self._unload_idle(entry))
 
     async def _unload_idle(self, entry: LoadedVersion) -> None:
         async with self._changing:
             if self._entries.get(VersionKey.of(entry.served)) is entry and not entry.requests_in_flight:
                 await self._unload(entry)
 
-    async def _unload(self, entry: LoadedVersion) -> None:
-        """Unload an entry that no request uses; it cannot be found from the first moment on."""
-        served = entry.served
-        del self._entries[VersionKey.of(served)]
+    async def _unload(self, entry: LoadedVersion, *, may_wait: bool = False) -> None:
+        """Unload an entry that no request uses; it cannot be found from the first moment on.
+
+        With `may_wait` its files wait on disk until it is asked for again.
+        """
+        del self._entries[VersionKey.of(entry.served)]
+        gone: Sequence[StagedAdapter] = [entry.staged]
         try:
             await self._engine.remove_adapter(entry.adapter)
+            if may_wait:
+                gone = await self._disk.put(entry.staged)
         finally:
+            for staged in gone:
+                await self._release(staged)
+
+    async def _release(self, staged: StagedAdapter) -> None:
+        try:
+            await staged.discard()
+        finally:
+            self.listeners.tell_released(served_model(staged.manifest))
+
+    async def _bring_back(self, entry: LoadedVersion) -> None:
+        """Fetch what was lost; only when that fails is the trainer told that it is held no more."""
+        with suppress(FileNotFoundError):
             await entry.staged.discard()
-        for listener in self._listeners:
-            listener(served)
-        _log.info("version unloaded", run=served.run_id, version=served.version, checkpoint=served.checkpoint)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._unloading.add(task)
-        task.add_done_callback(self._unloaded)
-
-    def _unloaded(self, task: asyncio.Task[None]) -> None:
-        self._unloading.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            _log.error("version not unloaded", error=repr(error))
-
-
-def run_of(served: ServedModel) -> str:
-    """Return the run that weights come from."""
-    return CheckpointPath.parse(served.checkpoint).run_id if served.checkpoint else served.run_id
+        try:
+            if not entry.retired:
+                await self.fetch(VersionKey.of(entry.served))
+                return
+        except errors.PacelineError as error:
+            _log.warning("version lost with the engine", name=entry.adapter.name, reason=error.reason)
+        self.listeners.tell_released(entry.served)

@@ -17,6 +17,7 @@ from paceline.types import ModelRef
 from paceline.weights import Part, fetch_version, read_parts
 from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
+from sampler_service.versions.keys import foreign
 
 if TYPE_CHECKING:
     Watch = grpc.aio.StreamStreamCall[pb.WatchVersionsRequest, pb.WatchVersionsResponse]
@@ -65,7 +66,7 @@ class TrainerLink:
         try:
             yield read_parts(call)
         except grpc.aio.AioRpcError as failure:
-            raise _translate(failure) from failure
+            raise _translate(failure, ref) from failure
         finally:
             # Leaving a stream early does not end it.
             call.cancel()
@@ -78,8 +79,10 @@ async def _first(parts: AsyncIterator[Part]) -> pb.Manifest:
     return first.manifest
 
 
-def _translate(failure: grpc.aio.AioRpcError) -> errors.PacelineError:
+def _translate(failure: grpc.aio.AioRpcError, ref: ModelRef) -> errors.PacelineError:
     error = error_from_rpc(failure)
+    if isinstance(error, errors.RunNotFound | errors.CheckpointNotFound):
+        return foreign(ref)  # in the same words as where the weights are here: nobody can tell the one from the other
     if isinstance(error, errors.NotFound | errors.DataLoss | errors.InvalidArgument):
         return error
     _log.warning("trainer did not answer", code=failure.code().name, reason=error.reason)

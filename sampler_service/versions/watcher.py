@@ -18,8 +18,8 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.base import Versions
 from sampler_service.versions.collective import GroupReceiver
 from sampler_service.versions.keys import VersionKey
+from sampler_service.versions.loaded import LoadedVersion
 from sampler_service.versions.offers import Offers
-from sampler_service.versions.registry import LoadedVersion
 from sampler_service.versions.resolver import VersionResolver
 from sampler_service.versions.trainer_link import TrainerLink
 
@@ -59,8 +59,11 @@ class VersionWatcher:
         self._group = group
         self._outbox: Outbox | None = None
         self._applying: set[asyncio.Task[None]] = set()
+        self._awaited: set[VersionKey] = set()
+        """Announced, and not yet acknowledged or refused."""
         self._slots = asyncio.Semaphore(_CONCURRENT_LOADS)
-        registry.on_unloaded(self._release)
+        registry.listeners.loaded.append(self._loaded)
+        registry.listeners.released.append(self._release)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -98,7 +101,7 @@ class VersionWatcher:
         return "closed by the trainer"
 
     def _hello(self) -> pb.Hello:
-        held = [entry.served for entry in self._registry if entry.served.version]
+        held = [served for served in self._registry.held() if served.version]
         return pb.Hello(
             sampler_id=self._sampler_id,
             held=[pb.HeldVersion(run_id=served.run_id, version=served.version) for served in held],
@@ -136,6 +139,7 @@ class VersionWatcher:
         # A version is announced again when it reaches the volume; by then a streamed one may have come and gone.
         if on_volume and not self._needs_volume and served.version < newest:
             return
+        self._awaited.add(VersionKey.of(served))
         self._spawn(self._apply(served, arrival))
 
     async def _prepare(self, key: VersionKey, offers: Offers) -> None:
@@ -154,9 +158,9 @@ class VersionWatcher:
         task.add_done_callback(self._applying.discard)
 
     async def _apply(self, served: ServedModel, arrival: float) -> None:
+        key = VersionKey.of(served)
         try:
             async with self._slots:
-                key = VersionKey.of(served)
                 entry = self._registry.find(key) or await self._registry.fetch(key)
         except errors.PacelineError as error:
             self._refuse(served, error.reason)
@@ -167,8 +171,16 @@ class VersionWatcher:
             self._acknowledge(entry, perf_counter() - arrival)
             self._registry.retire_superseded(served.run_id)
         finally:
+            self._awaited.discard(key)
             if self._group is not None:
-                self._group.drop(VersionKey.of(served))
+                self._group.drop(key)
+
+    def _loaded(self, entry: LoadedVersion) -> None:
+        """Say that a version is held that was pushed or asked for, so that the trainer keeps it as long."""
+        if entry.served.version and VersionKey.of(entry.served) not in self._awaited:
+            times = entry.times
+            milliseconds = times.step_wait_milliseconds + times.apply_milliseconds
+            self._send(pb.WatchVersionsRequest(acknowledgement=acknowledge(entry, self._sampler_id, milliseconds)))
 
     def _acknowledge(self, entry: LoadedVersion, seconds: float) -> None:
         self._metrics.apply_seconds.observe(seconds)

@@ -23,7 +23,6 @@ from paceline.weights.v1 import weight_service_pb2 as weights_pb
 pytest_plugins = ["sampler_fixtures"]
 
 RUN = new_run_id()
-SERVICE = "paceline.sampler.v1.SamplerService"
 
 
 def make_model_version(volume, version, run_id=RUN, **config):
@@ -54,15 +53,9 @@ def close(data, reference):
     return torch.allclose(torch.frombuffer(bytearray(data), dtype=torch.float32)[1:], reference, atol=1e-4)
 
 
-async def is_ready(client):
-    request = type("Request", (), {"service": SERVICE})()
-    return (await client.readiness.servicer.Check(request, None)).status == 1
-
-
 @pytest.fixture
 async def client(model, port, tmp_path):
     async with sampling(model, port, tmp_path, bridge="restart") as sampler:
-        await sampler.readiness.set(True)
         yield sampler
 
 
@@ -75,7 +68,7 @@ async def test_an_announced_model_is_served_and_acknowledged_and_gives_way_to_th
         logprobs, served = await client.logprobs(version_ref(RUN))
         assert served == manifest.model
         assert close(logprobs, expected(volume.version(RUN, version)))
-        assert await is_ready(client)
+        assert await client.is_ready()
     assert list(await client.loaded()) == [2]
     assert [(held.run_id, held.version) for held in trainer.heard("release")] == [(RUN, 1)]
 
@@ -116,7 +109,7 @@ async def test_a_model_that_does_not_load_leaves_the_one_before_it_serving(volum
     assert (await client.logprobs(version_ref(RUN, 1)))[0] == before
     with pytest.raises(errors.ModelNotLoadable):
         await client.sample(version_ref(RUN, 2))
-    assert await is_ready(client)
+    assert await client.is_ready()
     announce(volume, trainer, make_model_version(volume, 3))
     await until(lambda: len(trainer.heard("acknowledgement")) == 2)
     assert (await client.sample(version_ref(RUN))).model.version == 3

@@ -22,6 +22,7 @@ from sampler_service.engine.hf_engine import HfEngine
 from sampler_service.engine.options import EngineOptions
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import ManifestRules, StagedAdapter
+from sampler_service.versions.disk import DiskTier
 from sampler_service.versions.keys import VersionKey
 from sampler_service.versions.registry import RegistryLimits, VersionRegistry
 from sampler_service.versions.resolver import VersionResolver
@@ -58,9 +59,9 @@ class Setup:
     metrics: SamplerMetrics
     stack: AsyncExitStack
 
-    def registry(self, max_loaded: int = 4, keep: int = 2, seconds: float = 60) -> VersionRegistry:
-        limits = RegistryLimits(max_loaded, keep, seconds)
-        registry = VersionRegistry(self.engine, self.bridge, self.resolver, BASE, limits, self.metrics)
+    def registry(self, max_loaded: int = 4, keep: int = 2, seconds: float = 60, on_disk: int = 0) -> VersionRegistry:
+        limits, disk = RegistryLimits(max_loaded, keep, seconds), DiskTier(None, on_disk)
+        registry = VersionRegistry(self.engine, self.bridge, self.resolver, BASE, limits, self.metrics, disk)
         self.stack.push_async_callback(registry.close)
         return registry
 
@@ -104,7 +105,7 @@ async def test_the_base_model_needs_no_adapter(setup):
 async def test_a_version_in_use_stays_however_old_it_is_and_goes_with_its_last_request(setup):
     registry = setup.registry(max_loaded=2, keep=1)
     gone = []
-    registry.on_unloaded(gone.append)
+    registry.listeners.released.append(gone.append)
     old, new = setup.publish(1), setup.publish(2)
     async with registry.lease(old, TENANT) as first:
         async with registry.lease(old, TENANT):
@@ -194,7 +195,7 @@ async def test_only_the_owner_and_services_may_use_a_version(setup):
             await use(registry, ref, "stranger")
         assert str(failure.value) == "model.version.run_id: no such run"
         assert (await use(registry, ref, PEER_TENANT)).served.version == 1
-    with pytest.raises(errors.RunNotFound):
+    with pytest.raises(errors.VersionNotFound):
         registry.unload(ref, "stranger")
 
 

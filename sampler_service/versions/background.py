@@ -1,0 +1,36 @@
+"""Work that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+from paceline.log import get_logger
+
+_log = get_logger(__name__)
+
+
+class Background:
+    """Tasks that end by themselves; what goes wrong in one is logged."""
+
+    def __init__(self, what: str) -> None:
+        """Take what a failure is called in the log."""
+        self._what = what
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Begin something."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Cancel everything."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            _log.error(self._what, error=repr(error))

@@ -1,0 +1,122 @@
+"""An engine that dies is built anew inside the living service, with its versions."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from sampler_stack import base_ref, make_version, sampling, stream_request, until, version_ref
+from tiny_models import make_tiny_llama
+
+from paceline import errors
+from paceline.layout import new_run_id
+from paceline.rpc.status import DETAILS_KEY, error_from_rpc
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+
+pytest_plugins = ["sampler_fixtures"]
+
+RUN = new_run_id()
+
+
+async def greedy(client, ref):
+    answer = await client.sample(ref, temperature=0, max_tokens=16)
+    return np.frombuffer(answer.sequences[0].tokens.data, np.int32).tolist()
+
+
+async def published(model, volume, trainer, version):
+    """Announce a version and return how to ask for it, once it is loaded."""
+    trainer.announce(make_version(volume, model, RUN, version))
+    await until(lambda: version in [ack.version for ack in trainer.heard("acknowledgement")])
+    return version_ref(RUN, version)
+
+
+def engine_processes():
+    """vLLM's children of this process; the resource tracker is Python's own."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+async def comes_back(client):
+    await until(lambda: client.metric("engine_restarts_total"), 240)
+    await until(client.is_ready)
+
+
+async def test_vllm_that_is_killed_comes_back_with_its_versions(model, volume, trainer, port, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    before = engine_processes()
+    settings = {"engine": "vllm", "kv_cache_gib": 1, "enforce_eager": True, "keep_versions": 3}
+    async with sampling(model, port, tmp_path, **settings) as client:
+        refs = [base_ref(), *[await published(model, volume, trainer, version) for version in (1, 2)]]
+        tokens = [await greedy(client, ref) for ref in refs]
+        requests = [stream_request(ref, max_tokens=400) for ref in refs]
+        streams = [client.stub.SampleStream(request, metadata=client.metadata) for request in requests]
+        for stream in streams:
+            await stream.read()
+        for process in set(engine_processes()).difference(before):
+            process.kill()
+        for stream in streams:
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                while await stream.read() is not grpc.aio.EOF:
+                    pass
+            _asks_to_try_again(failure.value)
+        await until(lambda: _is_not_ready(client))
+        trainer.announce(make_version(volume, model, RUN, 3))
+        for ref in (*refs, version_ref(RUN, 3)):
+            with pytest.raises(errors.EngineUnavailable) as unavailable:
+                await client.sample(ref)
+            assert unavailable.value.retry_after
+        await comes_back(client)
+        assert [await greedy(client, ref) for ref in refs] == tokens
+        await until(lambda: 3 in [ack.version for ack in trainer.heard("acknowledgement")])
+        assert sorted(trainer.fetched) == ["1", "2", "3"]
+        assert client.metric("engine_restarts_total") == 1
+
+
+async def test_a_version_whose_files_were_lost_is_fetched_again_by_itself(model, volume, trainer, client):
+    ref = await published(model, volume, trainer, 1)
+    tokens = await greedy(client, ref)
+    (staged,) = client.staged()
+    shutil.rmtree(staged)
+    await client.engine.stop()
+    await comes_back(client)
+    await until(lambda: trainer.fetched == ["1", "1"])
+    await until(client.loaded)
+    assert await greedy(client, ref) == tokens
+    assert not trainer.heard("release")
+
+
+async def test_a_version_that_goes_while_the_engine_is_dead_is_not_brought_back(model, volume, trainer, client):
+    ref = await published(model, volume, trainer, 1)
+    await client.engine.stop()
+    await client.call("UnloadVersion", pb.UnloadVersionRequest(model=ref))
+    await until(lambda: trainer.heard("release"))
+    await comes_back(client)
+    assert not await client.loaded()
+    assert not client.staged()
+
+
+async def test_an_engine_that_does_not_come_up_again_fails_the_service(port, tmp_path):
+    model = make_tiny_llama(tmp_path / "model")
+    async with sampling(model, port, tmp_path, engine_restarts=1) as client:
+        shutil.rmtree(model)
+        await client.engine.stop()
+        await asyncio.wait_for(client.readiness.failed.wait(), 60)
+        assert "the engine died; building it anew 1 times did not help" in client.readiness.failure
+        assert not await client.is_ready()
+        with pytest.raises(errors.EngineUnavailable):
+            await client.sample(base_ref())
+
+
+async def _is_not_ready(client):
+    return not await client.is_ready()
+
+
+def _asks_to_try_again(failure):
+    assert failure.code() is grpc.StatusCode.UNAVAILABLE
+    assert isinstance(error_from_rpc(failure), errors.EngineUnavailable)
+    assert b"google.rpc.RetryInfo" in dict(failure.trailing_metadata())[DETAILS_KEY]
