@@ -127,14 +127,15 @@ def report(figures: Mapping[str, Figures], sizes: Mapping[str, int], memcpy: flo
         print(f"{arm}: versions of {size / 1e6:.1f} MB")
     print(f"\n{STREAMS} streams; milliseconds from the optimizer step's reply")
     print(f"{'arm':12}{'publishes':>10}{'tok/s':>7}{'active p50':>12}{'p99':>8}{'less wait':>11}{'p99':>8}"
-          f"{'first p50':>11}{'p99':>8}{'step wait':>11}{'apply':>7}{'staged':>8}")  # fmt: skip
+          f"{'first p50':>11}{'p99':>8}{'step wait':>11}{'apply':>9}{'staged':>8}")  # fmt: skip
     for arm, one in figures.items():
         active, own, first = one.of("active"), one.of("active") - one.of("step_wait"), one.of("first")
         print(f"{arm:12}{len(one.times):10}{one.tokens / one.seconds:7.0f}{np.median(active):12.1f}{p99(active):8.1f}"
               f"{np.median(own):11.1f}{p99(own):8.1f}{np.median(first):11.1f}{p99(first):8.1f}"
-              f"{np.median(one.of('step_wait')):11.1f}{np.median(one.of('apply')):7.1f}"
+              f"{np.median(one.of('step_wait')):11.1f}{np.median(one.of('apply')):9.1f}"
               f"{np.median(one.of('staged')):8.1f}")  # fmt: skip
-    print(f"memcpy of an adapter's bytes: {memcpy:.2f} ms")
+    if adapters:
+        print(f"memcpy of an adapter's bytes: {memcpy:.2f} ms")
     for arm in adapters.keys() - {OTHER}:
         one, own = figures[arm], figures[arm].of("active") - figures[arm].of("step_wait")
         if OTHER in figures:
