@@ -116,7 +116,8 @@ class SamplerService:
         volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
         if self._settings.bridge in {"volume", "restart"}:
             return volume
-        stream = StreamBridge(trainer, staging, rules, volume)
+        name = "shared" if self._settings.bridge == "shared" else "stream"
+        stream = StreamBridge(trainer, staging, rules, volume, name)
         return stream if group is None else CollectiveBridge(group, stream, rules)
 
     def _versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:

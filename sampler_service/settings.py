@@ -24,11 +24,11 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """Address of the trainer, whose versions are followed."""
     engine: Literal["vllm", "hf"] = "vllm"
     """vllm, or hf (transformers) for hardware that vLLM does not serve. Never chosen by itself."""
-    bridge: Literal["stream", "volume", "collective", "restart"] = "stream"
+    bridge: Literal["stream", "volume", "collective", "restart", "shared"] = "stream"
     """How versions arrive: streamed by the trainer, or read from the shared checkpoint volume.
 
     collective: broadcast over a torch.distributed process group. restart: whole models, read from the volume, for each
-    of which the engine is built again.
+    of which the engine is built again. shared: as stream, and the base weights are lent to the trainer in `base_dir`.
     """
     model: str
     """Base model: a local directory or a Hugging Face id; the trainer's."""
@@ -40,6 +40,8 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """The checkpoint volume; only read."""
     staging_dir: Path = Path("/dev/shm")  # noqa: S108
     """Where streamed versions are put together; memory, best."""
+    base_dir: Path = Path("/dev/shm/paceline-base")  # noqa: S108
+    """Where the base weights are lent (bridge shared): a directory in memory, of this sampler and its trainer alone."""
     sampler_id: str = ""
     """Name by which the trainer knows this sampler, unique among those that follow it; empty means host and port."""
     max_model_len: int | None = Field(None, ge=2)
@@ -102,4 +104,5 @@ class SamplerSettings(PeerSettings, UpstreamTls):
             enforce_eager=self.enforce_eager,
             max_num_seqs=self.max_num_seqs,
             apply=self.apply,
+            base_dir=self.base_dir if self.bridge == "shared" else None,
         )

@@ -22,13 +22,16 @@ def create_service_engine(kind: EngineKind, bridge: str, options: EngineOptions)
 def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:
     """Make an engine; nothing is loaded before its `start`. Only the module of the engine asked for is imported.
 
-    Raises ImportError when the engine's library is not installed, ValueError on an unknown kind.
+    Raises ImportError when the engine's library is not installed, ValueError on an unknown kind, and where hf is told
+    to lend its base weights.
     """
     if kind == "vllm":
         from sampler_service.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
         return VllmEngine(options)
     if kind == "hf":
+        if options.base_dir is not None:
+            raise ValueError("the engine hf lends no base weights; bridge=shared takes engine=vllm")
         from sampler_service.engine.hf_engine import HfEngine  # noqa: PLC0415
 
         return HfEngine(options)

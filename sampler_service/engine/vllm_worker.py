@@ -9,6 +9,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
+import sampler_service.engine.vllm_lending  # noqa: F401 - registers its loader in the process that loads the model
 from sampler_service.engine.vllm_internals import VllmInternals
 from sampler_service.engine.vllm_slots import SlotWriter
 
