@@ -10,7 +10,7 @@ import fcntl
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -75,8 +75,10 @@ class BaseManifest:
     """Unique for each time that the weights were put there."""
     model: str
     """The base model's name for clients."""
-    storages: list[SharedStorage] = field(default_factory=list)
-    tensors: list[SharedTensor] = field(default_factory=list)
+    writable: bool
+    """Whether the weights change: a trainer then writes them and computes with others."""
+    storages: list[SharedStorage]
+    tensors: list[SharedTensor]
 
     def write(self, directory: Path) -> None:
         """Make the manifest visible, all at once."""

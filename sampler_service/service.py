@@ -17,7 +17,8 @@ from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
-from sampler_service.engine.base import SamplerEngine
+from paceline.shared_base import read_base
+from sampler_service.engine.base import SamplerEngine, WritableEngine
 from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.sampling import Sampler
@@ -27,6 +28,7 @@ from sampler_service.validation import RequestLimits
 from sampler_service.versions.base import Versions
 from sampler_service.versions.bridges import Bridge, ManifestRules
 from sampler_service.versions.collective import CollectiveBridge, GroupReceiver
+from sampler_service.versions.in_place import InPlaceSlot
 from sampler_service.versions.model_slot import ModelSlot
 from sampler_service.versions.push import PushReceiver
 from sampler_service.versions.registry import RegistryLimits, VersionRegistry
@@ -36,6 +38,7 @@ from sampler_service.versions.stream import StreamBridge
 from sampler_service.versions.trainer_link import TrainerLink
 from sampler_service.versions.volume import VolumeBridge
 from sampler_service.versions.watcher import VersionWatcher
+from sampler_service.versions.writes import WriteListener
 
 _HEALTH_SECONDS = 1.0
 """How often the engine is asked whether it lives."""
@@ -73,14 +76,15 @@ class SamplerService:
         channel = open_channel(settings.trainer, settings.upstream_tls)
         started.push_async_callback(channel.close)
         trainer = TrainerLink(channel, settings.secret, settings.fetch_timeout_seconds)
-        whole_models = settings.bridge == "restart"
+        whole_models = settings.bridge == "restart" or settings.in_place != "off"
         rules = ManifestRules(settings.served_name, settings.max_lora_rank, settings.max_version_bytes, whole_models)
         group = self._group(staging)
         bridge = self._bridge(trainer, staging, rules, group)
         resolver = VersionResolver(bridge)
         versions = self._versions(bridge, resolver, readiness)
         started.push_async_callback(versions.close)
-        self._servicer = self._make_servicer(bridge, resolver, versions, PushReceiver(staging, rules, trainer))
+        await self._listen_for_writes(versions)
+        self._servicer = self._make_servicer(resolver, versions, PushReceiver(staging, rules, trainer))
         watcher = VersionWatcher(
             trainer,
             versions,
@@ -114,10 +118,9 @@ class SamplerService:
         self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules, group: GroupReceiver | None
     ) -> Bridge:
         volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
-        if self._settings.bridge in {"volume", "restart"}:
+        if self._settings.bridge == "volume" or rules.whole_models:
             return volume
-        name = "shared" if self._settings.bridge == "shared" else "stream"
-        stream = StreamBridge(trainer, staging, rules, volume, name)
+        stream = StreamBridge(trainer, staging, rules, volume)
         return stream if group is None else CollectiveBridge(group, stream, rules)
 
     def _versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
@@ -135,19 +138,27 @@ class SamplerService:
                 await readiness.set(ready and not self._draining)
 
             return ModelSlot(engine, bridge, resolver, name, seconds, set_ready, self._metrics)
+        if isinstance(engine, WritableEngine):
+            return InPlaceSlot(engine, bridge, resolver, name, self._metrics)
         limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, seconds)
         return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics)
 
-    def _make_servicer(
-        self, bridge: Bridge, resolver: VersionResolver, versions: Versions, receiver: PushReceiver
-    ) -> SamplerServicer:
+    async def _listen_for_writes(self, versions: Versions) -> None:
+        if not isinstance(versions, InPlaceSlot):
+            return
+        directory = self._settings.base_dir
+        listener = WriteListener(versions, directory, read_base(directory).generation)
+        self._started.push_async_callback(listener.close)
+        await listener.start()
+
+    def _make_servicer(self, resolver: VersionResolver, versions: Versions, receiver: PushReceiver) -> SamplerServicer:
         settings, model = self._settings, self._engine.describe()
         info = ServerInfo(
             service_version=version("paceline"),
             model=model,
             engine=self._engine.name,
             engine_version=self._engine.version,
-            bridge=bridge.name,
+            bridge=settings.bridge,
             max_active_versions=settings.max_active_versions,
             max_num_samples=settings.max_num_samples,
             sampler_id=settings.name_for_trainer,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from paceline.settings import PeerSettings, UpstreamTls
@@ -42,6 +42,11 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """Where streamed versions are put together; memory, best."""
     base_dir: Path = Path("/dev/shm/paceline-base")  # noqa: S108
     """Where the base weights are lent (bridge shared): a directory in memory, of this sampler and its trainer alone."""
+    in_place: Literal["off", "paused", "hogwild"] = "off"
+    """Whether a full-parameter run writes its versions into the lent weights (bridge shared), then its alone.
+
+    paused: between two steps, with requests kept. hogwild: meanwhile; the tokens that come then are marked as mixed.
+    """
     sampler_id: str = ""
     """Name by which the trainer knows this sampler, unique among those that follow it; empty means host and port."""
     max_model_len: int | None = Field(None, ge=2)
@@ -76,6 +81,12 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     enforce_eager: bool = False
     """Run without compiled graphs: starts faster, decodes slower."""
 
+    @model_validator(mode="after")
+    def _check_in_place(self) -> Self:
+        if self.in_place != "off" and self.bridge != "shared":
+            raise ValueError("in_place takes bridge=shared")
+        return self
+
     @property
     def served_name(self) -> str:
         """The base model's name for clients."""
@@ -105,4 +116,5 @@ class SamplerSettings(PeerSettings, UpstreamTls):
             max_num_seqs=self.max_num_seqs,
             apply=self.apply,
             base_dir=self.base_dir if self.bridge == "shared" else None,
+            in_place=self.in_place,
         )

@@ -21,13 +21,15 @@ class LentBase:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._generation = ""
+        self._is_borrowed = False
 
     async def available(self) -> None:
         """Return when there are weights to start the engine on. Raises BaseMismatch when what is there is none."""
         waited = False
         while self._directory is not None:
             try:
-                self._generation = (await asyncio.to_thread(read_base, self._directory)).generation
+                manifest = await asyncio.to_thread(read_base, self._directory)
+                self._generation, self._is_borrowed = manifest.generation, not manifest.writable
                 return
             except BaseUnavailable as error:
                 if not waited:
@@ -36,9 +38,9 @@ class LentBase:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def gone(self) -> None:
-        """Return when the weights that were there last are gone, or others are in their place."""
-        if self._directory is None:
-            await asyncio.Event().wait()
-            return
-        while await asyncio.to_thread(is_lent, self._directory, self._generation):  # noqa: ASYNC110 - a lock of files
+        """Return when the weights that were there last, and that the engine computes with, are gone or others."""
+        while not self._is_borrowed or await self._is_there():  # noqa: ASYNC110 - a lock of files
             await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _is_there(self) -> bool:
+        return self._directory is None or await asyncio.to_thread(is_lent, self._directory, self._generation)

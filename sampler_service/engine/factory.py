@@ -13,9 +13,16 @@ EngineKind = Literal["vllm", "hf"]
 
 
 def create_service_engine(kind: EngineKind, bridge: str, options: EngineOptions) -> SamplerEngine:
-    """Make the engine of a service: for the bridge restart one whose model can be exchanged. As `create_engine`."""
+    """Make the engine of a service. Errors as `create_engine`.
+
+    For the bridge restart its model can be exchanged; with `in_place` its weights can be written.
+    """
     if bridge == "restart":
         return RebuildingEngine(partial(create_engine, kind), options)
+    if options.in_place != "off" and kind == "vllm":
+        from sampler_service.engine.vllm_in_place import InPlaceEngine  # noqa: PLC0415
+
+        return InPlaceEngine(options)
     return create_engine(kind, options)
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Apply = Literal["direct", "stock"]
+InPlace = Literal["off", "paused", "hogwild"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class EngineOptions:
     """How vLLM gets an adapter: copied straight into its slot, or by vLLM's own loading."""
     base_dir: Path | None = None
     """Directory where the base weights are lent to a trainer on the same machine; None means that they are not."""
+    in_place: InPlace = "off"
+    """Whether the lent weights may be written while the engine serves, and whether it pauses meanwhile."""
     seed: int = 0
     """Seed of completions that come without one."""
 

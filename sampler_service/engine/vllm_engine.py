@@ -246,7 +246,9 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
     )
     if options.base_dir is not None:
         args.load_format = LOAD_FORMAT
-        args.model_loader_extra_config = extra_config(options.base_dir, options.model_name)
+        args.model_loader_extra_config = extra_config(options)
+        # Steps that are prepared ahead would be marked with a version that came after they were computed.
+        args.async_scheduling = False if options.in_place == "hogwild" else None
     if current_platform.is_cpu():
         _set_cpu_args(args, options)
     return args

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 from vllm.config import ModelConfig, VllmConfig
@@ -26,7 +28,9 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from paceline.layout import MODEL_FILE
 from paceline.shared_base import SEGMENT, BaseManifest, CudaStorage, SharedStorage, SharedTensor, claim
+from sampler_service.engine.options import EngineOptions
 
 LOAD_FORMAT = "paceline_lent"
 """vLLM's load_format by which a model is lent; `extra_config` makes its model_loader_extra_config."""
@@ -35,9 +39,13 @@ _ALIGNMENT = 64
 """Bytes, as torch aligns what it allocates."""
 
 
-def extra_config(directory: Path, model_name: str) -> dict[str, str]:
-    """Return where to lend the weights, and the base model's name for clients."""
-    return {"directory": str(directory), "model_name": model_name}
+def extra_config(options: EngineOptions) -> dict[str, Any]:
+    """Return where to lend the weights, the base model's name for clients, and whether the weights are written."""
+    return {
+        "directory": str(options.base_dir),
+        "model_name": options.model_name,
+        "writable": options.in_place != "off",
+    }
 
 
 class PlainLinearMethod(UnquantizedLinearMethod):
@@ -70,6 +78,7 @@ class LendingLoader(BaseModelLoader):
         super().__init__(load_config)
         extra: Any = load_config.model_loader_extra_config
         self._directory, self._model_name = Path(extra["directory"]), extra["model_name"]
+        self._writable: bool = extra["writable"]
         self._files = DefaultModelLoader(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
         self._places: _Places
 
@@ -93,7 +102,8 @@ class LendingLoader(BaseModelLoader):
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
-        self._places.manifest(model, self._model_name).write(self._directory)
+        manifest = replace(self._places.manifest(model, self._model_name), writable=self._writable)
+        manifest.write(self._directory)
         return model
 
 
@@ -109,9 +119,8 @@ class _Places:
     def manifest(self, model: nn.Module, model_name: str) -> BaseManifest:
         """Describe a model's weights. Raises RuntimeError when one is not where others could find it."""
         tensors = [self._describe(name, view) for name, view in hugging_face_views(model)]
-        return BaseManifest(
-            self.generation, model_name, [storage for _, storage in sorted(self.storages.values())], tensors
-        )
+        storages = sorted(self.storages.values(), key=itemgetter(0))
+        return BaseManifest(self.generation, model_name, False, [storage for _, storage in storages], tensors)
 
     def _describe(self, name: str, view: Tensor) -> SharedTensor:
         address = view.untyped_storage().data_ptr()
@@ -147,7 +156,8 @@ def check_plain(model: nn.Module) -> None:
 def hugging_face_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter by its name in the checkpoint: what vLLM fused in parts, what it padded cut to size."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for path, module in model.named_modules(remove_duplicate=False):
+    for place, module in model.named_modules(remove_duplicate=False):
+        path = place.removesuffix(".base_layer")  # as vLLM calls what it put an adapter's layer around
         parent, _, last = path.rpartition(".")
         for kind, parameter in module.named_parameters(recurse=False):
             whole, names = parameter.detach(), packed.get(last, [])
@@ -158,6 +168,25 @@ def hugging_face_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 continue
             for name, part in zip(names, whole.split(module.output_partition_sizes), strict=True):
                 yield f"{parent}.{name}.{kind}", part
+
+
+@torch.no_grad()
+def write_model(model: nn.Module, directory: Path) -> None:
+    """Write every parameter from a checkpoint's file.
+
+    Raises ValueError, before anything is written, on one that the other lacks or that has another shape.
+    """
+    views, written = dict(hugging_face_views(model)), set[int]()
+    with safe_open(directory / MODEL_FILE, framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dictionary
+        tied = {view.data_ptr() for name, view in views.items() if name in shapes}
+        wrong = [name for name, shape in shapes.items() if name not in views or tuple(views[name].shape) != shape]
+        if wrong := wrong or [name for name, view in views.items() if view.data_ptr() not in tied]:
+            raise ValueError(f"the model in {directory} does not fit: {wrong[0]}")
+        for name in shapes:
+            if views[name].data_ptr() not in written:
+                written.add(views[name].data_ptr())
+                views[name].copy_(file.get_tensor(name))
 
 
 def share_cuda(tensor: Tensor) -> SharedStorage:

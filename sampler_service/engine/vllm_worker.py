@@ -9,8 +9,10 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
-import sampler_service.engine.vllm_lending  # noqa: F401 - registers its loader in the process that loads the model
 from sampler_service.engine.vllm_internals import VllmInternals
+
+# Imported here, in the process that loads the model, it also registers its loader with vLLM.
+from sampler_service.engine.vllm_lending import write_model
 from sampler_service.engine.vllm_slots import SlotWriter
 
 Applied = tuple[float, bool]
@@ -52,3 +54,8 @@ class WorkerExtension:
         else:
             self.model_runner.add_lora(LoRARequest(name, adapter_id, directory))
         return perf_counter() - start, in_slot
+
+    def write_weights(self, directory: str) -> None:
+        """Write the model's weights from a Hugging Face model. Raises ValueError when that is another model."""
+        with gpu_sync_allowed():
+            write_model(self.model_runner.get_model(), Path(directory))

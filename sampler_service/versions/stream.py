@@ -22,13 +22,10 @@ class StreamBridge:
     Versions in the trainer's staging directory are linked instead, where this sampler sees it, and verified as a whole.
     """
 
+    name = "stream"
     needs_volume = False
 
-    def __init__(
-        self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules, volume: VolumeBridge, name: str
-    ) -> None:
-        """Take as `name` that of the bridge: stream, or shared, whose adapters come in the same way."""
-        self.name = name
+    def __init__(self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules, volume: VolumeBridge) -> None:
         self._trainer = trainer
         self._staging = staging
         self._rules = rules

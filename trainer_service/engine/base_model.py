@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.errors import ModelNotFound, Unsupported
 from trainer_service.engine.attention import PACKED_ATTENTION
-from trainer_service.engine.borrowed_base import borrow_base_model
+from trainer_service.engine.borrowed_base import borrow_base_model, is_borrowed
 from trainer_service.engine.fused.blocks import RowWork
 from trainer_service.engine.fused.compiler import check_compiler
 from trainer_service.engine.fused.swap import fuse_layers
@@ -28,7 +28,7 @@ def load_base_model(options: EngineOptions) -> PreTrainedModel:
     Raises ModelNotFound, Unsupported for a model whose logits would come out wrong, BaseUnavailable, BaseMismatch.
     """
     try:
-        model = borrow_base_model(options, PACKED_ATTENTION) if options.base_dir else _from_files(options)
+        model = borrow_base_model(options, PACKED_ATTENTION) if is_borrowed(options) else _from_files(options)
     except OSError as error:
         raise ModelNotFound(f"{options.model_name} cannot be loaded; check the model's path or id.") from error
     for setting in _LOGIT_SETTINGS:

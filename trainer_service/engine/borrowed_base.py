@@ -19,6 +19,11 @@ from paceline.shared_base import BaseManifest, CudaStorage, SharedStorage, Share
 from trainer_service.engine.options import EngineOptions
 
 
+def is_borrowed(options: EngineOptions) -> bool:
+    """Return whether the engine is to compute with a sampler's weights. Raises BaseUnavailable, BaseMismatch."""
+    return bool(options.base_dir) and not read_base(Path(options.base_dir)).writable
+
+
 def borrow_base_model(options: EngineOptions, attention: str) -> PreTrainedModel:
     """Build the model on the weights that a sampler lends in `options.base_dir`.
 
@@ -41,12 +46,15 @@ def borrow_base_model(options: EngineOptions, attention: str) -> PreTrainedModel
     return model
 
 
-def open_tensors(directory: Path, manifest: BaseManifest, device: torch.device) -> dict[str, Tensor]:
+def open_tensors(
+    directory: Path, manifest: BaseManifest, device: torch.device, *, writable: bool = False
+) -> dict[str, Tensor]:
     """Map the weights of a manifest: views by name, nothing copied.
 
-    Writing to one on a CPU does not reach the sampler. Raises BaseMismatch when they are not on `device`.
+    On a CPU writing to one reaches the sampler if they are `writable`. Raises BaseMismatch when they are not on
+    `device`, BaseUnavailable when they are gone.
     """
-    storages = [_open_storage(directory, storage, device) for storage in manifest.storages]
+    storages = [_open_storage(directory, storage, device, writable=writable) for storage in manifest.storages]
     return {tensor.name: _view(tensor, storages) for tensor in manifest.tensors}
 
 
@@ -110,7 +118,9 @@ def _view(tensor: SharedTensor, storages: list[torch.UntypedStorage]) -> Tensor:
     return empty.set_(storage, tensor.offset // dtype.itemsize, tensor.shape, tensor.strides)
 
 
-def _open_storage(directory: Path, storage: SharedStorage, device: torch.device) -> torch.UntypedStorage:
+def _open_storage(
+    directory: Path, storage: SharedStorage, device: torch.device, *, writable: bool
+) -> torch.UntypedStorage:
     if storage.cuda is not None:
         return _open_cuda(storage.size, storage.cuda, device)
     if device.type != "cpu":
@@ -118,7 +128,7 @@ def _open_storage(directory: Path, storage: SharedStorage, device: torch.device)
     path = directory / Path(storage.file).name
     if not path.exists():
         raise BaseUnavailable(f"the sampler that lent {path} is gone.")
-    return torch.from_file(str(path), shared=False, size=storage.size, dtype=torch.uint8).untyped_storage()
+    return torch.from_file(str(path), shared=writable, size=storage.size, dtype=torch.uint8).untyped_storage()
 
 
 def _open_cuda(size: int, cuda: CudaStorage, device: torch.device) -> torch.UntypedStorage:

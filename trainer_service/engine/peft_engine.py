@@ -21,12 +21,13 @@ from paceline.types import (
     RunParameters,
 )
 from trainer_service.engine import adapters, state
-from trainer_service.engine.base import AdapterInfo, LoadedState
+from trainer_service.engine.base import AdapterInfo, LoadedState, PublishedAs
 from trainer_service.engine.base_model import load_base_model
 from trainer_service.engine.captures import Capture, StagingMemory
 from trainer_service.engine.execution import Execution
 from trainer_service.engine.full_parameters import FullRun, full_run_bytes, make_full_run
 from trainer_service.engine.jobs import Job, JobKind
+from trainer_service.engine.lent_weights import LentWeights
 from trainer_service.engine.lora_run import LoraRun
 from trainer_service.engine.loss_specs import loss_spec
 from trainer_service.engine.memory import out_of_memory_named
@@ -61,6 +62,7 @@ class PeftEngine:
         self._pager = make_pager(options, self._ranks)
         self._execution = Execution(sharded, routing, self._ranks, self._pager, self._device, options.logprob_chunk)
         self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
+        self._lent = LentWeights(Path(options.base_dir), self._device) if options.base_dir else None
         self._jobs: list[Job] = []
         self._scheduler: Scheduler[Job] = Scheduler(
             options.pack_tokens, joint=options.joint_passes, ranks=self._ranks.size
@@ -183,8 +185,10 @@ class PeftEngine:
         run = self._resident_here(run_id)
         return run.hold(state.capture(run, self._options.model_name, self._staging))
 
-    def capture_adapter(self, run_id: str) -> Capture:
+    def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> Capture:
         run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
+        if self._lent is not None and published is not None and isinstance(run, FullRun):
+            self._lent.publish(run.weights, published)
         return run.hold(state.capture_export(run, self._options.model_name, dtype, self._staging))
 
     def save_state(self, run_id: str, directory: Path) -> None:

@@ -27,7 +27,7 @@ from paceline.types import (
     RunParameters,
 )
 from trainer_service.engine import wire
-from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState
+from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState, PublishedAs
 from trainer_service.engine.launch import engine_command, engine_environment
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.suspects import Suspects
@@ -138,8 +138,10 @@ class EngineProcess:
     async def save_state(self, run_id: str, directory: Path, captured: Captured = _ignore) -> None:
         await self._running().call(wire.SaveState(run_id, str(directory)), NoneType, captured)
 
-    async def save_adapter(self, run_id: str, directory: Path, captured: Captured = _ignore) -> None:
-        await self._running().call(wire.SaveAdapter(run_id, str(directory)), NoneType, captured)
+    async def save_adapter(
+        self, run_id: str, directory: Path, captured: Captured = _ignore, published: PublishedAs | None = None
+    ) -> None:
+        await self._running().call(wire.SaveAdapter(run_id, str(directory), published), NoneType, captured)
 
     async def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         return await self._call(wire.LoadState(run_id, str(directory), with_optimizer), LoadedState)
