@@ -30,6 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from budgets import budget
 from make_model import default_directory, make_model
 from publish_ours import Ours
 from publish_stock import Stock
@@ -147,12 +148,6 @@ def ratio(other: Figures, ours: Figures, name: str) -> float:
 def p99(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
     """Return the 99th percentile: of few values, the largest."""
     return float(np.percentile(values, 99, method="higher"))
-
-
-def budget(name: str, figure: float, limit: float, *, at_most: bool = False) -> None:
-    """Print one budget's line."""
-    met = figure <= limit if at_most else figure >= limit
-    print(f"budget {name}: {figure:.3g} ({'<=' if at_most else '>='} {limit:g}) {'met' if met else 'missed'}")
 
 
 async def measure(arms: Sequence[str], rounds: int, publishes: int, apply: str) -> tuple[dict[str, Figures], int]:

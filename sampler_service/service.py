@@ -30,6 +30,7 @@ from sampler_service.versions.bridges import Bridge, ManifestRules
 from sampler_service.versions.collective import CollectiveBridge, GroupReceiver
 from sampler_service.versions.in_place import InPlaceSlot
 from sampler_service.versions.model_slot import ModelSlot
+from sampler_service.versions.offers import Offers
 from sampler_service.versions.push import PushReceiver
 from sampler_service.versions.registry import RegistryLimits, VersionRegistry
 from sampler_service.versions.resolver import VersionResolver
@@ -78,8 +79,8 @@ class SamplerService:
         trainer = TrainerLink(channel, settings.secret, settings.fetch_timeout_seconds)
         whole_models = settings.bridge == "restart" or settings.in_place != "off"
         rules = ManifestRules(settings.served_name, settings.max_lora_rank, settings.max_version_bytes, whole_models)
-        group = self._group(staging)
-        bridge = self._bridge(trainer, staging, rules, group)
+        group, offers = self._group(staging), Offers(settings.fetch_timeout_seconds)
+        bridge = self._bridge(trainer, staging, rules, group, offers)
         resolver = VersionResolver(bridge)
         versions = self._versions(bridge, resolver, readiness)
         started.push_async_callback(versions.close)
@@ -92,6 +93,7 @@ class SamplerService:
             settings.name_for_trainer,
             self._metrics,
             needs_volume=bridge.needs_volume,
+            offers=offers if settings.bridge == "stream" else None,
             group=group,
         )
         self._keep_running("watcher", watcher.run(), readiness)
@@ -115,12 +117,17 @@ class SamplerService:
         return group
 
     def _bridge(
-        self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules, group: GroupReceiver | None
+        self,
+        trainer: TrainerLink,
+        staging: StagingArea,
+        rules: ManifestRules,
+        group: GroupReceiver | None,
+        offers: Offers,
     ) -> Bridge:
         volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
         if self._settings.bridge == "volume" or rules.whole_models:
             return volume
-        stream = StreamBridge(trainer, staging, rules, volume)
+        stream = StreamBridge(trainer, staging, rules, volume, offers)
         return stream if group is None else CollectiveBridge(group, stream, rules)
 
     def _versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:

@@ -197,8 +197,8 @@ class Chaos:
             pairs = list(zip(faulty, reference, strict=True))
             await asyncio.gather(*(ours.train(_has_issued(theirs.seq_id)) for theirs, ours in pairs))
             found = [await self._compare(*pair) for pair in pairs]
-        service.kill()
-        service.wait(10)
+        service.stop()
+        service.wait(60)
         await proxy.stop()
         commands = sum(client.seq_id for client in faulty)
         return Outcome(self.kills, commands, proxy.faults, seconds, [line for lines in found for line in lines])

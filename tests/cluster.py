@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -114,6 +114,18 @@ class Cluster:
             service.spawn()
         for service in self.services.values():
             service.wait_ready()
+
+    @contextmanager
+    def running(self, *services: ServiceProcess):
+        """Run these services, one after the other has come up, or all, until the block ends."""
+        try:
+            for service in services:
+                service.start()
+            if not services:
+                self.start()
+            yield self
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         with ExitStack() as stack:

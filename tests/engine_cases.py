@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 from tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3
 
+from paceline.errors import NonFiniteGradient
 from paceline.types import AdamParams, Datum
 
 MAKERS = {"llama": make_tiny_llama, "qwen2": make_tiny_qwen2, "qwen3": make_tiny_qwen3}
@@ -51,3 +54,14 @@ def saved(engine, directory, run_id="run"):
     directory.mkdir()
     engine.save_state(run_id, directory)
     return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def check_non_finite_gradient_is_refused(engine, run_id="run"):
+    """Check that a step by an infinite gradient is refused and changes no weight."""
+    data = make_data((5,))
+    data[0].loss_inputs["weights"][-1] = np.inf
+    train(engine, run_id, data=data)
+    before = weights(engine, run_id)
+    with pytest.raises(NonFiniteGradient):
+        engine.optim_step(run_id, ADAM)
+    torch.testing.assert_close(weights(engine, run_id), before, rtol=0, atol=0)

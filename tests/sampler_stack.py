@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -99,7 +99,7 @@ class Trainer(WeightServiceServicer):
     fetched: list[str] = field(default_factory=list)
     said: list[weights_pb.WatchVersionsRequest] = field(default_factory=list)
     announced: list[weights_pb.WatchVersionsResponse] = field(default_factory=list)
-    outboxes: list[asyncio.Queue[weights_pb.WatchVersionsResponse]] = field(default_factory=list)
+    outboxes: list[asyncio.Queue[weights_pb.WatchVersionsResponse | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -108,24 +108,37 @@ class Trainer(WeightServiceServicer):
         message = weights_pb.Announcement(manifest=manifest, volume_path=volume_path)
         self.tell(weights_pb.WatchVersionsResponse(announcement=message))
 
+    def offer(self, manifest: weights_pb.Manifest, path: Path) -> None:
+        """Tell of a version whose checksums are not known yet."""
+        draft = weights_pb.Manifest()
+        draft.CopyFrom(manifest)
+        draft.model.ClearField("sha256")
+        draft.ClearField("crc32c")
+        self.tell(weights_pb.WatchVersionsResponse(staged=weights_pb.Staged(manifest=draft, staged_path=str(path))))
+
     def tell(self, message: weights_pb.WatchVersionsResponse) -> None:
         self.announced.append(message)
         for outbox in self.outboxes:
             outbox.put_nowait(message)
+
+    def hang_up(self) -> None:
+        """End every watch."""
+        for outbox in self.outboxes:
+            outbox.put_nowait(None)
 
     def heard(self, kind: str) -> list[Any]:
         """All that samplers said of one kind, in order."""
         return [getattr(message, kind) for message in self.said if message.WhichOneof("message") == kind]
 
     async def WatchVersions(self, request_iterator, context) -> AsyncIterator[weights_pb.WatchVersionsResponse]:
-        outbox: asyncio.Queue[weights_pb.WatchVersionsResponse] = asyncio.Queue()
+        outbox: asyncio.Queue[weights_pb.WatchVersionsResponse | None] = asyncio.Queue()
         for message in self.announced:
             outbox.put_nowait(message)
         self.outboxes.append(outbox)
         listening = asyncio.create_task(self._listen(request_iterator))
         try:
-            while True:
-                yield await outbox.get()
+            while (message := await outbox.get()) is not None:
+                yield message
         finally:
             self.outboxes.remove(outbox)
             listening.cancel()
@@ -193,10 +206,11 @@ class Client:
     readiness: Readiness
     staging: Path
     engine: SamplerEngine
+    metrics: CollectorRegistry
     tenant: str = TENANT
 
     def be(self, tenant: str) -> Client:
-        return Client(self.channel, self.readiness, self.staging, self.engine, tenant)
+        return replace(self, tenant=tenant)
 
     @property
     def stub(self) -> Any:
@@ -289,7 +303,7 @@ async def sampling(
         await server.start()
         async with open_channel(address) as channel:
             try:
-                yield Client(channel, readiness, folder / "staging", engine)
+                yield Client(channel, readiness, folder / "staging", engine, registry)
             finally:
                 await server.stop(None)
                 await service.stop()

@@ -62,6 +62,10 @@ class WarmProcess:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
+    def stop(self) -> None:
+        """Have it finish what it does, and end."""
+        os.kill(self.pid, signal.SIGTERM)
+
     def wait(self, seconds: float) -> bool:
         """Whether it ended within `seconds`."""
         self._connection.settimeout(seconds)

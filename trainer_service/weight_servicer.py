@@ -77,8 +77,11 @@ class WeightServicer(WeightServiceServicer):
             if not identity.is_peer:
                 raise errors.MissingCredential("versions are announced to samplers alone")
             if first.WhichOneof("message") == "hello" and first.hello.sampler_id:
-                held = [(held.run_id, held.version) for held in first.hello.held]
-                return await self._feed.join(first.hello.sampler_id, held, joins_group=first.hello.joins_group)
+                hello = first.hello
+                held = {(held.run_id, held.version) for held in hello.held}
+                watcher = Watcher(hello.sampler_id, held, hello.joins_group, hello.links_staged)
+                await self._feed.join(watcher)
+                return watcher
             break
         raise errors.InvalidArgument("the first message must be a hello with a sampler_id", field="hello.sampler_id")
 

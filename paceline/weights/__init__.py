@@ -5,31 +5,41 @@ The bytes that travel are the safetensors file itself.
 
 from paceline.weights.chunks import ChunkWriter, read_chunks
 from paceline.weights.manifest import (
+    crc32c_of,
     describe_adapter,
     describe_weights,
+    draft_manifest,
     hash_file,
     is_model,
+    is_sealed,
     read_manifest,
     read_tensor_entries,
+    seal,
     served_model,
     verify_adapter,
+    weights_file,
     write_manifest,
 )
 from paceline.weights.sums import find_damaged, verify_model, write_sums
 
 __all__ = [
     "ChunkWriter",
+    "crc32c_of",
     "describe_adapter",
     "describe_weights",
+    "draft_manifest",
     "find_damaged",
     "hash_file",
     "is_model",
+    "is_sealed",
     "read_chunks",
     "read_manifest",
     "read_tensor_entries",
+    "seal",
     "served_model",
     "verify_adapter",
     "verify_model",
+    "weights_file",
     "write_manifest",
     "write_sums",
 ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from dataclasses import replace
 from datetime import UTC, datetime
+from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 from google.protobuf import json_format
 
 from paceline import errors
@@ -26,24 +28,46 @@ _DTYPES = {
     "F16": tensor_pb2.DTYPE_FLOAT16,
 }
 _MAX_HEADER = 100_000_000  # the limit of the safetensors format
+_PIECE_BYTES = 1 << 18  # stays in the processor's cache between reading and adding up
 
 
 def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
-    """Make the manifest of a PEFT directory by reading it; `model.sha256` is computed here.
+    """Make the manifest of a PEFT directory by reading it; its checksums are computed here.
 
     `seq_id` is that of the command that made it.
     """
-    manifest = _describe(directory / WEIGHTS_FILE, model, tenant, step, seq_id)
-    manifest.adapter_config = (directory / CONFIG_FILE).read_bytes()
-    manifest.rank = int(json.loads(manifest.adapter_config)["r"])
-    return manifest
+    return seal(directory, _draft_adapter(directory, model, tenant, step, seq_id))
 
 
 def describe_weights(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
     """Make the manifest of a directory that holds an adapter or a whole model; arguments as `describe_adapter`."""
+    return seal(directory, draft_manifest(directory, model, tenant=tenant, step=step, seq_id=seq_id))
+
+
+def draft_manifest(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
+    """Do what `describe_weights` does but for the checksums, which take the longest."""
     if (directory / WEIGHTS_FILE).exists():
-        return describe_adapter(directory, model, tenant=tenant, step=step, seq_id=seq_id)
-    return _describe(directory / MODEL_FILE, model, tenant, step, seq_id)
+        return _draft_adapter(directory, model, tenant, step, seq_id)
+    return _draft(directory / MODEL_FILE, model, tenant, step, seq_id)
+
+
+def seal(directory: Path, draft: pb.Manifest) -> pb.Manifest:
+    """Return a directory's manifest with the checksums of the weights that lie there."""
+    weights = directory / weights_file(draft)
+    manifest = pb.Manifest()
+    manifest.CopyFrom(draft)
+    manifest.model.sha256 = hash_file(weights)
+    manifest.crc32c = crc32c_of(weights)
+    return manifest
+
+
+def is_sealed(manifest: pb.Manifest, draft: pb.Manifest) -> bool:
+    """Whether a manifest is a draft's with its checksums."""
+    rest = pb.Manifest()
+    rest.CopyFrom(manifest)
+    rest.model.ClearField("sha256")
+    rest.ClearField("crc32c")
+    return rest == draft
 
 
 def is_model(manifest: pb.Manifest) -> bool:
@@ -51,10 +75,24 @@ def is_model(manifest: pb.Manifest) -> bool:
     return not manifest.adapter_config and manifest.rank == 0
 
 
+def weights_file(manifest: pb.Manifest) -> str:
+    """Return the name of the file that holds the weights."""
+    return MODEL_FILE if is_model(manifest) else WEIGHTS_FILE
+
+
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file, lower-case hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def crc32c_of(path: Path) -> int:
+    """Return the CRC-32C of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            checksum = google_crc32c.extend(checksum, piece)
+    return checksum
 
 
 def write_manifest(directory: Path, manifest: pb.Manifest) -> None:
@@ -92,22 +130,33 @@ def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
     try:
         with weights.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(min(length, _MAX_HEADER)))
+            entries = _parse_header(file.read(min(length, _MAX_HEADER)), 8 + length)
     except (ValueError, struct.error) as error:
         raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name) from error
-    header.pop("__metadata__", None)
-    base = 8 + length
-    entries = [_entry(name, facts, base) for name, facts in header.items()]
-    entries.sort(key=lambda entry: entry.offset)
-    ends = [base, *(entry.offset + entry.size for entry in entries)]
+    ends = [8 + length, *(entry.offset + entry.size for entry in entries)]
     if [entry.offset for entry in entries] != ends[:-1] or ends[-1] != weights.stat().st_size:
         raise errors.ChecksumMismatch("tensors do not tile the file; it is damaged", field=weights.name)
-    return entries
+    return list(entries)
 
 
-def _describe(weights: Path, model: ServedModel, tenant: str, step: int, seq_id: int) -> pb.Manifest:
+@lru_cache(maxsize=16)
+def _parse_header(text: bytes, base: int) -> tuple[pb.TensorEntry, ...]:
+    """Return the tensors in order of offset. Versions of a run share one header, which is read several times each."""
+    header: dict[str, Any] = json.loads(text)
+    header.pop("__metadata__", None)
+    return tuple(sorted((_entry(name, facts, base) for name, facts in header.items()), key=attrgetter("offset")))
+
+
+def _draft_adapter(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: int) -> pb.Manifest:
+    manifest = _draft(directory / WEIGHTS_FILE, model, tenant, step, seq_id)
+    manifest.adapter_config = (directory / CONFIG_FILE).read_bytes()
+    manifest.rank = int(json.loads(manifest.adapter_config)["r"])
+    return manifest
+
+
+def _draft(weights: Path, model: ServedModel, tenant: str, step: int, seq_id: int) -> pb.Manifest:
     return pb.Manifest(
-        model=served_model_to_proto(replace(model, sha256=hash_file(weights))),
+        model=served_model_to_proto(model),
         tenant=tenant,
         tensors=read_tensor_entries(weights),
         total_size=weights.stat().st_size,

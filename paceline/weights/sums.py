@@ -6,16 +6,17 @@ from pathlib import Path
 
 from paceline import errors
 from paceline.layout import MODEL_FILE
-from paceline.weights.manifest import hash_file
+from paceline.weights.manifest import hash_file, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 
 SUMS_FILE = "SHA256SUMS"
 
 
-def write_sums(directory: Path) -> None:
-    """Write the SHA-256 of every file of `directory` beside them."""
-    sums = "".join(f"{hash_file(path)}  {path.name}\n" for path in sorted(directory.iterdir()))
-    (directory / SUMS_FILE).write_text(sums)
+def write_sums(directory: Path, manifest: pb.Manifest | None = None) -> None:
+    """Write the SHA-256 of every file of `directory` beside them; the manifest may have that of the weights."""
+    known = {} if manifest is None else {weights_file(manifest): manifest.model.sha256}
+    sums = {path.name: known.get(path.name) or hash_file(path) for path in sorted(directory.iterdir())}
+    (directory / SUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
 
 
 def find_damaged(directory: Path) -> str | None:

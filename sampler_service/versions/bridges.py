@@ -16,7 +16,7 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.keys import foreign
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StagedAdapter:
     """An adapter, or for the bridge restart a whole model, in a directory that an engine can load.
 
@@ -26,17 +26,21 @@ class StagedAdapter:
     manifest: pb.Manifest
     directory: Path
     """Holds adapter_model.safetensors and adapter_config.json (PEFT layout), or a Hugging Face model."""
-    sha256: str
-    """The manifest's, which the one computed over the bytes that lie there equals once they are verified."""
     temporary: bool
     """Whether the directory belongs to this sampler and goes when the adapter does."""
-    verifying: asyncio.Task[None] | None = None
-    """Computes the SHA-256 while the adapter is loaded; None when that is done."""
+    verifying: asyncio.Task[pb.Manifest] | None = None
+    """Verifies the bytes while the adapter is loaded and ends with its manifest, checksums included; None when that is
+    done."""
+
+    @property
+    def sha256(self) -> str:
+        """Return the SHA-256 of the weights; empty before they are verified where the manifest came without."""
+        return self.manifest.model.sha256
 
     async def verified(self) -> None:
-        """Wait until every byte is verified. Raises ChecksumMismatch."""
+        """Wait until every byte is verified. Raises ChecksumMismatch, TrainerUnavailable."""
         if self.verifying is not None:
-            await self.verifying
+            self.manifest = await self.verifying
 
     async def discard(self) -> None:
         """Remove the files if they are this sampler's own."""

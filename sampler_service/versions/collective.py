@@ -97,13 +97,13 @@ class GroupReceiver:
             await member.transfer(directory / WEIGHTS_FILE if fits else None, manifest.total_size)
             if not fits:
                 raise errors.InvalidShape("has more bytes than this sampler takes", field="manifest.total_size")
-            digest = await asyncio.to_thread(verify_adapter, directory, manifest)
+            await asyncio.to_thread(verify_adapter, directory, manifest)
         except BaseException as error:
             await asyncio.to_thread(shutil.rmtree, directory)
             if isinstance(error, errors.PeerLost):
                 self._lost(member, error, say)
             raise
-        return StagedAdapter(manifest, directory, digest, temporary=True)
+        return StagedAdapter(manifest, directory, temporary=True)
 
     def _lost(self, member: GroupMember, error: errors.PeerLost, say: Say) -> None:
         """Say once for each generation that it is of no use."""

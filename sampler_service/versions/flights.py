@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
+from paceline import errors
 from paceline.rpc.identity import PEER_TENANT
 from sampler_service.versions.keys import VersionKey
 
 T = TypeVar("T")
+
+
+@asynccontextmanager
+async def arriving_within(seconds: float) -> AsyncIterator[None]:
+    """Bound what brings a version. Raises TrainerUnavailable when the time is over."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise errors.TrainerUnavailable("the version did not arrive in time; try again") from error
 
 
 class Flights(Generic[T]):

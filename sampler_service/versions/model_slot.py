@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from time import perf_counter
 
 from paceline import errors
@@ -20,7 +19,7 @@ from sampler_service.engine.base import Adapter, LoadTimes
 from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
-from sampler_service.versions.flights import Flights
+from sampler_service.versions.flights import Flights, arriving_within
 from sampler_service.versions.keys import VersionKey
 from sampler_service.versions.registry import Lease, LoadedVersion, run_of
 from sampler_service.versions.resolver import VersionResolver
@@ -159,12 +158,9 @@ class ModelSlot:
             raise _not_loadable()
         if key in {_BASE, self._key}:
             return None
-        try:
-            with self._metrics.fetch_seconds.time():
-                async with asyncio.timeout(self._fetch_timeout):
-                    staged = await self._flights.join(key, tenant, lambda: self._bridge.fetch(key.ref(), tenant))
-        except TimeoutError as error:
-            raise errors.TrainerUnavailable("the version did not arrive in time; try again") from error
+        with self._metrics.fetch_seconds.time():
+            async with arriving_within(self._fetch_timeout):
+                staged = await self._flights.join(key, tenant, lambda: self._bridge.fetch(key.ref(), tenant))
         check_owner(staged.manifest.tenant, key.ref(), tenant)
         return staged
 
@@ -246,8 +242,8 @@ class ModelSlot:
         self._release()
         self._key = head.key
         if head.staged is not None:
-            served, number, path = served_model(head.staged.manifest), next(self._numbers), head.staged.directory
-            adapter = Adapter(number, str(head.key.ref()), Path(path))
+            served = served_model(head.staged.manifest)
+            adapter = Adapter(next(self._numbers), str(head.key.ref()), head.staged.directory)
             self._entry = LoadedVersion(served, head.staged.manifest.tenant, adapter, head.staged, times)
         _log.info("model loaded", weights=str(head.key.ref()))
 

@@ -19,7 +19,7 @@ from paceline.weights import served_model
 from sampler_service.engine.base import Adapter, LoadTimes, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
-from sampler_service.versions.flights import Flights
+from sampler_service.versions.flights import Flights, arriving_within
 from sampler_service.versions.keys import VersionKey, absent
 from sampler_service.versions.resolver import VersionResolver
 
@@ -92,6 +92,8 @@ class VersionRegistry:
         self._limits = limits
         self._metrics = metrics
         self._entries: OrderedDict[VersionKey, LoadedVersion] = OrderedDict()
+        self._unverified: set[LoadedVersion] = set()
+        """In the engine, and nobody's to ask for yet."""
         self._adapter_ids = count(1)
         self._changing = asyncio.Lock()
         self._flights: Flights[LoadedVersion] = Flights()
@@ -141,8 +143,7 @@ class VersionRegistry:
         what the engine raises.
         """
         try:
-            async with self._changing:
-                return await self._install(staged)
+            return await self._install(staged)
         except BaseException:
             await staged.discard()
             raise
@@ -177,17 +178,14 @@ class VersionRegistry:
 
     async def _acquire(self, ref: ModelRef, tenant: str) -> tuple[LoadedVersion, bool]:
         was_loaded = True
-        try:
-            async with asyncio.timeout(self._limits.fetch_timeout_seconds):
-                while True:
-                    key = await self._resolve(ref, tenant)
-                    entry = self._entries.get(key)
-                    if entry is not None:
-                        break
-                    was_loaded = False
-                    await self.fetch(key, tenant)
-        except TimeoutError as error:
-            raise errors.TrainerUnavailable("the version did not arrive in time; try again") from error
+        async with arriving_within(self._limits.fetch_timeout_seconds):
+            while True:
+                key = await self._resolve(ref, tenant)
+                entry = self._entries.get(key)
+                if entry is not None:
+                    break
+                was_loaded = False
+                await self.fetch(key, tenant)
         # Nothing is awaited between finding the entry and counting the request, so it cannot be unloaded in between.
         check_owner(entry.tenant, ref, tenant)
         entry.requests_in_flight += 1
@@ -210,40 +208,50 @@ class VersionRegistry:
         return await self.install(staged)
 
     async def _install(self, staged: StagedAdapter) -> LoadedVersion:
-        served, tenant = served_model(staged.manifest), staged.manifest.tenant
-        key = VersionKey.of(served)
+        key = VersionKey.of(served_model(staged.manifest))
         existing = self._entries.get(key)
-        if existing is not None:
-            if existing.served.sha256 != staged.sha256:
-                raise errors.VersionExists("the version exists with other content; publish a new one", field="model")
-            await staged.discard()
-            return existing
-        await self._make_room()
-        adapter_id = next(self._adapter_ids)
-        name = "/".join(
-            (tenant, served.run_id, served.checkpoint or str(served.version), staged.sha256, str(adapter_id))
-        )
+        if existing is None:
+            async with self._loading(staged) as entry:
+                await staged.verified()
+                entry.served = served_model(staged.manifest)
+                existing = self._entries.setdefault(key, entry)
+            if existing is entry:
+                _log.info("version loaded", run=key.run_id, version=key.version, checkpoint=key.checkpoint)
+                return entry
+        await staged.verified()
+        if existing.served.sha256 != staged.sha256:
+            raise errors.VersionExists("the version exists with other content; publish a new one", field="model")
+        await staged.discard()
+        return existing
+
+    @asynccontextmanager
+    async def _loading(self, staged: StagedAdapter) -> AsyncIterator[LoadedVersion]:
+        """Load an adapter, of which the last bytes may still be verified.
+
+        Nobody can ask for it before it is among the entries; unless it is when the block ends, the engine drops it.
+        """
+        async with self._changing:
+            await self._make_room()
+            entry = await self._load(staged)
+            self._unverified.add(entry)
+        try:
+            yield entry
+        finally:
+            self._unverified.discard(entry)
+            if self._entries.get(VersionKey.of(entry.served)) is not entry:
+                await self._engine.remove_adapter(entry.adapter)
+
+    async def _load(self, staged: StagedAdapter) -> LoadedVersion:
+        served, tenant, adapter_id = served_model(staged.manifest), staged.manifest.tenant, next(self._adapter_ids)
+        name = "/".join((tenant, served.run_id, served.checkpoint or str(served.version), str(adapter_id)))
         adapter = Adapter(adapter_id, name, staged.directory, in_memory=staged.temporary)
         with self._metrics.load_seconds.time():
-            times = await self._load(adapter, staged)
+            times = await self._engine.add_adapter(adapter)
         self._metrics.observe_load(times)
-        entry = LoadedVersion(served, tenant, adapter, staged, times)
-        self._entries[key] = entry
-        _log.info("version loaded", run=served.run_id, version=served.version, checkpoint=served.checkpoint)
-        return entry
-
-    async def _load(self, adapter: Adapter, staged: StagedAdapter) -> LoadTimes:
-        """Load an adapter while the last of its bytes are verified; nobody can ask for it before both are done."""
-        times = await self._engine.add_adapter(adapter)
-        try:
-            await staged.verified()
-        except BaseException:
-            await self._engine.remove_adapter(adapter)
-            raise
-        return times
+        return LoadedVersion(served, tenant, adapter, staged, times)
 
     async def _make_room(self) -> None:
-        while len(self._entries) >= self._limits.max_loaded:
+        while len(self._entries) + len(self._unverified) >= self._limits.max_loaded:
             idle = next((entry for entry in self if not entry.requests_in_flight), None)
             if idle is None:
                 raise errors.Overloaded(f"all {len(self._entries)} versions that fit are in use; try again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from paceline import errors
@@ -9,6 +10,8 @@ from paceline.log import get_logger
 from paceline.types import ModelRef
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.bridges import ManifestRules, StagedAdapter, check_is
+from sampler_service.versions.keys import VersionKey
+from sampler_service.versions.offers import Offer, Offers
 from sampler_service.versions.staging import NotLinked, StagingArea
 from sampler_service.versions.trainer_link import TrainerLink
 from sampler_service.versions.volume import VolumeBridge
@@ -25,11 +28,15 @@ class StreamBridge:
     name = "stream"
     needs_volume = False
 
-    def __init__(self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules, volume: VolumeBridge) -> None:
+    def __init__(
+        self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules, volume: VolumeBridge, offers: Offers
+    ) -> None:
+        """Take the place where the trainer's offers come in."""
         self._trainer = trainer
         self._staging = staging
         self._rules = rules
         self._volume = volume
+        self._offers = offers
         self._shares_memory = True
         """Until it turns out that the trainer's staged files cannot be linked from here."""
 
@@ -53,13 +60,24 @@ class StreamBridge:
         return await self._volume.fetch(ref, tenant)
 
     async def _link_or_receive(self, ref: ModelRef, tenant: str) -> StagedAdapter:
+        offer = self._offers.find(VersionKey(ref.run_id, ref.version or 0))
         if self._shares_memory:
             try:
+                if offer is not None:
+                    return await self._adopt(offer, ref, tenant)
                 return await self._receive(ref, tenant, accept_staged_path=True)
             except NotLinked as error:
                 self._shares_memory = error.is_shared
                 _log.info("version not linked; it is streamed", weights=str(ref), error=str(error.__cause__))
+        if offer is not None:
+            await offer.sealed()  # Before, the trainer knows of no such version.
         return await self._receive(ref, tenant, accept_staged_path=False)
+
+    async def _adopt(self, offer: Offer, ref: ModelRef, tenant: str) -> StagedAdapter:
+        check_is(offer.draft, ref, tenant)
+        self._rules.check(offer.draft)
+        async with self._staging.receive(offer.draft) as reception:
+            return await reception.adopt(offer.path, offer.sealed)
 
     async def _receive(self, ref: ModelRef, tenant: str, *, accept_staged_path: bool) -> StagedAdapter:
         async with self._trainer.fetch(ref, tenant, accept_staged_path=accept_staged_path) as (manifest, parts):
@@ -68,6 +86,10 @@ class StreamBridge:
             async with self._staging.receive(manifest) as reception:
                 async for part in parts:
                     if part.WhichOneof("part") == "staged_path":
-                        return await reception.adopt(Path(part.staged_path))
+                        return await reception.adopt(Path(part.staged_path), partial(_known, manifest))
                     await reception.write(part.chunk)
                 return await reception.finish()
+
+
+async def _known(manifest: pb.Manifest) -> pb.Manifest:
+    return manifest

@@ -59,10 +59,10 @@ class VolumeBridge:
         self._rules.check(manifest)
         directory = self._directory(ref)
         try:
-            digest = (verify_model if is_model(manifest) else verify_adapter)(directory, manifest)
+            (verify_model if is_model(manifest) else verify_adapter)(directory, manifest)
         except FileNotFoundError as error:  # deleted meanwhile
             raise absent(ref) from error
-        return StagedAdapter(manifest, directory, digest, temporary=False)
+        return StagedAdapter(manifest, directory, temporary=False)
 
     def _manifest(self, ref: ModelRef, tenant: str) -> pb.Manifest:
         directory = self._directory(ref)

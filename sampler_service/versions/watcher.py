@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from time import perf_counter
 
 import grpc
@@ -18,6 +18,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.base import Versions
 from sampler_service.versions.collective import GroupReceiver
 from sampler_service.versions.keys import VersionKey
+from sampler_service.versions.offers import Offers
 from sampler_service.versions.registry import LoadedVersion
 from sampler_service.versions.resolver import VersionResolver
 from sampler_service.versions.trainer_link import TrainerLink
@@ -44,15 +45,17 @@ class VersionWatcher:
         metrics: SamplerMetrics,
         *,
         needs_volume: bool,
+        offers: Offers | None,
         group: GroupReceiver | None,
     ) -> None:
-        """Take the sampler's place in the trainer's process group where it is to have one."""
+        """Take the place for the trainer's offers where they are of use, and the sampler's in its process group."""
         self._trainer = trainer
         self._registry = registry
         self._resolver = resolver
         self._sampler_id = sampler_id
         self._metrics = metrics
         self._needs_volume = needs_volume
+        self._offers = offers
         self._group = group
         self._outbox: Outbox | None = None
         self._applying: set[asyncio.Task[None]] = set()
@@ -87,6 +90,8 @@ class VersionWatcher:
             return failure.code().name
         finally:
             self._outbox = None
+            if self._offers is not None:
+                self._offers.clear()
             if self._group is not None:
                 self._group.leave()
             call.cancel()
@@ -98,6 +103,7 @@ class VersionWatcher:
             sampler_id=self._sampler_id,
             held=[pb.HeldVersion(run_id=served.run_id, version=served.version) for served in held],
             joins_group=self._group is not None,
+            links_staged=self._offers is not None,
         )
 
     def _hear(self, message: pb.WatchVersionsResponse) -> None:
@@ -107,6 +113,10 @@ class VersionWatcher:
             case "run_deleted":
                 self._resolver.forget(message.run_deleted.run_id)
                 self._registry.forget_run(message.run_deleted.run_id)
+                if self._offers is not None:
+                    self._offers.drop(message.run_deleted.run_id)
+            case "staged" if self._offers is not None:
+                self._spawn(self._prepare(self._offers.expect(message.staged), self._offers))
             case "group" if self._group is not None:
                 self._group.join(message.group, self._send)
             case other:
@@ -115,6 +125,8 @@ class VersionWatcher:
     def _announced(self, announcement: pb.Announcement) -> None:
         """Start loading an announced version if it can be had and was not superseded before."""
         served, arrival = served_model(announcement.manifest), perf_counter()
+        if self._offers is not None:
+            self._offers.announced(announcement.manifest)
         if self._group is not None and announcement.broadcast_generation:
             self._group.expect(announcement, self._send)
         newest, on_volume = self._resolver.newest(served.run_id), bool(announcement.volume_path)
@@ -124,7 +136,20 @@ class VersionWatcher:
         # A version is announced again when it reaches the volume; by then a streamed one may have come and gone.
         if on_volume and not self._needs_volume and served.version < newest:
             return
-        task = asyncio.create_task(self._apply(served, arrival))
+        self._spawn(self._apply(served, arrival))
+
+    async def _prepare(self, key: VersionKey, offers: Offers) -> None:
+        """Load a version before it exists, so that only its checksum is awaited when it does."""
+        try:
+            async with self._slots:
+                if offers.find(key) is not None and self._registry.find(key) is None:
+                    await self._registry.fetch(key)
+        except errors.PacelineError as error:
+            # Its announcement makes another attempt, and a refusal of that one.
+            _log.info("version not prepared", run=key.run_id, version=key.version, reason=error.reason)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
         self._applying.add(task)
         task.add_done_callback(self._applying.discard)
 

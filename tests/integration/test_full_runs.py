@@ -24,12 +24,8 @@ def cluster(tmp_path_factory):
     cluster = Cluster.make(
         state, make_tiny_llama(state / "model", tied=True), engine="vllm", PACELINE_TRAINER_SNAPSHOT_COMMANDS="5"
     )
-    try:
-        for service in (cluster.trainer, cluster.gateway):
-            service.start()
+    with cluster.running(cluster.trainer, cluster.gateway):
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @contextmanager

@@ -31,11 +31,8 @@ pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
 def cluster(request, tmp_path_factory):
     state = tmp_path_factory.mktemp("main_job")
     cluster = Cluster.make(state, make_tiny_llama(state / "model"), engine="vllm", bridge=request.param)
-    try:
-        cluster.start()
+    with cluster.running():
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture

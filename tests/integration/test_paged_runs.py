@@ -27,12 +27,8 @@ def cluster(tmp_path_factory):
         PACELINE_TRAINER_SCRATCH_DIR=str(state / "scratch"),
         PACELINE_TRAINER_SNAPSHOT_COMMANDS="3",
     )
-    try:
-        for service in (cluster.trainer, cluster.gateway):
-            service.start()
+    with cluster.running(cluster.trainer, cluster.gateway):
         yield cluster
-    finally:
-        cluster.stop()
 
 
 def test_runs_come_back_within_their_memory_after_engine_and_trainer_were_killed(cluster, service):

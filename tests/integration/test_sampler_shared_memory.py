@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import shutil
 
 import pytest
 from sampler_stack import make_version, until, version_ref
 
-from paceline.layout import WEIGHTS_FILE, new_run_id
+from paceline.layout import MANIFEST_FILE, WEIGHTS_FILE, new_run_id
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 
 pytest_plugins = ["sampler_fixtures"]
@@ -84,3 +85,63 @@ async def test_where_the_directory_is_not_shared_versions_are_streamed(model, vo
         trainer.announce(make_version(volume, model, RUN, version))
         await until(lambda version=version: len(trainer.heard("acknowledgement")) == version)
     assert trainer.fetched == ["1", "2"]
+
+
+async def test_an_offered_version_is_loaded_before_it_exists_and_answers_only_then(
+    model, volume, trainer, staged, client
+):
+    manifest, file = publish(trainer, volume, model, staged, 1)
+    trainer.offer(manifest, file)
+    await until(lambda: client.metrics.get_sample_value("paceline_sampler_load_seconds_count"))
+    asking = asyncio.create_task(client.sample(version_ref(RUN, 1)))
+    assert not await client.loaded()
+    assert not asking.done()
+    trainer.announce(manifest)
+    (ack,) = await until(lambda: trainer.heard("acknowledgement"))
+    assert ack.sha256 == (await asking).model.sha256 == manifest.model.sha256
+    assert not trainer.fetched
+
+
+async def test_offers_of_a_trainer_that_is_gone_are_given_up(model, volume, trainer, staged, client):
+    manifest, file = publish(trainer, volume, model, staged, 1)
+    trainer.offer(manifest, file)
+    await until(lambda: client.metrics.get_sample_value("paceline_sampler_load_seconds_count"))
+    trainer.announced.clear()
+    trainer.hang_up()
+    await until(lambda: not client.staged())
+    assert not await client.loaded()
+
+
+async def test_an_offer_of_damaged_bytes_is_never_served(model, volume, trainer, staged, client):
+    manifest, file = publish(trainer, volume, model, staged, 1)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    trainer.offer(manifest, file)
+    trainer.announce(manifest)
+    (refusal,) = await until(lambda: trainer.heard("refusal"))
+    assert (refusal.version, refusal.reason) == (1, "CHECKSUM_MISMATCH")
+    assert not await client.loaded()
+    assert not client.staged()
+
+
+async def test_an_offer_that_a_newer_one_supersedes_is_given_up(model, volume, trainer, staged, client):
+    first, file = publish(trainer, volume, model, staged, 1)
+    (volume.version(RUN, 1) / MANIFEST_FILE).unlink()
+    second, newer = publish(trainer, volume, model, staged, 2)
+    trainer.offer(first, file)
+    trainer.offer(second, newer)
+    trainer.announce(second)
+    (ack,) = await until(lambda: trainer.heard("acknowledgement"))
+    assert ack.version == 2
+    await until(lambda: len(client.staged()) == 1)
+    assert list(await client.loaded()) == [2]
+
+
+async def test_an_offer_that_cannot_be_linked_comes_as_a_stream_once_it_exists(model, volume, trainer, staged, client):
+    manifest, file = publish(trainer, volume, model, staged, 1)
+    trainer.offer(manifest, file.parents[3] / "elsewhere" / RUN / "1" / WEIGHTS_FILE)
+    trainer.announce(manifest)
+    (ack,) = await until(lambda: trainer.heard("acknowledgement"))
+    assert ack.sha256 == manifest.model.sha256
+    assert trainer.fetched == ["1"]

@@ -160,7 +160,7 @@ def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: i
     manifest = weights.describe_weights(directory, model, tenant=tenant, step=step, seq_id=seq_id)
     weights.write_manifest(directory, manifest)
     if kind is CheckpointKind.STATE or weights.is_model(manifest):
-        weights.write_sums(directory)
+        weights.write_sums(directory, manifest)
 
 
 def _verify(directory: Path, kind: CheckpointKind) -> None:

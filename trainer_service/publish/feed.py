@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -37,6 +37,8 @@ class Watcher:
     held: set[VersionKey]
     joins_group: bool = False
     """Whether it is to be in the process group over which versions are broadcast."""
+    links_staged: bool = False
+    """Whether it wants to hear of versions as soon as their files are staged."""
     outbox: asyncio.Queue[pb.WatchVersionsResponse] = field(default_factory=asyncio.Queue)
 
     def announce(self, announcement: pb.Announcement) -> None:
@@ -62,16 +64,14 @@ class Feed:
         """Return who watches."""
         return list(self._watchers.values())
 
-    async def join(self, sampler_id: str, held: Iterable[VersionKey], *, joins_group: bool = False) -> Watcher:
+    async def join(self, watcher: Watcher) -> None:
         """Take in a watcher and announce to it what is newer than what it holds."""
-        watcher = Watcher(sampler_id, set(held), joins_group)
-        self._watchers[sampler_id] = watcher
+        self._watchers[watcher.sampler_id] = watcher
         for run_id, announcement in self._newest.items():
             if (run_id, announcement.manifest.model.version) not in watcher.held:
                 watcher.announce(announcement)
-        _log.info("sampler watches", sampler=sampler_id, holds=len(watcher.held))
+        _log.info("sampler watches", sampler=watcher.sampler_id, holds=len(watcher.held))
         await self._notify()
-        return watcher
 
     async def leave(self, watcher: Watcher) -> None:
         """Drop a watcher; its leases end."""
@@ -79,6 +79,12 @@ class Feed:
             del self._watchers[watcher.sampler_id]
         _log.info("sampler left", sampler=watcher.sampler_id)
         await self._notify()
+
+    def offer(self, staged: pb.Staged) -> None:
+        """Tell those that share this machine's memory of a version that is about to exist."""
+        for watcher in self._watchers.values():
+            if watcher.links_staged:
+                watcher.outbox.put_nowait(pb.WatchVersionsResponse(staged=staged))
 
     def announce(self, announcement: pb.Announcement) -> frozenset[str]:
         """Tell every watcher of a version; return their names."""
@@ -138,8 +144,8 @@ class Feed:
     ) -> list[pb.Acknowledgement]:
         """Wait until a version is acknowledged as `policy` asks; `expected` watched when it was announced.
 
-        ALL waits for each of them that still watches, and for one at least. Raises AckTimeout, or the error with
-        which the version was refused.
+        ALL waits for each of them that still watches, and for one at least. Raises AckTimeout, also where a sampler
+        could not load it for the moment, or the error with which the version was refused.
         """
         try:
             async with asyncio.timeout(seconds), self._changed:
@@ -148,6 +154,10 @@ class Feed:
             facts = {"version": str(key[1]), "acknowledged": str(len(self._acks[key]))}
             message = "{acknowledged} sampler(s) acknowledged version {version}; it exists all the same"
             raise errors.AckTimeout(message.format(**facts), metadata=facts) from None
+        except errors.Unavailable as refusal:
+            # The version exists: this must not look as if the command could be sent again.
+            message = f"a sampler could not load version {key[1]} now ({refusal.reason}); it exists all the same"
+            raise errors.AckTimeout(message, metadata={"version": str(key[1])}) from refusal
         return list(self._acks[key].values())
 
     def _is_settled(self, key: VersionKey, policy: AckPolicy, expected: Set[str]) -> bool:

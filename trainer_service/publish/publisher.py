@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -104,7 +104,7 @@ class Publisher:
         version = await self._next_version(run, seq_id)
         run.next_version = version + 1
         with run.announcing.join() as earlier_announced:
-            manifest, directory = await self._stage(run, version, seq_id, turn)
+            manifest, directory = await self._stage(run, version, seq_id, turn, self._feed.offer)
             await earlier_announced.wait()
             self._failpoints.hit("before_announce")
             run.latest_version = turn.version = version
@@ -115,7 +115,7 @@ class Publisher:
             await asyncio.shield(persisting)
         acks: Sequence[pb.Acknowledgement] = ()
         if policy is not AckPolicy.NONE:
-            acks = await self._wait((run.run_id, version), policy, expected, ack_seconds)
+            acks = await self._feed.wait((run.run_id, version), policy, expected, ack_seconds)
         return Publication(weights.served_model(manifest), acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
 
     async def remake(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
@@ -182,42 +182,35 @@ class Publisher:
     async def _is_current(self, run: RunRecord, made: Path) -> bool:
         """Whether a version on the volume holds the run's current weights."""
         directory, known = self._directory(run, 0), weights.read_manifest(made)
-        file = layout.MODEL_FILE if weights.is_model(known) else layout.WEIGHTS_FILE
         async with staged_directory(directory, durable=False) as staging:
             await self._save_adapter(run.run_id, staging)
-            sha256 = await asyncio.to_thread(weights.hash_file, staging / file)
+            sha256 = await asyncio.to_thread(weights.hash_file, staging / weights.weights_file(known))
         await asyncio.to_thread(shutil.rmtree, directory)
         return sha256 == known.model.sha256
 
-    async def _wait(
-        self, key: tuple[str, int], policy: AckPolicy, expected: Set[str], seconds: float
-    ) -> Sequence[pb.Acknowledgement]:
-        try:
-            return await self._feed.wait(key, policy, expected, seconds)
-        except errors.Unavailable as refusal:
-            # The version exists: this must not look as if the command could be sent again.
-            message = f"a sampler could not load version {key[1]} now ({refusal.reason}); it exists all the same"
-            raise errors.AckTimeout(message, metadata={"version": str(key[1])}) from refusal
-
-    async def _stage(self, run: RunRecord, version: int, seq_id: int, turn: Turn) -> tuple[pb.Manifest, Path]:
+    async def _stage(
+        self, run: RunRecord, version: int, seq_id: int, turn: Turn, offer: Callable[[pb.Staged], None] | None = None
+    ) -> tuple[pb.Manifest, Path]:
+        """Make a version's files and its manifest; `offer` tells of an adapter before its checksums are computed."""
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
         directory, whole = self._directory(run, version), _is_whole(run)
         async with staged_directory(directory, overwrite=whole, durable=whole) as staging:
             published = PublishedAs(run.run_id, version, run.tenant)
             await self._save_adapter(run.run_id, staging, turn.capture, published)
             turn.release()
-            manifest = await asyncio.to_thread(
-                weights.describe_weights, staging, model, tenant=run.tenant, step=step, seq_id=seq_id
+            draft = await asyncio.to_thread(
+                weights.draft_manifest, staging, model, tenant=run.tenant, step=step, seq_id=seq_id
             )
             if whole:
-                weights.write_manifest(staging, manifest)
-                await asyncio.to_thread(weights.write_sums, staging)
+                manifest = await asyncio.to_thread(_seal_model, staging, draft)
             if version > run.version_limit:
                 run.version_limit = version + _NUMBERS_RESERVED
                 await self._registry.persist(run)
         if not whole:
+            if offer is not None:
+                offer(pb.Staged(manifest=draft, staged_path=str(directory / layout.WEIGHTS_FILE)))
             # It is written beside the weights on their way to the volume; until then nobody reads it from a file.
-            self._manifests[directory] = manifest
+            manifest = self._manifests[directory] = await asyncio.to_thread(weights.seal, directory, draft)
         return manifest, directory
 
     def _persist(self, run_id: str, version: int, directory: Path, manifest: pb.Manifest) -> asyncio.Task[None]:
@@ -290,6 +283,14 @@ class Publisher:
     def _announcement(self, manifest: pb.Manifest) -> pb.Announcement:
         directory = self._volume.version(manifest.model.run_id, manifest.model.version)
         return pb.Announcement(manifest=manifest, volume_path=str(directory.relative_to(self._volume.root)))
+
+
+def _seal_model(directory: Path, draft: pb.Manifest) -> pb.Manifest:
+    """Write the manifest and the sums of a whole model beside it, where it stays."""
+    manifest = weights.seal(directory, draft)
+    weights.write_manifest(directory, manifest)
+    weights.write_sums(directory, manifest)
+    return manifest
 
 
 def _is_whole(run: RunRecord) -> bool:
