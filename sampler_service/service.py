@@ -93,7 +93,7 @@ class SamplerService:
             settings.name_for_trainer,
             self._metrics,
             needs_volume=bridge.needs_volume,
-            offers=offers if settings.bridge == "stream" else None,
+            offers=None if bridge.needs_volume or group else offers,
             group=group,
         )
         self._keep_running("watcher", watcher.run(), readiness)

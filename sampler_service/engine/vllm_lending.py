@@ -29,7 +29,8 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from paceline.layout import MODEL_FILE
-from paceline.shared_base import SEGMENT, BaseManifest, CudaStorage, SharedStorage, SharedTensor, claim
+from paceline.shared_base import SEGMENT, BaseManifest, SharedStorage, SharedTensor, claim
+from sampler_service.engine.cuda_sharing import share_cuda
 from sampler_service.engine.options import EngineOptions
 
 LOAD_FORMAT = "paceline_lent"
@@ -187,18 +188,6 @@ def write_model(model: nn.Module, directory: Path) -> None:
             if views[name].data_ptr() not in written:
                 written.add(views[name].data_ptr())
                 views[name].copy_(file.get_tensor(name))
-
-
-def share_cuda(tensor: Tensor) -> SharedStorage:
-    """Describe the memory of a GPU that a tensor lies in, for another process on the same GPU.
-
-    The values are those that torch.multiprocessing sends (torch/multiprocessing/reductions.py), which pickles them.
-    """
-    storage = tensor.untyped_storage()
-    _, handle, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()  # type: ignore[no-untyped-call]
-    uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
-    cuda = CudaStorage(uuid, handle, offset, counter, counter_offset, event, event_sync)
-    return SharedStorage(size, cuda=cuda)
 
 
 def _place_in_segment(model: nn.Module, directory: Path) -> _Places:

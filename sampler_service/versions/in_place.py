@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -166,7 +165,7 @@ class InPlaceSlot:
     def _serve(self, request: WriteRequest, times: LoadTimes) -> None:
         self._release()
         served = ServedModel(self._base.base_model, request.run_id, request.version)
-        staged = StagedAdapter(pb.Manifest(), Path(), "", temporary=False)
+        staged = StagedAdapter(pb.Manifest(), Path(), temporary=False)
         adapter = Adapter(request.version, f"{request.run_id}/{request.version}", Path())
         self._entry = LoadedVersion(served, request.tenant, adapter, staged, times)
         self._metrics.observe_load(times)
@@ -174,9 +173,7 @@ class InPlaceSlot:
 
     def _know(self, entry: LoadedVersion, manifest: pb.Manifest) -> LoadedVersion:
         """Add what only the manifest tells to a version that was written."""
-        served = served_model(manifest)
-        entry.served = served
-        entry.staged = replace(entry.staged, manifest=manifest, sha256=served.sha256)
+        entry.served, entry.staged.manifest = served_model(manifest), manifest
         return entry
 
     async def _enter(self, ref: ModelRef, tenant: str) -> Lease:

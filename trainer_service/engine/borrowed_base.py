@@ -142,7 +142,6 @@ def _open_cuda(size: int, cuda: CudaStorage, device: torch.device) -> torch.Unty
             f"the sampler's weights are on GPU {cuda.device_uuid}, and the trainer computes on {ours}; "
             "give both the same GPU by CUDA_VISIBLE_DEVICES."
         )
-    torch.cuda.init()  # type: ignore[no-untyped-call]
     opened: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(  # noqa: SLF001
         index, cuda.handle, size, cuda.offset, cuda.counter, cuda.counter_offset, cuda.event, cuda.event_sync
     )

@@ -54,12 +54,11 @@ def _ignore() -> None:
 class EngineProcess:
     """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
 
-    A run's commands are executed in order of their calls, those of other runs beside them; any number may wait. A call
-    whose waiting is cancelled is executed all the same. When the process dies, the call that it was certainly executing
-    raises EngineDiedError; calls that wait and later ones raise EngineUnavailable until `restart`, and the runs in its
-    memory are gone. Where it did several things at the same time, a pass of several calls or a pass and what is saved,
-    these raise EngineUnavailable too, and are executed alone when they are made again. Until then the errors are the
-    engine's own. A call that saves calls `captured` when it has taken the run's state: the next one may change it.
+    A run's commands are executed in order of their calls, those of other runs beside them. A call whose waiting is
+    cancelled is executed all the same. When the process dies, the call that it was certainly executing raises
+    EngineDiedError; calls that wait and later ones raise EngineUnavailable until `restart`, and its runs are gone.
+    Where it did several things at the same time, a pass of several calls or a pass and what is saved, these raise
+    EngineUnavailable too, and are executed alone when they are made again. Until then errors are the engine's own.
     """
 
     def __init__(self, options: EngineOptions, *, on_exit: Callable[[int], None] | None = None) -> None:

@@ -195,7 +195,8 @@ class Publisher:
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
         directory, whole = self._directory(run, version), _is_whole(run)
         async with staged_directory(directory, overwrite=whole, durable=whole) as staging:
-            published = PublishedAs(run.run_id, version, run.tenant)
+            # What is made again may differ from what it was: its checksum, not yet known, decides whether it is used.
+            published = PublishedAs(run.run_id, version, run.tenant) if offer is not None else None
             await self._save_adapter(run.run_id, staging, turn.capture, published)
             turn.release()
             draft = await asyncio.to_thread(
