@@ -108,8 +108,12 @@ def sample_while_publishing(newest, training):
 
 def test_the_base_model_is_served_until_a_run_writes_its_first_version(service, training, newest, score):
     base = service.create_sampling_client(base_model="model")
-    assert base.sample(PROMPT, 1, SHORT).result().sequences[0].version_spans[0].version == 0
+    stream = iter(base.sample_stream(PROMPT, sampling_params=LONG))
+    deltas = [next(stream)]
     published = publish(training)
+    deltas += stream
+    assert sum(len(delta.tokens) for delta in deltas) == 400
+    assert [(span.version, span.start) for span in deltas[-1].version_spans] == [(0, 0)]
     result = newest.sample(PROMPT, 1, SHORT).result()
     assert result.model == published
     (sequence,) = result.sequences
