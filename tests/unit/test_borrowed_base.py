@@ -42,7 +42,8 @@ def lend(model, directory, generation="first"):
         place = places[weight.data_ptr()]
         tensors.append(SharedTensor(name, "float32", tuple(weight.shape), weight.stride(), 0, place))
     (directory / f"{SEGMENT}{generation}").write_bytes(data)
-    manifest = BaseManifest(generation, "tiny", [SharedStorage(len(data), f"{SEGMENT}{generation}")], tensors)
+    storage = SharedStorage(len(data), f"{SEGMENT}{generation}")
+    manifest = BaseManifest(generation, "tiny", writable=False, storages=[storage], tensors=tensors)
     manifest.write(directory)
     return manifest, lock
 
@@ -145,6 +146,13 @@ def test_a_weight_that_does_not_fit_is_refused_with_what_to_do(lent, options, tm
     change(lent, tmp_path / "base", EMBEDDINGS, **fields)
     with pytest.raises(BaseMismatch, match=message):
         PeftEngine(options)
+
+
+def test_weights_that_change_are_not_computed_with(lent, options, tmp_path):
+    replace(lent, writable=True).write(tmp_path / "base")
+    segment, before = tmp_path / "base" / lent.storages[0].file, PeftEngine(options)
+    segment.write_bytes(bytes(lent.storages[0].size))
+    assert all(weight.any() for name, weight in before._model.named_parameters() if "lora_" not in name)
 
 
 def test_another_model_s_weights_are_refused(lent, options):
