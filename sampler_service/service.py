@@ -146,7 +146,7 @@ class SamplerService:
 
             return ModelSlot(engine, bridge, resolver, name, seconds, set_ready, self._metrics)
         if isinstance(engine, WritableEngine):
-            return InPlaceSlot(engine, bridge, resolver, name, self._metrics)
+            return InPlaceSlot(engine, bridge, resolver, name, seconds, self._metrics)
         limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, seconds)
         return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics)
 

@@ -18,6 +18,7 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.engine.base import Adapter, LoadTimes, WritableEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
+from sampler_service.versions.flights import Flights, arriving_within
 from sampler_service.versions.keys import VersionKey, absent
 from sampler_service.versions.registry import Lease, LoadedVersion
 from sampler_service.versions.resolver import VersionResolver
@@ -42,6 +43,7 @@ class InPlaceSlot:
         bridge: Bridge,
         resolver: VersionResolver,
         base_model: str,
+        fetch_timeout_seconds: float,
         metrics: SamplerMetrics,
     ) -> None:
         """Take the bridge by which versions come that were not written by the trainer itself."""
@@ -49,7 +51,9 @@ class InPlaceSlot:
         self._bridge = bridge
         self._resolver = resolver
         self._base = ServedModel(base_model)
+        self._fetch_timeout = fetch_timeout_seconds
         self._metrics = metrics
+        self._flights: Flights[None] = Flights()
         self._entry: LoadedVersion | None = None
         self._is_base = True
         self._is_torn = False
@@ -102,15 +106,19 @@ class InPlaceSlot:
         if key.checkpoint:
             raise errors.Unsupported("this sampler's weights are a run's; it serves no checkpoints", field="model")
         if not self._holds(key):
-            staged = await self._bridge.fetch(key.ref(), tenant)
-            if not self._holds(key):
-                request = WriteRequest("", key.run_id, key.version, staged.manifest.tenant)
-                async with self.writing(request):
-                    await self._engine.write_weights(staged.directory)
-        if self._entry is None or VersionKey.of(self._entry.served) != key:
+            async with arriving_within(self._fetch_timeout):
+                await self._flights.join(key, tenant, lambda: self._load(key, tenant))
+        entry = self._entry
+        if entry is None or VersionKey.of(entry.served) != key:
             raise errors.EngineUnavailable("a newer version came before this one was loaded")
         manifest = await self._bridge.describe(key.ref(), tenant)
-        return self._know(self._entry, manifest)
+        entry.served, entry.staged.manifest = served_model(manifest), manifest
+        return entry
+
+    async def _load(self, key: VersionKey, tenant: str) -> None:
+        staged = await self._bridge.fetch(key.ref(), tenant)
+        async with self.writing(WriteRequest("", key.run_id, key.version, staged.manifest.tenant)):
+            await self._engine.write_weights(staged.directory)
 
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
         await staged.discard()
@@ -127,7 +135,7 @@ class InPlaceSlot:
         """Do nothing: a version that is written takes the place of the one before it."""
 
     async def close(self) -> None:
-        """Do nothing: a write ends with its writer."""
+        await self._flights.close()
 
     @asynccontextmanager
     async def writing(self, request: WriteRequest) -> AsyncIterator[None]:
@@ -170,11 +178,6 @@ class InPlaceSlot:
         self._entry = LoadedVersion(served, request.tenant, adapter, staged, times)
         self._metrics.observe_load(times)
         _log.info("weights written", run=request.run_id, version=request.version, milliseconds=times.apply_milliseconds)
-
-    def _know(self, entry: LoadedVersion, manifest: pb.Manifest) -> LoadedVersion:
-        """Add what only the manifest tells to a version that was written."""
-        entry.served, entry.staged.manifest = served_model(manifest), manifest
-        return entry
 
     async def _enter(self, ref: ModelRef, tenant: str) -> Lease:
         while True:

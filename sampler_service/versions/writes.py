@@ -39,7 +39,6 @@ class WriteListener:
             self._path.unlink(missing_ok=True)
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        answer = WriteTurn()
         try:
             request = decode_request(await reader.readline())
             if request.generation != self._generation:
@@ -48,15 +47,15 @@ class WriteListener:
                 _say(writer, WriteTurn())
                 async with asyncio.timeout(_WRITE_SECONDS):
                     if not await reader.readline():
-                        raise ConnectionError("it died")
+                        raise ConnectionError("the writer died")
+            _say(writer, WriteTurn())
         except errors.PacelineError as error:
             _log.warning("write refused", reason=error.reason, error=error.message)
-            answer = WriteTurn(error.reason, error.message)
-        except (OSError, ValueError) as error:
-            _log.error("the writer broke off; nothing is begun until the weights are written again", error=repr(error))
-            answer = WriteTurn(errors.EngineUnavailable.reason, "the write took too long")
+            _say(writer, WriteTurn(error.reason, error.message))
+        except Exception:  # the writer must not take its silence for a turn
+            _log.exception("write broken off; nothing is begun until the weights are written again")
+            _say(writer, WriteTurn(errors.EngineUnavailable.reason, "the write was broken off"))
         finally:
-            _say(writer, answer)
             writer.close()
 
 

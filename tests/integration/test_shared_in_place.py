@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster
-from tiny_models import make_tiny_llama
+from tiny_models import make_tiny_qwen2
 from transformers import AutoModelForCausalLM
 
 from paceline import AdamParams, Datum, SamplingParams, errors
@@ -31,7 +31,7 @@ FAR = 1e-2
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     state = tmp_path_factory.mktemp("in_place")
-    model = make_tiny_llama(state / "model", tied=True, scaled_rope=True)
+    model = make_tiny_qwen2(state / "model", tied=False)
     settings = {"PACELINE_SAMPLER_IN_PLACE": "paused", "PACELINE_TRAINER_KEEP_VERSIONS": "1000"}
     cluster = Cluster.make(state, model, engine="vllm", bridge="shared", **settings)
     try:
