@@ -27,7 +27,7 @@ from trainer_service.engine.captures import Capture, StagingMemory
 from trainer_service.engine.execution import Execution
 from trainer_service.engine.full_parameters import FullRun, full_run_bytes, make_full_run
 from trainer_service.engine.jobs import Job, JobKind
-from trainer_service.engine.lent_weights import LentWeights
+from trainer_service.engine.lent_weights import publish_in_place
 from trainer_service.engine.lora_run import LoraRun
 from trainer_service.engine.loss_specs import loss_spec
 from trainer_service.engine.memory import out_of_memory_named
@@ -62,7 +62,6 @@ class PeftEngine:
         self._pager = make_pager(options, self._ranks)
         self._execution = Execution(sharded, routing, self._ranks, self._pager, self._device, options.logprob_chunk)
         self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
-        self._lent = LentWeights(Path(options.base_dir), self._device) if options.base_dir else None
         self._jobs: list[Job] = []
         self._scheduler: Scheduler[Job] = Scheduler(
             options.pack_tokens, joint=options.joint_passes, ranks=self._ranks.size
@@ -187,8 +186,8 @@ class PeftEngine:
 
     def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> Capture:
         run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
-        if self._lent is not None and published is not None and isinstance(run, FullRun):
-            self._lent.publish(run.weights, published)
+        if self._options.base_dir and published is not None and isinstance(run, FullRun):
+            publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
         return run.hold(state.capture_export(run, self._options.model_name, dtype, self._staging))
 
     def save_state(self, run_id: str, directory: Path) -> None:
