@@ -203,7 +203,7 @@ def restarted(cluster, **environment):
 
 
 def test_a_restarted_sampler_takes_the_newest_version_from_the_volume_and_hogwild_marks_tokens(
-    cluster, training, newest, score
+    cluster, training, newest, score, base_dir
 ):
     published = publish(training)
     with restarted(cluster, PACELINE_SAMPLER_IN_PLACE="hogwild"):
@@ -217,3 +217,16 @@ def test_a_restarted_sampler_takes_the_newest_version_from_the_volume_and_hogwil
         ((version, mixed, _),) = spans(sequence)
         assert not mixed
         assert np.abs(score(version, sequence.tokens) - sequence.logprobs).mean() <= 1e-5
+        assert mixed_in_the_middle(newest, base_dir, training.run_id, version)
+
+
+def mixed_in_the_middle(newest, base_dir, run_id, version):
+    """Hold a write open while a stream goes on; return whether its spans say so."""
+    stream, seen = iter(newest.sample_stream(PROMPT, sampling_params=LONG)), 0
+    next(stream)
+    with write_turn(base_dir, WriteRequest(read_base(base_dir).generation, run_id, version + 1, "default")):
+        while seen < 200:
+            seen += len(next(stream).tokens)
+    *_, last = stream
+    spans = [(span.version, span.mixed) for span in last.version_spans]
+    return spans == [(version, False), (version + 1, True), (version + 1, False)]
