@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-sample bench-journal bench-saves bench-shared chaos images clean
+.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-sample bench-journal bench-saves bench-shared chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -63,6 +63,9 @@ bench-publish: proto ## Time publishing beside PEFT and vLLM's own HTTP server, 
 
 bench-shared: proto ## Measure what one copy of the base model saves and costs, and writes in place
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/shared.py
+
+bench-soak: proto ## Publish for minutes under load and score every token at its version
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/soak.py
 
 bench-journal: proto ## Measure what the journal costs a training step
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/journal_cost.py

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +30,31 @@ from paceline.up_plan import UpOptions, make_plans, read_or_make_key
 TENANT = "bench"
 
 
+@asynccontextmanager
+async def services(
+    options: UpOptions, state: Path, cores: Sequence[int], **settings: str
+) -> AsyncIterator[tuple[grpc.aio.Channel, grpc.aio.Channel]]:
+    """Run a trainer on the first core and a sampler on the last; yields the channels to them.
+
+    Each of `settings` is told to the service whose prefix it has.
+    """
+    read_or_make_key(state)
+    async with AsyncExitStack() as stack:
+        channels = []
+        for plan in make_plans(options, state)[:2]:
+            prefix = f"PACELINE_{plan.name.upper()}_"
+            own = {name: value for name, value in settings.items() if name.startswith(prefix)}
+            environment = {**plan.environment, **own, "OMP_NUM_THREADS": "1"}
+            core = {cores[0] if plan.name == "trainer" else cores[-1]}
+            command, log = [sys.executable, "-m", plan.module], state / f"{plan.name}.log"
+            process = stack.enter_context(running(command, core, environment, log))
+            over = lambda process=process: process.poll() is not None  # noqa: E731
+            if not await asyncio.to_thread(wait_until_serving, plan.health, plan.service, over):
+                raise SystemExit(log.read_text(errors="replace")[-4000:])
+            channels.append(await stack.enter_async_context(open_channel(environment[f"{prefix}LISTEN"])))
+        yield channels[0], channels[1]
+
+
 class Ours:
     """One run, published again and again to one sampler."""
 
@@ -39,7 +63,7 @@ class Ours:
         self._metadata = peer_metadata((state / "credential").read_text(), TENANT)
         self._versions = state / "checkpoints" / "runs"
         self._datum = codec.datum_to_proto(Datum.from_completion(PROMPT, PROMPT[:4], weight=1.0))
-        self._seq_id, self._run_id, self._version = 0, "", 0
+        self._seq_id, self.run_id, self._version = 0, "", 0
 
     @classmethod
     @asynccontextmanager
@@ -48,61 +72,54 @@ class Ours:
     ) -> AsyncIterator[Self]:
         """Run the services, with one version published."""
         options = UpOptions(str(model), address=address, bridge=bridge, dtype="bfloat16", max_lora_rank=RANK)
-        read_or_make_key(state)
-        async with AsyncExitStack() as stack:
-            channels = []
-            for plan in make_plans(options, state)[:2]:
-                extra = {"PACELINE_SAMPLER_APPLY": apply} if plan.name == "sampler" else {}
-                plan = replace(plan, environment={**plan.environment, **extra})  # noqa: PLW2901
-                core = {cores[0] if plan.name == "trainer" else cores[-1]}
-                command, log = [sys.executable, "-m", plan.module], state / f"{plan.name}.log"
-                process = stack.enter_context(running(command, core, {**plan.environment, "OMP_NUM_THREADS": "1"}, log))
-                over = lambda process=process: process.poll() is not None  # noqa: E731
-                if not await asyncio.to_thread(wait_until_serving, plan.health, plan.service, over):
-                    raise SystemExit(log.read_text(errors="replace")[-4000:])
-                listen = plan.environment[f"PACELINE_{plan.name.upper()}_LISTEN"]
-                channels.append(await stack.enter_async_context(open_channel(listen)))
-            ours = cls(channels[0], channels[1], state)
-            await ours._create()
+        async with services(options, state, cores, PACELINE_SAMPLER_APPLY=apply) as (trainer, sampler):
+            ours = cls(trainer, sampler, state)
+            await ours.create()
             yield ours
 
     @property
     def size(self) -> int:
         """Bytes of a version's tensors."""
-        newest = max((self._versions / self._run_id / "versions").iterdir(), key=lambda path: path.stat().st_mtime)
+        newest = max((self._versions / self.run_id / "versions").iterdir(), key=lambda path: path.stat().st_mtime)
         return (newest / "adapter_model.safetensors").stat().st_size
 
     async def stream(self) -> AsyncIterator[int]:
-        async for part in self._sample(STREAM_TOKENS):
+        async for part in self.sample(STREAM_TOKENS):
             yield len(part.tokens)
 
-    async def publish(self) -> Times:
+    async def step(self) -> None:
+        """Train on one short sequence."""
         await self._call("ForwardBackward", trainer_pb.ForwardBackwardRequest, data=[self._datum],
                          loss_fn="cross_entropy")  # fmt: skip
         adamw = codec.optimizer_to_proto(AdamParams(LEARNING_RATE)).adamw
         await self._call("OptimStep", trainer_pb.OptimStepRequest, adamw=adamw)
+
+    async def publish(self) -> Times:
+        await self.step()
         start = time.perf_counter()
         reply = await self._call("PublishWeights", trainer_pb.PublishWeightsRequest, wait_for=trainer_pb.ACK_POLICY_ANY)
         active = time.perf_counter()
         self._version = reply.model.version
-        await anext(self._sample(1))
+        await anext(self.sample(1))
         first, ack = time.perf_counter(), reply.acknowledgements[0]
         return Times(
             1e3 * (active - start), 1e3 * (first - start), ack.step_wait_milliseconds, ack.apply_milliseconds,
             reply.stage_milliseconds,
         )  # fmt: skip
 
-    async def _create(self) -> None:
+    async def create(self, rank: int = RANK) -> None:
+        """Make the run and publish its first version."""
         request = trainer_pb.CreateRunRequest(
-            request_id=os.urandom(8).hex(), lora=codec.lora_config_to_proto(LoraConfig(RANK))
+            request_id=os.urandom(8).hex(), lora=codec.lora_config_to_proto(LoraConfig(rank))
         )
         reply = await self._trainer.CreateRun(request, metadata=self._metadata)
-        self._run_id = reply.run.run_id
+        self.run_id = reply.run.run_id
         await self.publish()
 
-    async def _sample(self, tokens: int) -> AsyncIterator[Any]:
+    async def sample(self, tokens: int) -> AsyncIterator[Any]:
+        """Sample under the newest version; yield what comes."""
         request = sampler_pb.SampleStreamRequest(
-            model=model_pb2.ModelRef(version=model_pb2.VersionRef(run_id=self._run_id, version=self._version)),
+            model=model_pb2.ModelRef(version=model_pb2.VersionRef(run_id=self.run_id, version=self._version)),
             prompt=codec.tensor_to_proto(np.array(PROMPT, np.int32)),
             params=sampling_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
         )
@@ -115,5 +132,5 @@ class Ours:
 
     async def _call(self, method: str, message: Any, **fields: Any) -> Any:
         self._seq_id += 1
-        request = message(run_id=self._run_id, seq_id=self._seq_id, **fields)
+        request = message(run_id=self.run_id, seq_id=self._seq_id, **fields)
         return await getattr(self._trainer, method)(request, metadata=self._metadata)

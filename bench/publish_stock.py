@@ -40,10 +40,10 @@ class Stock:
         """Run the server and the trainer, with one version loaded."""
         await asyncio.to_thread(scratch.mkdir)
         async with AsyncExitStack() as stack:
-            log, environment = scratch / "server.log", _environment()
-            server = stack.enter_context(running(_server(model, address), {cores[-1]}, environment, log))
+            log, environment = scratch / "server.log", server_environment()
+            server = stack.enter_context(running(server_command(model, address), {cores[-1]}, environment, log))
             session = await stack.enter_async_context(aiohttp.ClientSession(f"http://{address}"))
-            await _wait_ready(session, server.poll, log)
+            await wait_until_ready(session, server.poll, log)
             command = (sys.executable, __file__, str(model), str(scratch))
             trainer = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment)
             stack.callback(trainer.kill)
@@ -90,17 +90,19 @@ class Stock:
                 raise SystemExit(f"{path}: {await answer.text()}")
 
 
-def _server(model: Path, address: str) -> list[str]:
+def server_command(model: Path, address: str, dtype: str = "bfloat16") -> list[str]:
+    """Return how vLLM's server is started."""
     host, _, port = address.rpartition(":")
     options = {
-        "model": str(model), "host": host, "port": port, "dtype": "bfloat16", "max-loras": "4", "max-cpu-loras": "16",
+        "model": str(model), "host": host, "port": port, "dtype": dtype, "max-loras": "4", "max-cpu-loras": "16",
         "max-lora-rank": str(RANK), "max-num-seqs": "64", "block-size": "32",
     }  # fmt: skip
     flags = [f"--{name}={value}" for name, value in options.items()]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-lora", *flags]
 
 
-def _environment() -> dict[str, str]:
+def server_environment() -> dict[str, str]:
+    """Return the server's environment."""
     return os.environ | {
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -112,7 +114,8 @@ def _environment() -> dict[str, str]:
     }
 
 
-async def _wait_ready(session: aiohttp.ClientSession, poll: Any, log: Path) -> None:
+async def wait_until_ready(session: aiohttp.ClientSession, poll: Any, log: Path) -> None:
+    """Wait until the server answers."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and poll() is None:
         try:

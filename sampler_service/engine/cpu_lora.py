@@ -7,42 +7,137 @@ while decoding, so that requests to the base model are answered with somebody's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-Groups = list[tuple[int, Tensor | None]]
-"""Slot of an adapter and the rows that use it; None means all rows. Rows without an adapter are in no group."""
+_MOST_JOINED_RANKS = 96
+"""Ranks of all parts together above which multiplying the zeros between the blocks takes longer than more calls."""
+_FEW_ROWS = 64
+"""Rows up to which reading the weights takes longer than multiplying."""
+
+Rows = slice | Tensor
+"""Rows of a batch: those that lie together, or int64 [N]."""
+Groups = list[tuple[int, Rows]]
+"""Slot of an adapter and the rows that use it. Rows without an adapter are in no group."""
 
 
 def group_rows(slots: Tensor) -> Groups:
     """Group the rows of a batch by slot; `slots` has shape [T], -1 for no adapter."""
     present = sorted(set(slots.tolist()))
-    if len(present) == 1:
-        return [(present[0], None)] if present[0] >= 0 else []
-    return [(slot, (slots == slot).nonzero()[:, 0]) for slot in present if slot >= 0]
+    if len(present) == 1:  # also of more rows than the mapping has: those of a prompt that is scored
+        return [(present[0], slice(None))] if present[0] >= 0 else []
+    return [(slot, _together((slots == slot).nonzero()[:, 0])) for slot in present if slot >= 0]
+
+
+def _together(rows: Tensor) -> Rows:
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+class Joined(tuple[Tensor, ...]):
+    """The slots of a packed layer's parts, each a view [slots, 1, rows, columns] of one tensor."""
+
+    whole: Tensor
+    """[slots, rows, columns]"""
+
+    @classmethod
+    def below(cls, parts: Sequence[Tensor]) -> Joined:
+        """Put the parts below each other: A of all parts, which see the same x."""
+        height, (slots, _, _, width) = sum(part.shape[2] for part in parts), parts[0].shape
+        return cls._of(parts[0].new_zeros(slots, height, width), parts, diagonal=False)
+
+    @classmethod
+    def diagonally(cls, parts: Sequence[Tensor]) -> Joined:
+        """Put the parts on a diagonal of blocks: B of all parts, each of which sees its own part of A x."""
+        height, width = (sum(part.shape[side] for part in parts) for side in (2, 3))
+        return cls._of(parts[0].new_zeros(parts[0].shape[0], height, width), parts, diagonal=True)
+
+    @classmethod
+    def _of(cls, whole: Tensor, parts: Sequence[Tensor], *, diagonal: bool) -> Joined:
+        views, row, column = list[Tensor](), 0, 0
+        for part in parts:
+            view = whole[:, None, row : row + part.shape[2], column : column + part.shape[3]]
+            views.append(view.copy_(part))
+            row, column = row + part.shape[2], column + part.shape[3] * diagonal
+        joined = cls(views)
+        joined.whole = whole
+        return joined
+
+
+def join_slots(layer: BaseLinearLayerWithLoRA) -> None:
+    """Have one pair of products serve all parts of a packed layer, where that takes less time than a pair for each."""
+    if layer.n_slices * layer.lora_a_stacked[0].shape[2] <= _MOST_JOINED_RANKS:
+        layer.lora_a_stacked = Joined.below(layer.lora_a_stacked)
+        layer.lora_b_stacked = Joined.diagonally(layer.lora_b_stacked)
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """The rows of a small batch of several adapters, as many for each slot, so that one product serves all slots.
+
+    Slots between the first and the last that no row uses are computed, too, and dropped. No row's numbers meet those of
+    another slot, so that an adapter with values that are not finite harms its own rows alone.
+    """
+
+    slots: slice
+    gathered: Tensor
+    """int64 [slots * rows each]: the row of the batch at each place; any row at places that stay empty."""
+    places: Tensor
+    """int64 [N]: the places that are taken."""
+    rows: Tensor
+    """int64 [N]: the rows of the batch that they go back to."""
+
+    @classmethod
+    def of(cls, slots: Tensor) -> Padded:
+        """Place the rows; `slots` has shape [T], -1 for no adapter, and two adapters or more."""
+        rows = (slots >= 0).nonzero()[:, 0]
+        rows = rows[slots[rows].argsort(stable=True)]
+        own = slots[rows] - slots[rows[0]]
+        counts = own.bincount()
+        each = int(counts.max())
+        places = own * each + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[own]
+        gathered = rows.new_zeros(len(counts) * each).index_copy_(0, places, rows)
+        first = int(slots[rows[0]])
+        return cls(slice(first, first + len(counts)), gathered, places, rows)
+
+    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+        """Add B A x of each row's slot to y in place; shapes as of `GroupedPunicaWrapper._add`."""
+        count = self.slots.stop - self.slots.start
+        shrunk = x[self.gathered].view(count, -1, x.shape[1]) @ a[self.slots].mT
+        delta = (shrunk @ b[self.slots].mT).view(-1, y.shape[1])
+        y.index_add_(0, self.rows, delta[self.places].to(y.dtype), alpha=scale)
 
 
 class GroupedPunicaWrapper(PunicaWrapperCPU):
     """Replaces the operators of linear layers, the output head and the embedding.
 
-    Products are rounded where vLLM's operators round them: A x once to the weights' dtype, B A x once more. Within a
-    product the CPU's GEMM accumulates in float32.
+    Products are rounded where vLLM's operators round them, A x once to the weights' dtype and B A x once more; in large
+    batches B A x is added to y in float32 and rounded with it. Within a product the CPU's GEMM accumulates in float32.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._token_groups: Groups = []
         self._sampler_groups: Groups = []
+        self._padded: Padded | None = None
+        """Of batches of few rows and several adapters."""
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         """Take over the batch's mapping; called before each step whose mapping differs from the last one's."""
         super().update_metadata(*args, **kwargs)
-        self._token_groups = group_rows(self.token_lora_indices)
+        slots = self.token_lora_indices
+        self._token_groups = group_rows(slots)
         self._sampler_groups = group_rows(self.sampler_indices)
+        is_small = len(self._token_groups) > 1 and len(slots) <= _FEW_ROWS
+        self._padded = Padded.of(slots) if is_small else None
 
     def add_lora_linear(
         self,
@@ -58,12 +153,21 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
 
         Shapes: y [T, sum of slices], x [T, in], A [slots, 1, r, in], B [slots, 1, slice, r].
         """
-        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        y, x, offset = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), 0
+        if isinstance(lora_a_stacked, Joined) and isinstance(lora_b_stacked, Joined):
+            self._add(y, x, lora_a_stacked.whole, lora_b_stacked.whole, scale)
+            return
+        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            self._add(y.narrow(1, offset, width), x, a[:, 0], b[:, 0, :width], scale)
+            offset += width
+
+    def _add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+        """Add B A x to y in place. Shapes: y [T, out], x [T, in], A [slots, r, in], B [slots, out, r]."""
+        if self._padded is not None:
+            self._padded.add(y, x, a, b, scale)
+            return
         for slot, rows in self._token_groups:
-            part, offset = x if rows is None else x[rows], 0
-            for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                _add_rows(y.narrow(1, offset, width), rows, part @ a[slot, 0].T, b[slot, 0, :width], scale)
-                offset += width
+            _add_rows(y, rows, x[rows] @ a[slot].T, b[slot], scale)
 
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
@@ -75,7 +179,7 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         width = min(y.shape[1], lora_b_stacked.shape[-2])
         for slot, rows in self._sampler_groups:
-            part = x if rows is None else x[rows]
+            part = x[rows]
             _add_rows(
                 y.narrow(1, 0, width), rows, part @ lora_a_stacked[slot, 0].T, lora_b_stacked[slot, 0, :width], scale
             )
@@ -90,22 +194,27 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         if not add_inputs:
             y.zero_()
         for slot, rows in self._token_groups:
-            _add_rows(y, rows, x if rows is None else x[rows], lora_b_stacked[slot, 0], 1.0)
+            _add_rows(y, rows, x[rows], lora_b_stacked[slot, 0], 1.0)
 
 
-def _add_rows(y: Tensor, rows: Tensor | None, shrunk: Tensor, b: Tensor, scale: float) -> None:
-    delta = (shrunk @ b.T).to(y.dtype)
-    if rows is None:
-        y.add_(delta, alpha=scale)
+def _add_rows(y: Tensor, rows: Rows, shrunk: Tensor, b: Tensor, scale: float) -> None:
+    into = y[rows]  # a view of rows that lie together, a copy of others
+    if len(into) <= _FEW_ROWS or y.dtype != b.dtype:
+        into.add_(shrunk @ b.T, alpha=scale)
     else:
-        y.index_add_(0, rows, delta, alpha=scale)
+        into.addmm_(shrunk, b.T, alpha=scale)
+    if not isinstance(rows, slice):
+        y.index_copy_(0, rows, into)
 
 
 class GroupedLoraCpuWorker(CPUWorker):
     """vLLM's CPU worker with these operators; chosen through `worker_cls`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model; its LoRA layers ask the platform for their operators."""
+        """Load the model, whose LoRA layers ask the platform for their operators, and join its packed layers' slots."""
         name = f"{GroupedPunicaWrapper.__module__}.{GroupedPunicaWrapper.__name__}"
         current_platform.get_punica_wrapper = lambda: name  # type: ignore[method-assign]
         super().load_model(*args, **kwargs)
+        for layer in self.get_model().modules():
+            if isinstance(layer, BaseLinearLayerWithLoRA) and layer.n_slices > 1:
+                join_slots(layer)

@@ -92,19 +92,18 @@ class LendingLoader(BaseModelLoader):
         Raises RuntimeError for a model whose weights vLLM changes, BlockingIOError where another sampler lends in the
         same directory, OSError where shared memory does not suffice.
         """
-        check_plain(model)
+        keep_plain(model)
         # Held by this process until it ends, however it ends.
         claim(self._directory)
         if next(model.parameters()).is_cuda:
-            self._places = _Places(self._directory)
+            self._places = _Places()
         else:
             self._places = _place_in_segment(model, self._directory)
         self._files.load_weights(model, model_config)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
-        manifest = replace(self._places.manifest(model, self._model_name), writable=self._writable)
-        manifest.write(self._directory)
+        self._places.manifest(model, self._model_name, writable=self._writable).write(self._directory)
         return model
 
 
@@ -112,16 +111,15 @@ class LendingLoader(BaseModelLoader):
 class _Places:
     """Where weights lie."""
 
-    directory: Path
     generation: str = field(default_factory=lambda: uuid4().hex)
     storages: dict[int, tuple[int, SharedStorage]] = field(default_factory=dict)
     """Address of a storage -> its index, and what opens it elsewhere."""
 
-    def manifest(self, model: nn.Module, model_name: str) -> BaseManifest:
+    def manifest(self, model: nn.Module, model_name: str, *, writable: bool) -> BaseManifest:
         """Describe a model's weights. Raises RuntimeError when one is not where others could find it."""
         tensors = [self._describe(name, view) for name, view in hugging_face_views(model)]
         storages = sorted(self.storages.values(), key=itemgetter(0))
-        return BaseManifest(self.generation, model_name, False, [storage for _, storage in storages], tensors)
+        return BaseManifest(self.generation, model_name, writable, [storage for _, storage in storages], tensors)
 
     def _describe(self, name: str, view: Tensor) -> SharedTensor:
         address = view.untyped_storage().data_ptr()
@@ -135,7 +133,7 @@ class _Places:
         return SharedTensor(name, dtype, tuple(view.shape), view.stride(), index, offset)
 
 
-def check_plain(model: nn.Module) -> None:
+def keep_plain(model: nn.Module) -> None:
     """See that vLLM leaves every weight as it is in the files. Raises RuntimeError naming the first that it does not.
 
     On CPUs this takes methods that pack nothing in the place of vLLM's.
@@ -192,7 +190,7 @@ def write_model(model: nn.Module, directory: Path) -> None:
 
 def _place_in_segment(model: nn.Module, directory: Path) -> _Places:
     """Give every parameter its memory in a new segment; the values stay."""
-    places, parameters = _Places(directory), list(model.parameters())
+    places, parameters = _Places(), list(model.parameters())
     size = sum(_aligned(parameter) for parameter in parameters)
     path = directory / f"{SEGMENT}{places.generation}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)

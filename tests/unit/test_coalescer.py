@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -47,6 +48,36 @@ async def test_a_reader_that_is_behind_gets_what_came_meanwhile_in_one_message_p
     assert (first.index, first.tokens, first.stop_reason) == (0, [1, 2, 3, 4], StopReason.STOP)
     assert (second.index, second.tokens, second.stop_reason) == (1, [10, 20, 30], None)
     assert second.logprobs == [-10.0, -20.0, -30.0]
+
+
+async def behind():
+    """A coalescer whose reader was woken and had to wait while the loop was busy with others."""
+    coalescer = Coalescer()
+    coalescer.put(delta(0, 1))
+    reader = aiter(coalescer)
+    time.sleep(0.005)  # noqa: ASYNC251 - that is the point
+    assert (await anext(reader)).tokens == [1]
+    waiting = asyncio.ensure_future(anext(reader))
+    await asyncio.sleep(0)
+    return coalescer, waiting
+
+
+async def test_after_a_reader_had_to_wait_the_next_tokens_share_a_message():
+    coalescer, waiting = await behind()
+    for token in (2, 3, 4):
+        coalescer.put(delta(0, token))
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    assert (await waiting).tokens == [2, 3, 4]
+
+
+async def test_the_end_of_a_completion_is_not_held_back():
+    coalescer, waiting = await behind()
+    coalescer.put(delta(0, 2))
+    coalescer.put(delta(0, 3, stop=StopReason.STOP))
+    await asyncio.sleep(0)
+    assert waiting.done()
+    assert (await waiting).tokens == [2, 3]
 
 
 async def test_completions_take_turns():
