@@ -86,8 +86,10 @@ class BaseManifest:
 
 
 def read_base(directory: Path) -> BaseManifest:
-    """Return the manifest of weights whose owner lives. Raises BaseUnavailable, or BaseMismatch if it is none."""
+    """Return the manifest of weights whose owner lives. Raises BaseUnavailable; BaseMismatch of anything else."""
     try:
+        if not _is_own(directory):
+            raise BaseMismatch(f"{directory} belongs to another user; run trainer and sampler as one.")
         manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=BaseManifest)
     except FileNotFoundError as error:
         raise _unavailable(directory) from error
@@ -113,7 +115,7 @@ def claim(directory: Path) -> int:
     PermissionError where the directory is another user's.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if directory.stat().st_uid != os.geteuid():
+    if not _is_own(directory):
         raise PermissionError(f"{directory} belongs to another user; choose another base_dir")
     descriptor, deadline = os.open(directory / OWNER, os.O_CREAT | os.O_RDWR, 0o600), time.monotonic() + _CLAIM_SECONDS
     while True:
@@ -133,6 +135,10 @@ def clear(directory: Path) -> None:
     """Remove manifest and segments. Whoever has mapped them keeps the memory."""
     for path in (directory / MANIFEST, *directory.glob(f"{SEGMENT}*")):
         path.unlink(missing_ok=True)
+
+
+def _is_own(directory: Path) -> bool:
+    return directory.stat().st_uid == os.geteuid()
 
 
 def _is_claimed(directory: Path) -> bool:

@@ -191,6 +191,15 @@ def test_a_directory_has_one_owner_and_weights_go_with_it(llama, options, tmp_pa
     os.close(lock)
 
 
+def test_another_user_s_directory_is_neither_used_nor_trusted(lent, tmp_path, monkeypatch):
+    user = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    with pytest.raises(BaseMismatch, match="another user"):
+        read_base(tmp_path / "base")
+    with pytest.raises(PermissionError, match="another user"):
+        claim(tmp_path / "base")
+
+
 def test_a_killed_owner_gives_its_directory_back(tmp_path):
     program = f"from paceline.shared_base import *; claim(Path({str(tmp_path)!r})); print(1, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
