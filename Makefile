@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves chaos images clean
+.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,9 @@ bench-runs: proto ## Time eight runs in joint passes beside one after the other 
 
 bench-publish: proto ## Time publishing beside PEFT and vLLM's own HTTP server, under load
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/publish.py
+
+bench-shared: proto ## Measure what one copy of the base model saves and costs, and writes in place
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/shared.py
 
 bench-soak: proto ## Publish for minutes under load and score every token at its version
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/soak.py

@@ -52,6 +52,7 @@ from paceline.types import (
     StopReason,
     StreamedTokens,
     TopkLogprobs,
+    VersionSpan,
     WeightStorage,
 )
 
@@ -94,6 +95,7 @@ __all__ = [
     "Timeouts",
     "TopkLogprobs",
     "TrainingClient",
+    "VersionSpan",
     "WeightStorage",
     "__version__",
     "errors",

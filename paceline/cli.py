@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     up.add_argument("--engine", choices=("vllm", "hf"), default="vllm", help="engine of the sampler")
     up.add_argument(
         "--bridge",
-        choices=("stream", "volume", "collective", "restart"),
+        choices=("stream", "volume", "collective", "restart", "shared"),
         default="stream",
         help="how versions reach the sampler",
     )

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token
@@ -69,7 +70,8 @@ def make_plans(options: UpOptions, state: Path) -> list[Plan]:
     listen = {name: f"{host}:{int(port) + offset}" for offset, name in enumerate(("gateway", "trainer", "sampler"))}
     health = {name: f"127.0.0.1:{int(port) + offset + 100}" for offset, name in enumerate(listen)}
     credential = str(state / "credential")
-    shares = _share_machine()
+    is_shared = options.bridge == "shared"
+    shares = _share_machine(one_gpu=is_shared)
 
     def plan(name: str, module: str, service: str, settings: Mapping[str, str]) -> Plan:
         common = {
@@ -97,19 +99,30 @@ def make_plans(options: UpOptions, state: Path) -> list[Plan]:
         "bridge": options.bridge,
         "scratch_dir": str(state / "scratch"),
     }
+    base = {"base_dir": str(_base_directory(options, state))} if is_shared else {}
     gateway = {"trainer": listen["trainer"], "samplers": listen["sampler"], "keys_file": str(state / "keys.json")}
     return [
-        plan("trainer", "trainer_service", "paceline.trainer.v1.TrainerService", model),
-        plan("sampler", "sampler_service", "paceline.sampler.v1.SamplerService", {**model, **sampler}),
+        plan("trainer", "trainer_service", "paceline.trainer.v1.TrainerService", {**model, **base}),
+        plan("sampler", "sampler_service", "paceline.sampler.v1.SamplerService", {**model, **sampler, **base}),
         plan("gateway", "gateway", "paceline.gateway.v1.GatewayService", gateway),
     ]
 
 
-def _share_machine() -> dict[str, _Share]:
-    """Give trainer and sampler a GPU or cores of their own: two OpenMP pools on the same cores slow each other down."""
+def _base_directory(options: UpOptions, state: Path) -> Path:
+    """Return where the sampler lends its base weights, the same for a state directory each time."""
+    if options.dtype == "auto":
+        raise ValueError("--bridge shared takes --dtype float32 or bfloat16: both services use the same weights")
+    return Path("/dev/shm") / f"paceline-base-{sha256(str(state.resolve()).encode()).hexdigest()[:16]}"  # noqa: S108
+
+
+def _share_machine(*, one_gpu: bool) -> dict[str, _Share]:
+    """Give trainer and sampler a GPU or cores of their own: two OpenMP pools on the same cores slow each other down.
+
+    With `one_gpu` they share the first, as weights that both use lie there.
+    """
     gpus = count_gpus()
     if gpus:
-        second = {"CUDA_VISIBLE_DEVICES": "1"} if gpus > 1 else _half_gpu()
+        second = {"CUDA_VISIBLE_DEVICES": "1"} if gpus > 1 and not one_gpu else _half_gpu()
         return {
             "trainer": _Share(environment={"CUDA_VISIBLE_DEVICES": "0"}),
             "sampler": _Share(environment=second),

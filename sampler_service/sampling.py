@@ -16,8 +16,9 @@ from sampler_service.requests import SampleRequest
 from sampler_service.tokens import Coalescer, collect, complete
 from sampler_service.validation import RequestLimits, check_ref, check_sample, check_tokens
 from sampler_service.versions.base import Versions
+from sampler_service.versions.loaded import Lease
 
-Generation = tuple[ServedModel, AsyncIterator[TokenDelta]]
+Generation = tuple[Lease, AsyncIterator[TokenDelta]]
 
 
 class Sampler:
@@ -40,8 +41,11 @@ class Sampler:
 
     async def sample(self, request: SampleRequest, tenant: str) -> SampleResult:
         """Sample to the end. Cancelling frees the completions."""
-        async with self._generation(request, tenant) as (served, deltas):
-            return await collect(deltas, request.num_samples, served, prompt_logprobs=request.prompt_logprobs)
+        async with self._generation(request, tenant) as (lease, deltas):
+            result = await collect(deltas, request.num_samples, lease.served, prompt_logprobs=request.prompt_logprobs)
+            if request.prompt_logprobs or request.topk_prompt_logprobs:
+                _check_current(lease)
+            return result
 
     def stream(self, request: SampleRequest, tenant: str) -> TokenStream:
         """Sample in a task of its own, which whoever gets the stream must cancel in the end."""
@@ -56,6 +60,7 @@ class Sampler:
         with self._admission(1):
             async with self._registry.lease(ref, tenant) as lease:
                 logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant)
+                _check_current(lease)
                 return logprobs, lease.served
 
     @asynccontextmanager
@@ -65,7 +70,7 @@ class Sampler:
             async with self._registry.lease(request.ref, tenant) as lease:
                 deltas = self._engine.generate(_generation_request(request, lease.adapter, tenant))
                 async with aclosing(complete(deltas, request.num_samples, self._metrics.tokens.inc)) as completed:
-                    yield lease.served, completed
+                    yield lease, completed
 
     @contextmanager
     def _admission(self, completions: int) -> Iterator[None]:
@@ -95,17 +100,25 @@ class TokenStream:
     async def __aiter__(self) -> AsyncIterator[StreamedTokens]:
         """Yield tokens, and raise what went wrong after those that came before it."""
         async for delta in self._coalescer:
-            yield StreamedTokens(delta.index, delta.tokens, delta.logprobs, delta.stop_reason, self._served)
+            spans = delta.version_spans
+            yield StreamedTokens(delta.index, delta.tokens, delta.logprobs, delta.stop_reason, self._served, spans)
 
     async def _produce(self, generation: AbstractAsyncContextManager[Generation]) -> None:
         try:
-            async with generation as (self._served, deltas):
+            async with generation as (lease, deltas):
+                self._served = lease.served
                 async for delta in deltas:
                     self._coalescer.put(delta)
         except Exception as error:  # the reader raises it
             self._coalescer.close(error)
         else:
             self._coalescer.close()
+
+
+def _check_current(lease: Lease) -> None:
+    """See that log-probabilities of a given sequence are of one version. Raises EngineUnavailable."""
+    if not lease.is_current():
+        raise errors.EngineUnavailable("the weights changed meanwhile; try again")
 
 
 def _generation_request(request: SampleRequest, adapter: Adapter | None, tenant: str) -> GenerationRequest:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
+from typing import cast
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
+from paceline.shared_base import read_base
 from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.recovery import EngineKeeper
@@ -28,6 +30,7 @@ from sampler_service.versions.base import Versions
 from sampler_service.versions.bridges import Bridge, ManifestRules
 from sampler_service.versions.collective import CollectiveBridge, GroupReceiver
 from sampler_service.versions.disk import DiskTier
+from sampler_service.versions.in_place import InPlaceSlot
 from sampler_service.versions.loaded import RegistryLimits
 from sampler_service.versions.memory import show_memory
 from sampler_service.versions.model_slot import ModelSlot
@@ -40,6 +43,7 @@ from sampler_service.versions.stream import StreamBridge
 from sampler_service.versions.trainer_link import TrainerLink
 from sampler_service.versions.volume import VolumeBridge
 from sampler_service.versions.watcher import VersionWatcher
+from sampler_service.versions.writes import WriteListener
 
 _log = get_logger(__name__)
 
@@ -82,7 +86,8 @@ class SamplerService:
         resolver = VersionResolver(bridge)
         versions = self._versions(bridge, resolver, readiness)
         started.push_async_callback(versions.close)
-        self._servicer = self._make_servicer(bridge, resolver, versions, PushReceiver(staging, rules, trainer))
+        await self._listen_for_writes(versions)
+        self._servicer = self._make_servicer(resolver, versions, PushReceiver(staging, rules, trainer))
         watcher = VersionWatcher(
             trainer,
             versions,
@@ -90,13 +95,13 @@ class SamplerService:
             settings.name_for_trainer,
             self._metrics,
             needs_volume=bridge.needs_volume,
-            offers=offers if settings.bridge == "stream" else None,
+            offers=None if bridge.needs_volume or group else offers,
             group=group,
         )
         self._keep_running("watcher", watcher.run(), readiness)
-        keeper = EngineKeeper(
-            self._engine, versions, self._ready_setter(readiness), settings.engine_restarts, self._metrics
-        )
+        # Weights that were lent to be written go with the engine: then the trainer has to find others.
+        attempts = settings.engine_restarts if settings.in_place == "off" else 0
+        keeper = EngineKeeper(self._engine, versions, self._ready_setter(readiness), attempts, self._metrics)
         self._keep_running("engine", keeper.run(), readiness)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -126,7 +131,7 @@ class SamplerService:
     ) -> Bridge:
         name = self._settings.bridge
         volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules, name)
-        if name in {"volume", "restart"}:
+        if name in {"volume", "restart"} or self._settings.in_place != "off":
             return volume
         stream = StreamBridge(trainer, staging, rules, volume, offers)
         return stream if group is None else CollectiveBridge(group, stream)
@@ -151,21 +156,29 @@ class SamplerService:
     ) -> Versions:
         settings, engine = self._settings, self._engine
         name, seconds = settings.served_name, settings.fetch_timeout_seconds
+        if settings.in_place != "off":
+            return InPlaceSlot(cast("WritableEngine", engine.current), bridge, resolver, name, seconds, self._metrics)
         if settings.whole_models:
             return ModelSlot(engine, bridge, resolver, name, seconds, self._ready_setter(readiness), self._metrics)
         limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, seconds)
         return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics, disk)
 
-    def _make_servicer(
-        self, bridge: Bridge, resolver: VersionResolver, versions: Versions, receiver: PushReceiver
-    ) -> SamplerServicer:
+    async def _listen_for_writes(self, versions: Versions) -> None:
+        if not isinstance(versions, InPlaceSlot):
+            return
+        directory = self._settings.base_dir
+        listener = WriteListener(versions, directory, read_base(directory).generation)
+        self._started.push_async_callback(listener.close)
+        await listener.start()
+
+    def _make_servicer(self, resolver: VersionResolver, versions: Versions, receiver: PushReceiver) -> SamplerServicer:
         settings, model = self._settings, self._engine.describe()
         info = ServerInfo(
             service_version=version("paceline"),
             model=model,
             engine=self._engine.name,
             engine_version=self._engine.version,
-            bridge=bridge.name,
+            bridge=settings.bridge,
             max_active_versions=settings.max_active_versions,
             max_num_samples=settings.max_num_samples,
             sampler_id=settings.name_for_trainer,

@@ -16,6 +16,7 @@ from paceline.codec import (
     sample_result_to_proto,
     sampling_params_from_proto,
     served_model_to_proto,
+    spans_to_proto,
     tensor_to_proto,
     token_ids_from_proto,
 )
@@ -171,6 +172,7 @@ def _stream_response(tokens: StreamedTokens) -> pb.SampleStreamResponse:
         logprobs=tokens.logprobs,
         stop_reason=sampling_pb2.StopReason.ValueType(stop.value if stop else 0),
         model=served_model_to_proto(tokens.model),
+        version_spans=spans_to_proto(tokens.version_spans),
     )
 
 

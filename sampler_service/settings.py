@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from paceline.settings import PeerSettings, UpstreamTls
@@ -24,11 +24,11 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """Address of the trainer, whose versions are followed."""
     engine: Literal["vllm", "hf"] = "vllm"
     """vllm, or hf (transformers) for hardware that vLLM does not serve. Never chosen by itself."""
-    bridge: Literal["stream", "volume", "collective", "restart"] = "stream"
+    bridge: Literal["stream", "volume", "collective", "restart", "shared"] = "stream"
     """How versions arrive: streamed by the trainer, or read from the shared checkpoint volume.
 
     collective: broadcast over a torch.distributed process group. restart: whole models, read from the volume, for each
-    of which the engine is built again.
+    of which the engine is built again. shared: as stream, and the base weights are lent to the trainer in `base_dir`.
     """
     serves: Literal["adapters", "models"] = "adapters"
     """What is served: adapters beside each other, or whole models of full-parameter runs, one at a time.
@@ -45,6 +45,13 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     """The checkpoint volume; only read."""
     staging_dir: Path = Path("/dev/shm")  # noqa: S108
     """Where streamed versions are put together; memory, best."""
+    base_dir: Path = Path("/dev/shm/paceline-base")  # noqa: S108
+    """Where the base weights are lent (bridge shared): a directory in memory, of this sampler and its trainer alone."""
+    in_place: Literal["off", "paused", "hogwild"] = "off"
+    """Whether a full-parameter run writes its versions into the lent weights (bridge shared), then its alone.
+
+    paused: between two steps, with requests kept. hogwild: meanwhile; the tokens that come then are marked as mixed.
+    """
     sampler_id: str = ""
     """Name by which the trainer knows this sampler, unique among those that follow it; empty means host and port."""
     max_model_len: int | None = Field(None, ge=2)
@@ -85,10 +92,18 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     enforce_eager: bool = False
     """Run without compiled graphs: starts faster, decodes slower."""
 
+    @model_validator(mode="after")
+    def _check_in_place(self) -> Self:
+        if self.in_place != "off" and self.bridge != "shared":
+            raise ValueError("in_place takes bridge=shared")
+        if self.serves == "models" and self.bridge == "shared":
+            raise ValueError("serves=models would change weights that are lent; choose in_place, or another bridge")
+        return self
+
     @property
     def whole_models(self) -> bool:
         """Whether whole models are served, and then no adapters."""
-        return self.serves == "models" or self.bridge == "restart"
+        return self.serves == "models" or self.bridge == "restart" or self.in_place != "off"
 
     @property
     def served_name(self) -> str:
@@ -118,4 +133,6 @@ class SamplerSettings(PeerSettings, UpstreamTls):
             enforce_eager=self.enforce_eager,
             max_num_seqs=self.max_num_seqs,
             apply=self.apply,
+            base_dir=self.base_dir if self.bridge == "shared" else None,
+            in_place=self.in_place,
         )

@@ -85,6 +85,7 @@ class Coalescer:
             held.tokens.extend(delta.tokens)
             held.logprobs.extend(delta.logprobs)
             held.stop_reason = delta.stop_reason
+            held.version_spans = delta.version_spans
         if delta.stop_reason is not None or self._loop.time() >= self._due:
             self._wake_reader()
         elif self._timer is None:
@@ -126,6 +127,7 @@ def _sequence(parts: Sequence[TokenDelta]) -> SampledSequence:
         logprobs=np.array([logprob for part in parts for logprob in part.logprobs], np.float32),
         stop_reason=parts[-1].stop_reason or StopReason.ABORTED,
         topk_logprobs=_concatenate(rows) if rows else None,
+        version_spans=parts[-1].version_spans,
     )
 
 

@@ -42,10 +42,20 @@ _SHAPE = {
     "initializer_range": 0.2,
 }
 
+_SCALED_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
-def make_tiny_llama(directory: Path, *, tied: bool = False, seed: int = 0) -> Path:
+
+def make_tiny_llama(directory: Path, *, tied: bool = False, seed: int = 0, scaled_rope: bool = False) -> Path:
     """Save a random Llama with grouped-query attention and its tokenizer; returns `directory`."""
-    return _save(LlamaForCausalLM, LlamaConfig(**_SHAPE, tie_word_embeddings=tied), directory, seed)
+    rope = {"rope_parameters": _SCALED_ROPE} if scaled_rope else {}
+    return _save(LlamaForCausalLM, LlamaConfig(**_SHAPE, **rope, tie_word_embeddings=tied), directory, seed)
 
 
 def make_tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:

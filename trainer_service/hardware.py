@@ -18,6 +18,7 @@ def choose_options(settings: TrainerSettings) -> EngineOptions:
         model_name=settings.served_name,
         dtype=dtype,
         device=device,
+        base_dir="" if settings.base_dir is None else str(settings.base_dir),
         ranks=settings.ranks,
         pack_tokens=settings.pack_tokens,
         joint_passes=settings.joint_passes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,11 +17,13 @@ from paceline.log import get_logger
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.server import Readiness
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
+from paceline.types import ModelInfo
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
 from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import Failpoints
 from trainer_service.hardware import choose_options
+from trainer_service.lent_base import LentBase
 from trainer_service.publish.feed import Feed
 from trainer_service.publish.group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
@@ -58,6 +60,7 @@ class TrainerService:
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
         self._group = BroadcastGroup(group, self._feed)
         self._engine = EngineProcess(choose_options(settings), on_exit=self._engine_exited)
+        self._base = LentBase(settings.base_dir)
         self._publisher = Publisher(
             self._engine.save_adapter,
             self._registry,
@@ -102,8 +105,9 @@ class TrainerService:
         self._lock = _lock_volume(self._volume.root)
         await self._registry.restore()
         self._publisher.start()
-        model = await self._engine.start()
+        model = await self._load_engine(self._engine.start)
         _log.info("engine ready", model=model.name, dtype=model.dtype, pid=self._engine.pid)
+        self._spawn(self._watch_base())
         self._spawn(self._recovery.recover_all(self._registry))
         self._spawn(self._trainer.expire_checkpoints())
         self._spawn(self._group.run())
@@ -132,19 +136,42 @@ class TrainerService:
 
     def _engine_exited(self, status: int) -> None:
         _log.error("engine died", status=status)
-        self._registry.hold_all(errors.EngineUnavailable("the engine died; it starts again, and the run comes back"))
+        self._engine_lost("the engine died; it starts again, and the run comes back")
+
+    def _engine_lost(self, message: str) -> None:
+        self._registry.hold_all(errors.EngineUnavailable(message))
         if not self._restarting:
+            self._restarting = True
             self._spawn(self._restart_engine())
+
+    async def _watch_base(self) -> None:
+        """End the engine when the sampler whose weights it uses ends; it starts again on those of the next one."""
+        while True:
+            await self._base.gone()
+            if self._restarting:
+                await asyncio.sleep(_RESTART_SECONDS)
+                continue
+            _log.error("the sampler that lends the base weights is gone; the engine waits for the next one")
+            await self._engine.close()
+            self._engine_lost("the sampler that lends the base weights is away; the run comes back when it does")
+
+    async def _load_engine(self, load: Callable[[], Awaitable[ModelInfo]]) -> ModelInfo:
+        """Start the engine's process, once there are weights for it."""
+        while True:
+            await self._base.available()
+            with suppress(errors.BaseUnavailable):
+                return await load()
 
     async def _restart_engine(self) -> None:
         if self._readiness is None:
             return
-        self._restarting = True
         await self._readiness.set(False)
         while True:
-            with suppress(errors.PacelineError):
-                model = await self._engine.restart()
+            try:
+                model = await self._load_engine(self._engine.restart)
                 break
+            except errors.PacelineError as error:
+                _log.warning("engine not started; trying again", reason=error.reason, error=error.message)
             await asyncio.sleep(_RESTART_SECONDS)
         self._restarting = False
         _log.info("engine ready", model=model.name, dtype=model.dtype)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from paceline.settings import PeerSettings
@@ -30,6 +30,11 @@ class TrainerSettings(PeerSettings):
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
+    base_dir: Path | None = None
+    """Directory where a sampler on this machine, whose bridge is shared, lends its base weights: its `base_dir`.
+
+    Unset: the trainer loads its own.
+    """
     ranks: int = Field(1, ge=1)
     """Processes that the engine consists of, with a GPU each, or a share of the cores; the base model is sharded."""
     checkpoint_dir: Path = Path(".paceline/checkpoints")
@@ -88,6 +93,12 @@ class TrainerSettings(PeerSettings):
     """Points at which the service kills itself, for tests; see trainer_service/failpoints.py."""
     expiry_check_seconds: float = Field(60.0, gt=0)
     """How often checkpoints past their time to live are looked for."""
+
+    @model_validator(mode="after")
+    def _check_base_dir(self) -> Self:
+        if self.base_dir is not None and self.ranks > 1:
+            raise ValueError("base_dir takes ranks=1: each rank would need a part of the weights of its own")
+        return self
 
     @property
     def volume_id(self) -> str:

@@ -16,6 +16,7 @@ from paceline.codec.sampling import (
     sample_result_to_proto,
     sampling_params_from_proto,
     sampling_params_to_proto,
+    spans_to_proto,
 )
 from paceline.codec.tensors import tensor_from_proto, tensor_to_proto, token_ids_from_proto
 from paceline.codec.training import (
@@ -59,6 +60,7 @@ __all__ = [
     "sampling_params_to_proto",
     "served_model_from_proto",
     "served_model_to_proto",
+    "spans_to_proto",
     "tensor_from_proto",
     "tensor_to_proto",
     "token_ids_from_proto",

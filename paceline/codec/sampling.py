@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from paceline.codec.models import served_model_from_proto, served_model_to_proto
 from paceline.codec.tensors import FLOATS, INTEGERS, tensor_from_proto, tensor_to_proto
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
-from paceline.types import SampledSequence, SampleResult, SamplingParams, StopReason, StreamedTokens, TopkLogprobs
+from paceline.types import (
+    SampledSequence,
+    SampleResult,
+    SamplingParams,
+    StopReason,
+    StreamedTokens,
+    TopkLogprobs,
+    VersionSpan,
+)
 from paceline.types.v1 import sampling_pb2 as pb
 
 
@@ -82,7 +92,17 @@ def delta_from_proto(message: sampler_pb.SampleStreamResponse) -> StreamedTokens
         logprobs=list(message.logprobs),
         stop_reason=StopReason(message.stop_reason) if message.stop_reason else None,
         model=served_model_from_proto(message.model),
+        version_spans=_spans_from_proto(message.version_spans),
     )
+
+
+def spans_to_proto(spans: Iterable[VersionSpan]) -> list[pb.VersionSpan]:
+    """Encode which version each token is of."""
+    return [pb.VersionSpan(version=span.version, start=span.start, mixed=span.mixed) for span in spans]
+
+
+def _spans_from_proto(spans: Iterable[pb.VersionSpan]) -> Sequence[VersionSpan]:
+    return tuple(VersionSpan(span.version, span.start, span.mixed) for span in spans)
 
 
 def _sequence_to_proto(sequence: SampledSequence) -> pb.SampledSequence:
@@ -91,6 +111,7 @@ def _sequence_to_proto(sequence: SampledSequence) -> pb.SampledSequence:
         logprobs=tensor_to_proto(sequence.logprobs),
         stop_reason=pb.StopReason.ValueType(sequence.stop_reason.value),
         topk_logprobs=_topk_to_proto(sequence.topk_logprobs),
+        version_spans=spans_to_proto(sequence.version_spans),
     )
 
 
@@ -100,6 +121,7 @@ def _sequence_from_proto(message: pb.SampledSequence) -> SampledSequence:
         logprobs=tensor_from_proto(message.logprobs, "logprobs", FLOATS),
         stop_reason=StopReason(message.stop_reason),
         topk_logprobs=_topk_from_proto(message.topk_logprobs) if message.HasField("topk_logprobs") else None,
+        version_spans=_spans_from_proto(message.version_spans),
     )
 
 

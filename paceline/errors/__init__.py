@@ -44,6 +44,7 @@ from paceline.errors.requests import (
 )
 from paceline.errors.service import (
     AckTimeout,
+    BaseUnavailable,
     Cancelled,
     ChecksumMismatch,
     DataLoss,
@@ -67,6 +68,7 @@ from paceline.errors.service import (
     UpstreamUnavailable,
 )
 from paceline.errors.state import (
+    BaseMismatch,
     CheckpointExists,
     CheckpointMismatch,
     CheckpointNotFound,
@@ -93,6 +95,8 @@ from paceline.errors.state import (
 __all__ = [
     "CATALOG",
     "AckTimeout",
+    "BaseMismatch",
+    "BaseUnavailable",
     "Cancelled",
     "CheckpointExists",
     "CheckpointMismatch",

@@ -96,6 +96,12 @@ class PeerLost(Unavailable):
     reason = "PEER_LOST"
 
 
+class BaseUnavailable(Unavailable):
+    """The sampler that lends the trainer its base weights is away."""
+
+    reason = "BASE_UNAVAILABLE"
+
+
 class UpstreamUnavailable(Unavailable):
     """The gateway, or the network on the way to it, cannot reach the service."""
 

@@ -140,3 +140,9 @@ class SeqIdGap(PacelineError):
 
     code = Code.ABORTED
     reason = "SEQ_ID_GAP"
+
+
+class BaseMismatch(FailedPrecondition):
+    """The base weights that the sampler lends do not fit the trainer's model, dtype or device."""
+
+    reason = "BASE_MISMATCH"

@@ -21,6 +21,7 @@ from paceline.types.sampling import (
     StopReason,
     StreamedTokens,
     TopkLogprobs,
+    VersionSpan,
 )
 from paceline.types.training import (
     Datum,
@@ -61,5 +62,6 @@ __all__ = [
     "StopReason",
     "StreamedTokens",
     "TopkLogprobs",
+    "VersionSpan",
     "WeightStorage",
 ]

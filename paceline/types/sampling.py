@@ -61,6 +61,18 @@ class TopkLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens of a completion that were computed with one version of weights that are written in place."""
+
+    version: int
+    """0 is the base model."""
+    start: int
+    """Index of the first token; the span ends where the next one begins."""
+    mixed: bool = False
+    """Whether the version was being written meanwhile, so that a token may come of it and of the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class SampledSequence:
     """One completion of T tokens."""
 
@@ -70,6 +82,8 @@ class SampledSequence:
     """float32, shape [T], under the distribution that was sampled from."""
     stop_reason: StopReason
     topk_logprobs: TopkLogprobs | None = None
+    version_spans: Sequence[VersionSpan] = ()
+    """Set where weights are written in place (bridge `shared`): which version each token is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +92,7 @@ class SampleResult:
 
     sequences: list[SampledSequence]
     model: ServedModel
-    """The weights that produced every token."""
+    """The weights that produced every token; where they are written in place, those that it began with."""
     prompt_logprobs: Array | None = None
     """float32, shape [P], NaN at 0."""
     topk_prompt_logprobs: TopkLogprobs | None = None
@@ -96,3 +110,5 @@ class StreamedTokens:
     stop_reason: StopReason | None = None
     """Set on the completion's last message."""
     model: ServedModel = field(default_factory=lambda: ServedModel(""))
+    version_spans: Sequence[VersionSpan] = ()
+    """Set on the completion's last message, of all its tokens, where weights are written in place."""

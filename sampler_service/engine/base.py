@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from paceline.types import ModelInfo, SamplingParams, StopReason, TopkLogprobs
+from paceline.types import ModelInfo, SamplingParams, StopReason, TopkLogprobs, VersionSpan
 from paceline.types.training import Array
 
 
@@ -81,6 +81,8 @@ class TokenDelta:
     """float32, shape [P], NaN at 0. Set once, on the first delta of the request, when asked for."""
     topk_prompt_logprobs: TopkLogprobs | None = None
     prompt_cache_hit_tokens: int = 0
+    version_spans: Sequence[VersionSpan] = ()
+    """Set on the last delta of a completion where weights are written in place: which version its tokens are of."""
 
 
 class SamplerEngine(Protocol):
@@ -162,5 +164,28 @@ class ModelEngine(SamplerEngine, Protocol):
 
         Raises ModelNotLoadable when it cannot be; then the model before it goes on serving. Raises EngineUnavailable
         when neither can; then the engine is dead.
+        """
+        ...
+
+
+@runtime_checkable
+class WritableEngine(SamplerEngine, Protocol):
+    """An engine whose weights are written while it serves. Completions go on with what was written."""
+
+    async def begin_write(self, version: int) -> None:
+        """Return when the weights may be written: no step runs, and no cached prefix will be used again.
+
+        An engine that is told not to pause goes on, and marks the tokens that come meanwhile as mixed.
+        """
+        ...
+
+    async def end_write(self, version: int) -> None:
+        """Go on: tokens that come from here on are of `version`."""
+        ...
+
+    async def write_weights(self, directory: Path) -> None:
+        """Write the weights from a Hugging Face model, which was verified, between `begin_write` and `end_write`.
+
+        Raises EngineUnavailable.
         """
         ...

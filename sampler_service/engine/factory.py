@@ -15,9 +15,13 @@ EngineKind = Literal["vllm", "hf"]
 def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: EngineOptions) -> RebuildingEngine:
     """Make the engine of a service, which outlives the deaths of the engine that does the work. As `create_engine`.
 
-    Where whole models are served, that engine's model is overwritten, which hf cannot; but for the bridge restart,
-    where the engine is built again for each.
+    With `in_place` that engine's weights can be written. Where whole models are served, its model is overwritten, which
+    hf cannot; but for the bridge restart, where the engine is built again for each.
     """
+    if options.in_place != "off" and kind == "vllm":
+        from sampler_service.engine.vllm_in_place import InPlaceEngine  # noqa: PLC0415
+
+        return RebuildingEngine(InPlaceEngine, options)
     if bridge == "restart" or serves == "adapters":
         return RebuildingEngine(partial(create_engine, kind), options)
     if kind != "vllm":
@@ -30,13 +34,16 @@ def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: E
 def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:
     """Make an engine; nothing is loaded before its `start`. Only the module of the engine asked for is imported.
 
-    Raises ImportError when the engine's library is not installed, ValueError on an unknown kind.
+    Raises ImportError when the engine's library is not installed, ValueError on an unknown kind, and where hf is told
+    to lend its base weights.
     """
     if kind == "vllm":
         from sampler_service.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
         return VllmEngine(options)
     if kind == "hf":
+        if options.base_dir is not None:
+            raise ValueError("the engine hf lends no base weights; bridge=shared takes engine=vllm")
         from sampler_service.engine.hf_engine import HfEngine  # noqa: PLC0415
 
         return HfEngine(options)

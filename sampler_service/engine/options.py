@@ -8,6 +8,7 @@ from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Apply = Literal["direct", "stock"]
+InPlace = Literal["off", "paused", "hogwild"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,10 @@ class EngineOptions:
     """Completions that one step can advance; others wait."""
     apply: Apply = "direct"
     """How vLLM gets an adapter: copied straight into its slot, or by vLLM's own loading."""
+    base_dir: Path | None = None
+    """Directory where the base weights are lent to a trainer on the same machine; None means that they are not."""
+    in_place: InPlace = "off"
+    """Whether the lent weights may be written while the engine serves, and whether it pauses meanwhile."""
     seed: int = 0
     """Seed of completions that come without one."""
 
@@ -54,5 +59,7 @@ class EngineOptions:
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; give at least 1")
+        if self.base_dir is not None and self.tensor_parallel_size * self.pipeline_parallel_size > 1:
+            raise ValueError("base weights are lent whole; with bridge=shared the parallel sizes are 1")
         if self.max_cpu_versions < self.max_active_versions:
             raise ValueError(f"max_cpu_versions is {self.max_cpu_versions}; give at least max_active_versions")

@@ -44,6 +44,11 @@ class RebuildingEngine:
         """Whether the model is being exchanged, which those who wait for another one wait for."""
 
     @property
+    def current(self) -> SamplerEngine:
+        """Return the engine that does the work now."""
+        return self._engine
+
+    @property
     def name(self) -> str:
         return self._engine.name
 

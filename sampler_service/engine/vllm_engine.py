@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from paceline.errors import EngineUnavailable, InvalidArgument, InvalidShape
+from paceline.shared_base import clear
 from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types import SamplingParams as Params
 from paceline.types.training import Array
@@ -30,6 +31,7 @@ from sampler_service.engine.base_model import linear_shapes_of
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.vllm_grammar import check_grammar, grammar_config
+from sampler_service.engine.vllm_lending import LOAD_FORMAT, extra_config
 from sampler_service.engine.vllm_params import (
     lora_request,
     prompt_input,
@@ -115,6 +117,8 @@ class VllmEngine:
         await llm.abort(sorted(self._open))
         self._started = None
         llm.shutdown()
+        if self._options.base_dir is not None:
+            clear(self._options.base_dir)
 
     async def check_health(self) -> None:
         with _translated():
@@ -245,6 +249,11 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
         disable_log_stats=True,
         worker_extension_cls="sampler_service.engine.vllm_worker.WorkerExtension",
     )
+    if options.base_dir is not None:
+        args.load_format = LOAD_FORMAT
+        args.model_loader_extra_config = extra_config(options)
+        # Steps that are prepared ahead would be marked with a version that came after they were computed.
+        args.async_scheduling = False if options.in_place == "hogwild" else None
     if current_platform.is_cpu():
         _set_cpu_args(args, options)
     return args

@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 
-from paceline.types import StopReason, TopkLogprobs
+from paceline.types import StopReason, TopkLogprobs, VersionSpan
 from paceline.types.training import Array
 from sampler_service.engine.base import Adapter, GenerationRequest, TokenDelta
 from sampler_service.engine.vllm_grammar import structured_outputs
@@ -24,6 +24,9 @@ Position = Mapping[int, Logprob]
 
 SEED_MASK = 2**63 - 1
 """vLLM takes -1 for no seed, and seeds travel as 64-bit integers."""
+
+MIXED = "~"
+"""Ends vLLM's name of a version that is being written."""
 
 STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 """vLLM's other reasons (abort, error) are ABORTED, never LENGTH."""
@@ -87,6 +90,17 @@ def token_delta(completion: CompletionOutput, k: int) -> TokenDelta:
         logprobs=[position[token].logprob for token, position in zip(tokens, positions, strict=True)],
         stop_reason=None if reason is None else STOP_REASONS.get(reason, StopReason.ABORTED),
         topk_logprobs=topk_rows(positions, k) if k else None,
+        version_spans=version_spans(completion),
+    )
+
+
+def version_spans(completion: CompletionOutput) -> tuple[VersionSpan, ...]:
+    """Return which version each token of a finished completion is of; nothing where weights have no version."""
+    spans = [(span.version.removesuffix(MIXED), span) for span in completion.weight_versions or ()]
+    return tuple(
+        VersionSpan(int(number), span.start, mixed=span.version.endswith(MIXED))
+        for number, span in spans
+        if number.isdecimal()
     )
 
 

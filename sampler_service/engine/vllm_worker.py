@@ -12,6 +12,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from sampler_service.engine.vllm_internals import VllmInternals
+
+# Imported here, in the process that loads the model, it also registers its loader with vLLM.
+from sampler_service.engine.vllm_lending import write_model
 from sampler_service.engine.vllm_slots import SlotWriter
 
 Applied = tuple[float, bool]
@@ -70,3 +73,8 @@ class WorkerExtension:
         for layer in self.model_runner.get_model().modules():
             if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
                 layer.quant_method.process_weights_after_loading(layer)
+
+    def write_weights(self, directory: str) -> None:
+        """Write the model's weights from a Hugging Face model. Raises ValueError when that is another model."""
+        with gpu_sync_allowed():
+            write_model(self.model_runner.get_model(), Path(directory))

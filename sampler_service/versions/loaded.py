@@ -42,6 +42,8 @@ class Lease:
     """None for the base model."""
     load_milliseconds: float = 0.0
     """What loading took; 0 when the weights were there."""
+    is_current: Callable[[], bool] = lambda: True
+    """Whether the engine still computes with them: other weights may be written in their place."""
 
 
 class Listeners:

@@ -46,6 +46,7 @@ EXPORTS = frozenset(
         "SupportedModel",
         "Timeouts",
         "TopkLogprobs",
+        "VersionSpan",
         "TrainingClient",
         "WeightStorage",
         "__version__",

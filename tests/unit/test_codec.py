@@ -37,6 +37,7 @@ from paceline.types import (
     StopReason,
     StreamedTokens,
     TopkLogprobs,
+    VersionSpan,
 )
 from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1 import model_pb2, sampling_pb2, tensor_pb2
@@ -191,15 +192,19 @@ def test_moments(moment):
     assert timestamp_from_proto(timestamp_to_proto(moment)) == moment
 
 
+SPANS = (VersionSpan(3, 0), VersionSpan(4, 1, mixed=True))
+
+
 @given(served, counts, st.none() | vectors, st.booleans(), st.sampled_from(StopReason))
 def test_sample_results(model, hits, prompt_logprobs, with_topk, stop_reason):
     ids = np.array([[1, 2], [3, -1]], np.int32)
     topk = TopkLogprobs(ids, np.array([[-1, -2], [-3, np.nan]], np.float32)) if with_topk else None
-    sequence = SampledSequence(np.array([4, 5], np.int32), np.array([-0.5, -2], np.float32), stop_reason, topk)
+    sequence = SampledSequence(np.array([4, 5], np.int32), np.array([-0.5, -2], np.float32), stop_reason, topk, SPANS)
     result = SampleResult([sequence, sequence], model, prompt_logprobs, topk, hits)
     decoded = codec.sample_result_from_proto(codec.sample_result_to_proto(result))
     assert (decoded.model, decoded.prompt_cache_hit_tokens) == (model, hits)
     assert [one.stop_reason for one in decoded.sequences] == [stop_reason] * 2
+    assert [one.version_spans for one in decoded.sequences] == [SPANS] * 2
     np.testing.assert_equal(decoded.prompt_logprobs, prompt_logprobs)
     for got, expected in [(decoded.topk_prompt_logprobs, topk), (decoded.sequences[1].topk_logprobs, topk)]:
         assert (got is None) == (expected is None)
@@ -218,8 +223,9 @@ def test_streamed_tokens(tokens, logprobs, stop_reason, model):
         logprobs=logprobs,
         stop_reason=sampling_pb2.StopReason.ValueType(stop_reason.value if stop_reason else 0),
         model=codec.served_model_to_proto(model),
+        version_spans=codec.spans_to_proto(SPANS),
     )
-    assert codec.delta_from_proto(message) == StreamedTokens(3, tokens, logprobs, stop_reason, model)
+    assert codec.delta_from_proto(message) == StreamedTokens(3, tokens, logprobs, stop_reason, model, SPANS)
 
 
 @pytest.mark.parametrize(

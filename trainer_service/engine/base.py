@@ -59,6 +59,15 @@ class StateCapture(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedAs:
+    """The version that weights become."""
+
+    run_id: str
+    version: int
+    tenant: str
+
+
 class TrainerEngine(Protocol):
     """Executes commands of runs. Not thread-safe.
 
@@ -125,8 +134,11 @@ class TrainerEngine(Protocol):
         """Take what `save_state` writes, to write it while later commands execute."""
         ...
 
-    def capture_adapter(self, run_id: str) -> StateCapture:
-        """Take what `save_adapter` writes, to write it while later commands execute."""
+    def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> StateCapture:
+        """Take what `save_adapter` writes, to write it while later commands execute.
+
+        A whole model that is `published` is written in place first, where a sampler lends its weights for that.
+        """
         ...
 
     def save_state(self, run_id: str, directory: Path) -> None:

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.errors import ModelNotFound, Unsupported
 from trainer_service.engine.attention import PACKED_ATTENTION
+from trainer_service.engine.borrowed_base import borrow_base_model, is_borrowed
 from trainer_service.engine.fused.blocks import RowWork
 from trainer_service.engine.fused.compiler import check_compiler
 from trainer_service.engine.fused.swap import fuse_layers
@@ -22,18 +23,12 @@ _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def load_base_model(options: EngineOptions) -> PreTrainedModel:
-    """Load, check and freeze a base model.
+    """Load a base model, or borrow it from a sampler; check and freeze it.
 
-    Raises ModelNotFound, or Unsupported for a model whose logits would come out wrong.
+    Raises ModelNotFound, Unsupported for a model whose logits would come out wrong, BaseUnavailable, BaseMismatch.
     """
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            options.model_path,
-            dtype=getattr(torch, options.dtype),
-            attn_implementation=PACKED_ATTENTION,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
+        model = borrow_base_model(options, PACKED_ATTENTION) if is_borrowed(options) else _from_files(options)
     except OSError as error:
         raise ModelNotFound(f"{options.model_name} cannot be loaded; check the model's path or id.") from error
     for setting in _LOGIT_SETTINGS:
@@ -48,6 +43,17 @@ def load_base_model(options: EngineOptions) -> PreTrainedModel:
     model.train(mode=False)
     if options.activation_checkpointing:
         _recompute_layers(model)
+    return model
+
+
+def _from_files(options: EngineOptions) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        options.model_path,
+        dtype=getattr(torch, options.dtype),
+        attn_implementation=PACKED_ATTENTION,
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
     return model
 
 

@@ -140,7 +140,7 @@ def make_full_run(run_id: str, full: FullParameters, options: EngineOptions) -> 
     bfloat16 has a rounded copy that is computed with. Raises ModelNotFound.
     """
     in_float32 = full.storage is WeightStorage.FLOAT32
-    model = load_base_model(replace(options, dtype="float32" if in_float32 else "bfloat16"))
+    model = load_base_model(replace(options, dtype="float32" if in_float32 else "bfloat16", base_dir=""))
     parameters = dict(model.named_parameters())
     masters = None
     if in_float32 and options.dtype == "bfloat16":

@@ -42,5 +42,7 @@ class EngineOptions:
     """Directory of the engine's own for runs that do not fit; emptied at its start. Needed with a limit."""
     failpoints: str = ""
     """Where the process dies, for tests; see trainer_service/failpoints.py."""
+    base_dir: str = ""
+    """Where a sampler on this machine lends its base weights; empty means that the engine loads its own."""
     ranks: int = 1
     """Processes, with a device each, that the engine consists of."""

@@ -21,12 +21,13 @@ from paceline.types import (
     RunParameters,
 )
 from trainer_service.engine import adapters, state
-from trainer_service.engine.base import AdapterInfo, LoadedState
+from trainer_service.engine.base import AdapterInfo, LoadedState, PublishedAs
 from trainer_service.engine.base_model import load_base_model
 from trainer_service.engine.captures import Capture, StagingMemory
 from trainer_service.engine.execution import Execution
 from trainer_service.engine.full_parameters import FullRun, full_run_bytes, make_full_run
 from trainer_service.engine.jobs import Job, JobKind
+from trainer_service.engine.lent_weights import publish_in_place
 from trainer_service.engine.lora_run import LoraRun
 from trainer_service.engine.loss_specs import loss_spec
 from trainer_service.engine.memory import out_of_memory_named
@@ -183,8 +184,10 @@ class PeftEngine:
         run = self._resident_here(run_id)
         return run.hold(state.capture(run, self._options.model_name, self._staging))
 
-    def capture_adapter(self, run_id: str) -> Capture:
+    def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> Capture:
         run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
+        if self._options.base_dir and published is not None and isinstance(run, FullRun):
+            publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
         return run.hold(state.capture_export(run, self._options.model_name, dtype, self._staging))
 
     def save_state(self, run_id: str, directory: Path) -> None:

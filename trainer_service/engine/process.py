@@ -27,7 +27,7 @@ from paceline.types import (
     RunParameters,
 )
 from trainer_service.engine import wire
-from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState
+from trainer_service.engine.base import AdapterInfo, EngineDiedError, LoadedState, PublishedAs
 from trainer_service.engine.launch import engine_command, engine_environment
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.suspects import Suspects
@@ -54,12 +54,11 @@ def _ignore() -> None:
 class EngineProcess:
     """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
 
-    A run's commands are executed in order of their calls, those of other runs beside them; any number may wait. A call
-    whose waiting is cancelled is executed all the same. When the process dies, the call that it was certainly executing
-    raises EngineDiedError; calls that wait and later ones raise EngineUnavailable until `restart`, and the runs in its
-    memory are gone. Where it did several things at the same time, a pass of several calls or a pass and what is saved,
-    these raise EngineUnavailable too, and are executed alone when they are made again. Until then the errors are the
-    engine's own. A call that saves calls `captured` when it has taken the run's state: the next one may change it.
+    A run's commands are executed in order of their calls, those of other runs beside them. A call whose waiting is
+    cancelled is executed all the same. When the process dies, the call that it was certainly executing raises
+    EngineDiedError; calls that wait and later ones raise EngineUnavailable until `restart`, and its runs are gone.
+    Where it did several things at the same time, a pass of several calls or a pass and what is saved, these raise
+    EngineUnavailable too, and are executed alone when they are made again. Until then errors are the engine's own.
     """
 
     def __init__(self, options: EngineOptions, *, on_exit: Callable[[int], None] | None = None) -> None:
@@ -138,8 +137,10 @@ class EngineProcess:
     async def save_state(self, run_id: str, directory: Path, captured: Captured = _ignore) -> None:
         await self._running().call(wire.SaveState(run_id, str(directory)), NoneType, captured)
 
-    async def save_adapter(self, run_id: str, directory: Path, captured: Captured = _ignore) -> None:
-        await self._running().call(wire.SaveAdapter(run_id, str(directory)), NoneType, captured)
+    async def save_adapter(
+        self, run_id: str, directory: Path, captured: Captured = _ignore, published: PublishedAs | None = None
+    ) -> None:
+        await self._running().call(wire.SaveAdapter(run_id, str(directory), published), NoneType, captured)
 
     async def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         return await self._call(wire.LoadState(run_id, str(directory), with_optimizer), LoadedState)

@@ -29,7 +29,7 @@ from paceline.types import (
 )
 from paceline.types.optimizers import optimizer_name
 from paceline.types.training import Array
-from trainer_service.engine.base import AdapterInfo, LoadedState, TrainerEngine
+from trainer_service.engine.base import AdapterInfo, LoadedState, PublishedAs, TrainerEngine
 from trainer_service.engine.optimizers.specs import make_params, settings_of
 from trainer_service.engine.options import EngineOptions
 
@@ -149,10 +149,11 @@ class SaveAdapter(msgspec.Struct, frozen=True, tag=True):
 
     run_id: str
     directory: str
+    published: PublishedAs | None = None
 
     def execute(self, engine: TrainerEngine) -> Unfinished:
         """Execute the command up to what may be done while later ones execute."""
-        capture = engine.capture_adapter(self.run_id)
+        capture = engine.capture_adapter(self.run_id, self.published)
         return Unfinished(lambda: capture.write(Path(self.directory)))
 
 

@@ -17,6 +17,7 @@ from paceline.log import get_logger
 from paceline.types import FullParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints.store import staged_directory
+from trainer_service.engine.base import PublishedAs
 from trainer_service.engine.process import Captured
 from trainer_service.failpoints import Failpoints
 from trainer_service.publish.feed import AckPolicy, Feed
@@ -34,7 +35,9 @@ _NUMBERS_RESERVED = 64
 class SaveAdapter(Protocol):
     """The engine's verb that saves a run's weights."""
 
-    async def __call__(self, run_id: str, directory: Path, captured: Captured = ...) -> None: ...
+    async def __call__(
+        self, run_id: str, directory: Path, captured: Captured = ..., published: PublishedAs | None = ...
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,9 @@ class Publisher:
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
         directory, whole = self._directory(run, version), _is_whole(run)
         async with staged_directory(directory, overwrite=whole, durable=whole) as staging:
-            await self._save_adapter(run.run_id, staging, turn.capture)
+            # What is made again may differ from what it was: its checksum, not yet known, decides whether it is used.
+            published = PublishedAs(run.run_id, version, run.tenant) if offer is not None else None
+            await self._save_adapter(run.run_id, staging, turn.capture, published)
             turn.release()
             draft = await asyncio.to_thread(
                 weights.draft_manifest, staging, model, tenant=run.tenant, step=step, seq_id=seq_id

@@ -1,0 +1,38 @@
+"""A process that lends a model's weights on the GPU, as the sampler does; `python lender.py MODEL DIRECTORY`.
+
+Says "lent" when it does, and then, for each line that it is told, the float64 sum of all weights.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from paceline.shared_base import BaseManifest, SharedTensor, claim
+from sampler_service.engine.cuda_sharing import share_cuda
+
+
+def say(text: object) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main(model_path: str, directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to("cuda")
+    claim(directory)
+    manifest = BaseManifest("first", "tiny", writable=False, storages=[], tensors=[])
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, weight in parameters.items():
+        offset = weight.storage_offset() * weight.element_size()
+        storage = len(manifest.storages)
+        manifest.tensors.append(SharedTensor(name, "float32", tuple(weight.shape), weight.stride(), storage, offset))
+        manifest.storages.append(share_cuda(weight))
+    manifest.write(directory)
+    say("lent")
+    for _ in sys.stdin:
+        say(sum(float(weight.double().sum()) for weight in parameters.values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
