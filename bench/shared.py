@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -84,36 +85,37 @@ def deployed(
         state = Path(stack.enter_context(TemporaryDirectory()))
         bridge = settings.pop("bridge")
         options = UpOptions(str(model), address=f"127.0.0.1:{port}", bridge=bridge, dtype="bfloat16", max_lora_rank=16)
-        key, pids, extra = read_or_make_key(state).read_text(), dict[str, int](), {}
-        plans = make_plans(options, state)
+        key, plans = read_or_make_key(state).read_text(), make_plans(options, state)
+        told = {f"PACELINE_SAMPLER_{setting.upper()}": value for setting, value in settings.items()}
+        if base_dir := plans[0].environment.get("PACELINE_TRAINER_BASE_DIR"):
+            stack.callback(shutil.rmtree, base_dir, ignore_errors=True)
+        processes = {}
         for plan in plans:
-            extra = {f"PACELINE_SAMPLER_{name.upper()}": value for name, value in settings.items()}
-            environment = {**plan.environment, **(extra if plan.name == "sampler" else {}), "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-m", plan.module]
-            process = stack.enter_context(
-                running(command, os.sched_getaffinity(0), environment, state / f"{plan.name}.log")
-            )
-            pids[plan.name] = process.pid
+            environment = {**plan.environment, **(told if plan.name == "sampler" else {}), "OMP_NUM_THREADS": "1"}
+            command, log = [sys.executable, "-m", plan.module], state / f"{plan.name}.log"
+            process = stack.enter_context(running(command, os.sched_getaffinity(0), environment, log))
+            processes[plan.name] = process
         for plan in plans:
-            if not wait_until_serving(plan.health, plan.service, lambda: False):
+            over = lambda process=processes[plan.name]: process.poll() is not None  # noqa: E731
+            if not wait_until_serving(plan.health, plan.service, over):
                 raise SystemExit((state / f"{plan.name}.log").read_text(errors="replace")[-4000:])
+        pids = {name: process.pid for name, process in processes.items()}
         client = stack.enter_context(paceline.ServiceClient(options.address, key))
-        base_dir = plans[0].environment.get("PACELINE_TRAINER_BASE_DIR")
         yield Deployment(name, client, pids, make_run(client), Path(base_dir) if base_dir else None)
 
 
-def processes(pid: int) -> Iterator[int]:
+def family(pid: int) -> Iterator[int]:
     """Yield a process and those that it started."""
     yield pid
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
-            yield from processes(int(child))
+            yield from family(int(child))
 
 
 def memory(pid: int, file: str = "") -> float:
     """Return the MB (proportional) of a process and its children, or of one file that they have mapped."""
     total = 0
-    for each in processes(pid):
+    for each in family(pid):
         counted = not file
         for line in Path(f"/proc/{each}/smaps").read_text().splitlines():
             if "-" in line.partition(" ")[0]:

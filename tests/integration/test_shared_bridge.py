@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ def cluster(tmp_path_factory):
         yield cluster
     finally:
         cluster.stop()
+        shutil.rmtree(cluster.sampler.plan.environment["PACELINE_SAMPLER_BASE_DIR"])
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -39,6 +40,7 @@ def cluster(tmp_path_factory):
         yield cluster
     finally:
         cluster.stop()
+        shutil.rmtree(cluster.sampler.plan.environment["PACELINE_SAMPLER_BASE_DIR"])
 
 
 @pytest.fixture(scope="module")
