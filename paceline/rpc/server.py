@@ -133,6 +133,8 @@ def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:
         # notice a dead peer.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        # Pings that waited on a busy machine come together; that is no reason to end calls in progress.
+        ("grpc.http2.max_ping_strikes", 16),
         # A port that another process holds is an error, not a share of its traffic.
         ("grpc.so_reuseport", 0),
     )
