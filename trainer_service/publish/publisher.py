@@ -113,9 +113,8 @@ class Publisher:
         persisting = self._persist(run.run_id, version, directory, manifest)
         if durable:
             await asyncio.shield(persisting)
-        acks: Sequence[pb.Acknowledgement] = ()
-        if policy is not AckPolicy.NONE:
-            acks = await self._feed.wait((run.run_id, version), policy, expected, ack_seconds)
+        waiting = policy is not AckPolicy.NONE
+        acks = await self._feed.wait((run.run_id, version), policy, expected, ack_seconds) if waiting else ()
         return Publication(weights.served_model(manifest), acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
 
     async def remake(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
