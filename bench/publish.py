@@ -2,17 +2,18 @@
 
     make bench-publish        python bench/publish.py [--rounds 5] [--publishes 4] [--arms stream collective]
 
-Ours: the trainer and the sampler service, by the bridges `stream`, `volume` and `collective`. The other arm is what
-simple trainers do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own OpenAI server. Two
-figures each: until the version is active (acknowledged) and until its first token has come. The model is the embedded
-one in bfloat16, the adapter has rank 32 on every linear module: 20 MB.
+Ours: the trainer and the sampler service, by the bridges `stream`, `volume`, `collective` and `shared`. The other arm
+is what simple trainers do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own OpenAI server.
+Two figures each: until the version is active (acknowledged) and until its first token has come. The model is the
+embedded one in bfloat16, the adapter has rank 32 on every linear module: 20 MB.
 
 Two more arms publish whole models, of a full-parameter run, once a round: `in place` broadcasts them (bridge
 `collective`) and writes them over vLLM's, `restart` builds the engine again. Streams in progress end first, so their
 figures have the rest of a stream in them, as the wait for the step. They have figures of their own and no budget.
 
 Trainers and this process work on the first core, samplers on the last. All are started first; then the arms take
-turns, a round at a time: only the one that is measured has streams, the others sleep.
+turns, a round at a time: only the one that is measured has streams, the others sleep. Each takes 3 to 5 GB; with
+`--arms` fewer run beside each other.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -48,7 +49,7 @@ class Way:
         return self.serves == "models"
 
 
-ADAPTER_WAYS = {name: Way(name) for name in ("stream", "volume", "collective")}
+ADAPTER_WAYS = {name: Way(name) for name in ("stream", "volume", "collective", "shared")}
 MODEL_WAYS = {"in place": Way("collective", "models"), "restart": Way("restart", "models")}
 
 
@@ -62,18 +63,21 @@ async def services(
     """
     read_or_make_key(state)
     async with AsyncExitStack() as stack:
-        channels = []
+        channels, started = [], []
         for plan in make_plans(options, state)[:2]:
             prefix = f"PACELINE_{plan.name.upper()}_"
             own = {name: value for name, value in settings.items() if name.startswith(prefix)}
             environment = {**plan.environment, **own, "OMP_NUM_THREADS": "1"}
+            if base_dir := environment.get(f"{prefix}BASE_DIR"):
+                stack.callback(shutil.rmtree, base_dir, ignore_errors=True)
             core = {cores[0] if plan.name == "trainer" else cores[-1]}
             command, log = [sys.executable, "-m", plan.module], state / f"{plan.name}.log"
             process = stack.enter_context(running(command, core, environment, log))
-            over = lambda process=process: process.poll() is not None  # noqa: E731
+            started.append((plan, log, lambda process=process: process.poll() is not None))
+            channels.append(await stack.enter_async_context(open_channel(environment[f"{prefix}LISTEN"])))
+        for plan, log, over in started:
             if not await asyncio.to_thread(wait_until_serving, plan.health, plan.service, over):
                 raise SystemExit(log.read_text(errors="replace")[-4000:])
-            channels.append(await stack.enter_async_context(open_channel(environment[f"{prefix}LISTEN"])))
         yield channels[0], channels[1]
 
 
