@@ -3,9 +3,9 @@
     make bench-publish        python bench/publish.py [--rounds 5] [--publishes 4] [--arms stream collective]
 
 Ours: the trainer and the sampler service, by the bridges `stream`, `volume`, `collective` and `shared`. The other arm
-is what simple trainers do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own OpenAI server.
-Two figures each: until the version is active (acknowledged) and until its first token has come. The model is the
-embedded one in bfloat16, the adapter has rank 32 on every linear module: 20 MB.
+is what simple trainers do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own server. Two
+figures each: until the version is active (acknowledged) and until its first token has come. The model is the embedded
+one in bfloat16, the adapter has rank 32 on every linear module: 20 MB.
 
 Two more arms publish whole models, of a full-parameter run, once a round: `in place` broadcasts them (bridge
 `collective`) and writes them over vLLM's, `restart` builds the engine again. Streams in progress end first, so their
