@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-sample bench-journal bench-saves bench-shared chaos images clean
+.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-journal bench-saves bench-shared chaos images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,6 +66,9 @@ bench-shared: proto ## Measure what one copy of the base model saves and costs, 
 
 bench-soak: proto ## Publish for minutes under load and score every token at its version
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/soak.py
+
+bench-stream: proto ## Time the stream of weights beside the same stream as plain protobuf
+	@OMP_NUM_THREADS=1 $(RUN)/python bench/stream.py
 
 bench-journal: proto ## Measure what the journal costs a training step
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/journal_cost.py

@@ -1,11 +1,15 @@
 """How long publishing takes, from the optimizer step's reply, while the sampler decodes 8 streams.
 
-    make bench-publish        python bench/publish.py [--rounds 5] [--publishes 4] [--arms stream volume]
+    make bench-publish        python bench/publish.py [--rounds 5] [--publishes 4] [--arms stream collective]
 
-Ours: the trainer and the sampler service, by the bridges `stream` and `volume`. The other arm is what simple trainers
-do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own OpenAI server. Two figures each:
-until the version is active (acknowledged) and until its first token has come. The model is the embedded one in
-bfloat16, the adapter has rank 32 on every linear module: 20 MB.
+Ours: the trainer and the sampler service, by the bridges `stream`, `volume` and `collective`. The other arm is what
+simple trainers do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own OpenAI server. Two
+figures each: until the version is active (acknowledged) and until its first token has come. The model is the embedded
+one in bfloat16, the adapter has rank 32 on every linear module: 20 MB.
+
+Two more arms publish whole models, of a full-parameter run, once a round: `in place` broadcasts them (bridge
+`collective`) and writes them over vLLM's, `restart` builds the engine again. Streams in progress end first, so their
+figures have the rest of a stream in them, as the wait for the step. They have figures of their own and no budget.
 
 Trainers and this process work on the first core, samplers on the last. All are started first; then the arms take
 turns, a round at a time: only the one that is measured has streams, the others sleep.
@@ -19,7 +23,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from budgets import budget
 from make_model import default_directory, make_model
-from publish_ours import Ours
+from publish_ours import ADAPTER_WAYS, MODEL_WAYS, Ours
 from publish_stock import Stock
 from publish_times import Times
 
@@ -116,9 +120,12 @@ def memcpy_milliseconds(size: int, core: int, rounds: int = 15) -> float:
     return 1e3 * float(np.median(seconds))
 
 
-def report(figures: dict[str, Figures], memcpy: float, size: int) -> None:
+def report(figures: Mapping[str, Figures], sizes: Mapping[str, int], memcpy: float) -> None:
     """Print the table and the budgets."""
-    print(f"\nadapter of {size / 1e6:.1f} MB, {STREAMS} streams; milliseconds from the optimizer step's reply")
+    adapters = {arm: one for arm, one in figures.items() if arm not in MODEL_WAYS}
+    for arm, size in sizes.items():
+        print(f"{arm}: versions of {size / 1e6:.1f} MB")
+    print(f"\n{STREAMS} streams; milliseconds from the optimizer step's reply")
     print(f"{'arm':12}{'publishes':>10}{'tok/s':>7}{'active p50':>12}{'p99':>8}{'less wait':>11}{'p99':>8}"
           f"{'first p50':>11}{'p99':>8}{'step wait':>11}{'apply':>7}{'staged':>8}")  # fmt: skip
     for arm, one in figures.items():
@@ -127,8 +134,8 @@ def report(figures: dict[str, Figures], memcpy: float, size: int) -> None:
               f"{np.median(own):11.1f}{p99(own):8.1f}{np.median(first):11.1f}{p99(first):8.1f}"
               f"{np.median(one.of('step_wait')):11.1f}{np.median(one.of('apply')):7.1f}"
               f"{np.median(one.of('staged')):8.1f}")  # fmt: skip
-    print(f"memcpy of the same bytes: {memcpy:.2f} ms")
-    for arm in figures.keys() - {OTHER}:
+    print(f"memcpy of an adapter's bytes: {memcpy:.2f} ms")
+    for arm in adapters.keys() - {OTHER}:
         one, own = figures[arm], figures[arm].of("active") - figures[arm].of("step_wait")
         if OTHER in figures:
             other = figures[OTHER]
@@ -150,8 +157,10 @@ def p99(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
     return float(np.percentile(values, 99, method="higher"))
 
 
-async def measure(arms: Sequence[str], rounds: int, publishes: int, apply: str) -> tuple[dict[str, Figures], int]:
-    """Start every arm, then let them take turns. The first round warms up."""
+async def measure(
+    arms: Sequence[str], rounds: int, publishes: int, apply: str
+) -> tuple[dict[str, Figures], dict[str, int]]:
+    """Start every arm, then let them take turns. The first round warms up. Returns the sizes of versions, too."""
     model, cores = make_model(default_directory()), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
     async with AsyncExitStack() as stack:
@@ -162,15 +171,17 @@ async def measure(arms: Sequence[str], rounds: int, publishes: int, apply: str) 
             if arm == OTHER:
                 started[arm] = await stack.enter_async_context(Stock.start(model, scratch / "stock", address, cores))
             else:
-                ours = Ours.start(model, scratch / arm, address, cores, bridge=arm, apply=apply)
+                way = (ADAPTER_WAYS | MODEL_WAYS)[arm]
+                ours = Ours.start(model, scratch / arm.replace(" ", "-"), address, cores, way=way, apply=apply)
                 started[arm] = await stack.enter_async_context(ours)
         figures = {arm: Figures() for arm in arms}
         for number in range(rounds + 1):
             for arm in arms:
-                await one_round(started[arm], publishes, figures[arm] if number else Figures())
+                times = 1 if arm in MODEL_WAYS else publishes
+                await one_round(started[arm], times, figures[arm] if number else Figures())
             print(f"round {number} of {rounds}, load {os.getloadavg()[0]:.1f}", flush=True)
-        size = next(one.size for one in started.values() if isinstance(one, Ours))
-    return figures, size
+        sizes = {arm: one.size for arm, one in started.items() if isinstance(one, Ours)}
+    return figures, sizes
 
 
 def main() -> None:
@@ -178,15 +189,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--publishes", type=int, default=4, help="in each arm's turn")
-    parser.add_argument("--arms", nargs="+", default=["stream", "volume", OTHER], choices=["stream", "volume", OTHER])
+    every = [*ADAPTER_WAYS, OTHER, *MODEL_WAYS]
+    parser.add_argument("--arms", nargs="+", default=every, choices=every)
     parser.add_argument(
         "--apply", default="direct", choices=["direct", "stock"], help="how our sampler loads a version"
     )
     options = parser.parse_args()
     core = max(os.sched_getaffinity(0))
     with suppress(KeyboardInterrupt):
-        figures, size = asyncio.run(measure(options.arms, options.rounds, options.publishes, options.apply))
-        report(figures, memcpy_milliseconds(size, core), size)
+        figures, sizes = asyncio.run(measure(options.arms, options.rounds, options.publishes, options.apply))
+        adapter = next((size for arm, size in sizes.items() if arm in ADAPTER_WAYS), 1)
+        report(figures, sizes, memcpy_milliseconds(adapter, core))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ import numpy as np
 from publish_times import LEARNING_RATE, PROMPT, RANK, STREAM_TOKENS, Times, running
 
 from paceline import codec
+from paceline.layout import MODEL_FILE, WEIGHTS_FILE
 from paceline.rpc.channel import open_channel
 from paceline.rpc.health import wait_until_serving
 from paceline.rpc.identity import peer_metadata
@@ -28,6 +30,26 @@ from paceline.types.v1 import model_pb2, sampling_pb2
 from paceline.up_plan import UpOptions, make_plans, read_or_make_key
 
 TENANT = "bench"
+_GROUP_SECONDS = 300.0
+_ACK_MILLISECONDS = 300_000
+"""How long a publish waits: the bridge restart starts an engine meanwhile."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How versions reach the sampler of an arm."""
+
+    bridge: str
+    serves: str = "adapters"
+
+    @property
+    def whole(self) -> bool:
+        """Whether versions are whole models."""
+        return self.serves == "models"
+
+
+ADAPTER_WAYS = {name: Way(name) for name in ("stream", "volume", "collective")}
+MODEL_WAYS = {"in place": Way("collective", "models"), "restart": Way("restart", "models")}
 
 
 @asynccontextmanager
@@ -58,7 +80,8 @@ async def services(
 class Ours:
     """One run, published again and again to one sampler."""
 
-    def __init__(self, trainer: grpc.aio.Channel, sampler: grpc.aio.Channel, state: Path) -> None:
+    def __init__(self, trainer: grpc.aio.Channel, sampler: grpc.aio.Channel, state: Path, way: Way) -> None:
+        self._way = way
         self._trainer, self._sampler = TrainerServiceStub(trainer), SamplerServiceStub(sampler)
         self._metadata = peer_metadata((state / "credential").read_text(), TENANT)
         self._versions = state / "checkpoints" / "runs"
@@ -68,20 +91,23 @@ class Ours:
     @classmethod
     @asynccontextmanager
     async def start(
-        cls, model: Path, state: Path, address: str, cores: Sequence[int], *, bridge: str, apply: str
+        cls, model: Path, state: Path, address: str, cores: Sequence[int], *, way: Way, apply: str
     ) -> AsyncIterator[Self]:
         """Run the services, with one version published."""
-        options = UpOptions(str(model), address=address, bridge=bridge, dtype="bfloat16", max_lora_rank=RANK)
-        async with services(options, state, cores, PACELINE_SAMPLER_APPLY=apply) as (trainer, sampler):
-            ours = cls(trainer, sampler, state)
+        options = UpOptions(str(model), address=address, bridge=way.bridge, dtype="bfloat16", max_lora_rank=RANK)
+        settings = {"PACELINE_SAMPLER_APPLY": apply, "PACELINE_SAMPLER_SERVES": way.serves}
+        async with services(options, state, cores, **settings) as (trainer, sampler):
+            if way.bridge == "collective":
+                await asyncio.to_thread(_wait_for_group, state / "trainer.log")
+            ours = cls(trainer, sampler, state, way)
             await ours.create()
             yield ours
 
     @property
     def size(self) -> int:
-        """Bytes of a version's tensors."""
+        """Bytes of a version's weights."""
         newest = max((self._versions / self.run_id / "versions").iterdir(), key=lambda path: path.stat().st_mtime)
-        return (newest / "adapter_model.safetensors").stat().st_size
+        return (newest / (MODEL_FILE if self._way.whole else WEIGHTS_FILE)).stat().st_size
 
     async def stream(self) -> AsyncIterator[int]:
         async for part in self.sample(STREAM_TOKENS):
@@ -97,7 +123,8 @@ class Ours:
     async def publish(self) -> Times:
         await self.step()
         start = time.perf_counter()
-        reply = await self._call("PublishWeights", trainer_pb.PublishWeightsRequest, wait_for=trainer_pb.ACK_POLICY_ANY)
+        reply = await self._call("PublishWeights", trainer_pb.PublishWeightsRequest,
+                                 wait_for=trainer_pb.ACK_POLICY_ANY, ack_timeout_ms=_ACK_MILLISECONDS)  # fmt: skip
         active = time.perf_counter()
         self._version = reply.model.version
         await anext(self.sample(1))
@@ -109,17 +136,21 @@ class Ours:
 
     async def create(self, rank: int = RANK) -> None:
         """Make the run and publish its first version."""
-        request = trainer_pb.CreateRunRequest(
-            request_id=os.urandom(8).hex(), lora=codec.lora_config_to_proto(LoraConfig(rank))
-        )
+        request = trainer_pb.CreateRunRequest(request_id=os.urandom(8).hex())
+        if self._way.whole:
+            request.full.SetInParent()
+        else:
+            request.lora.CopyFrom(codec.lora_config_to_proto(LoraConfig(rank)))
         reply = await self._trainer.CreateRun(request, metadata=self._metadata)
         self.run_id = reply.run.run_id
         await self.publish()
 
     async def sample(self, tokens: int) -> AsyncIterator[Any]:
         """Sample under the newest version; yield what comes."""
+        # Of whole models there is one at a time: a stream that asked for the last one would bring it back.
+        version = None if self._way.whole else self._version
         request = sampler_pb.SampleStreamRequest(
-            model=model_pb2.ModelRef(version=model_pb2.VersionRef(run_id=self.run_id, version=self._version)),
+            model=model_pb2.ModelRef(version=model_pb2.VersionRef(run_id=self.run_id, version=version)),
             prompt=codec.tensor_to_proto(np.array(PROMPT, np.int32)),
             params=sampling_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
         )
@@ -134,3 +165,12 @@ class Ours:
         self._seq_id += 1
         request = message(run_id=self.run_id, seq_id=self._seq_id, **fields)
         return await getattr(self._trainer, method)(request, metadata=self._metadata)
+
+
+def _wait_for_group(log: Path) -> None:
+    """Wait until the sampler is in the trainer's process group: until then versions come by stream."""
+    deadline = time.monotonic() + _GROUP_SECONDS
+    while "group made" not in log.read_text(errors="replace"):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"no process group; see {log}")
+        time.sleep(0.1)

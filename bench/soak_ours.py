@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import grpc
-from publish_ours import Ours, services
+from publish_ours import ADAPTER_WAYS, Ours, services
 from publish_times import STREAM_TOKENS
 from soak_score import Sampled
 
@@ -66,7 +66,7 @@ class Soak:
         """Run the services, with one version of each run published. Every version stays on the volume."""
         options = UpOptions(str(model), address="127.0.0.1:50580", dtype=dtype, max_lora_rank=RANK)
         async with services(options, state, cores, PACELINE_TRAINER_KEEP_VERSIONS="1000000") as (trainer, sampler):
-            runs = [Run(trainer, sampler, state) for _ in range(RUNS)]
+            runs = [Run(trainer, sampler, state, ADAPTER_WAYS["stream"]) for _ in range(RUNS)]
             for run in runs:
                 await run.create(RANK)
             yield cls(runs)

@@ -16,7 +16,7 @@ def main() -> None:
     """Serve until SIGTERM, or until the engine dies."""
     settings = load_settings(SamplerSettings)
     registry = CollectorRegistry()
-    engine = create_service_engine(settings.engine, settings.bridge, settings.engine_options)
+    engine = create_service_engine(settings.engine, settings.bridge, settings.serves, settings.engine_options)
     uvloop.run(serve(SamplerService(settings, engine, registry), settings, registry))
 
 

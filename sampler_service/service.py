@@ -18,8 +18,7 @@ from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
 from paceline.shared_base import read_base
-from sampler_service.engine.base import SamplerEngine, WritableEngine
-from sampler_service.engine.rebuilding import RebuildingEngine
+from sampler_service.engine.base import ModelEngine, SamplerEngine, WritableEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.sampling import Sampler
 from sampler_service.servicer import SamplerServicer, ServerInfo
@@ -77,9 +76,9 @@ class SamplerService:
         channel = open_channel(settings.trainer, settings.upstream_tls)
         started.push_async_callback(channel.close)
         trainer = TrainerLink(channel, settings.secret, settings.fetch_timeout_seconds)
-        whole_models = settings.bridge == "restart" or settings.in_place != "off"
+        whole_models = settings.whole_models or settings.in_place != "off"
         rules = ManifestRules(settings.served_name, settings.max_lora_rank, settings.max_version_bytes, whole_models)
-        group, offers = self._group(staging), Offers(settings.fetch_timeout_seconds)
+        group, offers = self._group(staging, rules), Offers(settings.fetch_timeout_seconds)
         bridge = self._bridge(trainer, staging, rules, group, offers)
         resolver = VersionResolver(bridge)
         versions = self._versions(bridge, resolver, readiness)
@@ -109,10 +108,10 @@ class SamplerService:
     async def stop(self) -> None:
         await self._started.aclose()
 
-    def _group(self, staging: StagingArea) -> GroupReceiver | None:
+    def _group(self, staging: StagingArea, rules: ManifestRules) -> GroupReceiver | None:
         if self._settings.bridge != "collective":
             return None
-        group = GroupReceiver(staging, self._settings.max_version_bytes, self._metrics)
+        group = GroupReceiver(staging, rules, self._metrics)
         self._started.push_async_callback(group.close)
         return group
 
@@ -124,11 +123,12 @@ class SamplerService:
         group: GroupReceiver | None,
         offers: Offers,
     ) -> Bridge:
-        volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
-        if self._settings.bridge == "volume" or rules.whole_models:
+        name = self._settings.bridge
+        volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules, name)
+        if name in {"volume", "restart"} or self._settings.in_place != "off":
             return volume
         stream = StreamBridge(trainer, staging, rules, volume, offers)
-        return stream if group is None else CollectiveBridge(group, stream, rules)
+        return stream if group is None else CollectiveBridge(group, stream)
 
     def _versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
         versions = self._make_versions(bridge, resolver, readiness)
@@ -139,7 +139,7 @@ class SamplerService:
     def _make_versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
         settings, engine = self._settings, self._engine
         name, seconds = settings.served_name, settings.fetch_timeout_seconds
-        if isinstance(engine, RebuildingEngine):
+        if isinstance(engine, ModelEngine):
 
             async def set_ready(ready: bool) -> None:
                 await readiness.set(ready and not self._draining)

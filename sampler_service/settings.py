@@ -30,6 +30,11 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     collective: broadcast over a torch.distributed process group. restart: whole models, read from the volume, for each
     of which the engine is built again. shared: as stream, and the base weights are lent to the trainer in `base_dir`.
     """
+    serves: Literal["adapters", "models"] = "adapters"
+    """What is served: adapters beside each other, or whole models of full-parameter runs, one at a time.
+
+    Models are written into vLLM's model in place; with bridge restart, which serves nothing else, by a new engine.
+    """
     model: str
     """Base model: a local directory or a Hugging Face id; the trainer's."""
     model_name: str = ""
@@ -85,7 +90,14 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     def _check_in_place(self) -> Self:
         if self.in_place != "off" and self.bridge != "shared":
             raise ValueError("in_place takes bridge=shared")
+        if self.bridge == "shared" and self.serves == "models":
+            raise ValueError("with bridge=shared whole models are served by in_place")
         return self
+
+    @property
+    def whole_models(self) -> bool:
+        """Whether whole models are served, and then no adapters."""
+        return self.serves == "models" or self.bridge == "restart"
 
     @property
     def served_name(self) -> str:

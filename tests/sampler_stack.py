@@ -32,7 +32,7 @@ from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 from paceline.types import ServedModel
 from paceline.types.v1 import model_pb2, sampling_pb2
-from paceline.weights import describe_adapter, read_chunks, read_manifest, write_manifest
+from paceline.weights import describe_adapter, read_manifest, read_replies, write_manifest
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
 from sampler_service.engine.base import SamplerEngine
@@ -162,7 +162,7 @@ class Trainer(WeightServiceServicer):
             return
         self.fetched.append(directory.name)
         await self.gate.wait()
-        for chunk in read_chunks(directory / WEIGHTS_FILE):
+        for chunk in chunks_of(directory / WEIGHTS_FILE):
             if self.damage:
                 chunk.data = bytes([chunk.data[0] ^ 1]) + chunk.data[1:]
             yield weights_pb.FetchVersionResponse(chunk=chunk)
@@ -180,6 +180,11 @@ class Trainer(WeightServiceServicer):
         versions = (self.volume.run(ref.version.run_id) / "versions").glob("[0-9]*/manifest.json")
         owners = {json.loads(path.read_text())["tenant"] for path in versions}
         return errors.VersionNotFound("no such version") if tenant in owners else errors.RunNotFound("no such run")
+
+
+def chunks_of(weights: Path) -> list[weights_pb.Chunk]:
+    """Cut a file into the chunks in which it travels."""
+    return [weights_pb.FetchVersionResponse.FromString(reply).chunk for reply in read_replies(weights)]
 
 
 @asynccontextmanager
@@ -291,7 +296,7 @@ async def sampling(
         }
     )
     registry = CollectorRegistry()
-    engine = running or create_service_engine(chosen.engine, chosen.bridge, chosen.engine_options)
+    engine = running or create_service_engine(chosen.engine, chosen.bridge, chosen.serves, chosen.engine_options)
     service = SamplerService(chosen, engine, registry)
     readiness = Readiness(service.service_names)
     await service.start(readiness)

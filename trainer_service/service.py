@@ -18,7 +18,6 @@ from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.server import Readiness
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from paceline.types import ModelInfo
-from paceline.weights.v1.weight_service_pb2_grpc import add_WeightServiceServicer_to_server
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
 from trainer_service.engine.process import EngineProcess
@@ -117,7 +116,7 @@ class TrainerService:
         trainer = TrainerServicer(self._settings, self._trainer, self._engine, self._registry, self._checkpoints)
         add_TrainerServiceServicer_to_server(trainer, server)
         weights = WeightServicer(self._feed, self._group, self._publisher, self._registry, self._checkpoints)
-        add_WeightServiceServicer_to_server(weights, server)
+        weights.register(server)
 
     def drain(self) -> None:
         self._registry.drain()

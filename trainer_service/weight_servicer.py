@@ -9,12 +9,12 @@ from typing import Any
 
 import grpc
 
-from paceline import codec, errors, layout, weights
+from paceline import codec, errors, weights
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity, current_identity
 from paceline.types import CheckpointKind, ModelRef
 from paceline.weights.v1 import weight_service_pb2 as pb
-from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer
+from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.publish.feed import Feed, Watcher
 from trainer_service.publish.group import BroadcastGroup
@@ -55,21 +55,26 @@ class WeightServicer(WeightServiceServicer):
             await self._feed.leave(watcher)
             self._group.changed(watcher)
 
-    async def FetchVersion(
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the service to a server."""
+        add_WeightServiceServicer_to_server(self, server)
+        weights.add_fetch_version(server, self.FetchVersion)
+
+    async def FetchVersion(  # type: ignore[override]
         self, request: pb.FetchVersionRequest, context: Context
-    ) -> AsyncIterator[pb.FetchVersionResponse]:
+    ) -> AsyncIterator[bytes]:
+        """Yield serialised replies, as `register` has them sent."""
         identity = current_identity()
         directory = self._find(codec.model_ref_from_proto(request.model), identity)
         staged = self._publisher.staged_manifest(directory)
         manifest = staged or weights.read_manifest(directory)
-        yield pb.FetchVersionResponse(manifest=manifest)
-        if weights.is_model(manifest):
-            raise errors.Unsupported("is a whole model, which is read from the checkpoint volume", field="model")
+        yield pb.FetchVersionResponse(manifest=manifest).SerializeToString()
+        file = directory / weights.weights_file(manifest)
         if staged is not None and request.accept_staged_path and identity.is_peer:
-            yield pb.FetchVersionResponse(staged_path=str(directory / layout.WEIGHTS_FILE))
+            yield pb.FetchVersionResponse(staged_path=str(file)).SerializeToString()
             return
-        for chunk in weights.read_chunks(directory / layout.WEIGHTS_FILE):
-            yield pb.FetchVersionResponse(chunk=chunk)
+        for reply in weights.read_replies(file):
+            yield reply
 
     async def _join(self, requests: AsyncIterator[pb.WatchVersionsRequest], identity: Identity) -> Watcher:
         async for first in requests:

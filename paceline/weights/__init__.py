@@ -3,7 +3,7 @@
 The bytes that travel are the safetensors file itself.
 """
 
-from paceline.weights.chunks import ChunkWriter, read_chunks
+from paceline.weights.chunks import ChunkWriter, read_replies
 from paceline.weights.manifest import (
     crc32c_of,
     describe_adapter,
@@ -21,19 +21,25 @@ from paceline.weights.manifest import (
     write_manifest,
 )
 from paceline.weights.sums import find_damaged, verify_model, write_sums
+from paceline.weights.wire import Part, Piece, add_fetch_version, fetch_version, read_parts
 
 __all__ = [
     "ChunkWriter",
+    "Part",
+    "Piece",
+    "add_fetch_version",
     "crc32c_of",
     "describe_adapter",
     "describe_weights",
     "draft_manifest",
+    "fetch_version",
     "find_damaged",
     "hash_file",
     "is_model",
     "is_sealed",
-    "read_chunks",
     "read_manifest",
+    "read_parts",
+    "read_replies",
     "read_tensor_entries",
     "seal",
     "served_model",

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-import google_crc32c
-
 from paceline import errors
 from paceline.weights.v1 import weight_service_pb2 as pb
+from paceline.weights.wire import Piece, write_piece
 
 CHUNK_BYTES = 1 << 20
 """1 MiB: below the 4 MiB that any gRPC client takes by default, and where loopback throughput peaks."""
 
 
-def read_chunks(path: Path) -> Iterator[pb.Chunk]:
-    """Yield a file's chunks in order of offset."""
-    offset = 0
-    with path.open("rb") as file:
-        while data := file.read(CHUNK_BYTES):
-            yield pb.Chunk(offset=offset, data=data, crc32c=google_crc32c.value(data))
-            offset += len(data)
+def read_replies(path: Path) -> Iterator[bytes]:
+    """Yield FetchVersion's replies that carry a file's chunks, in order of offset."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        for offset in range(0, size, CHUNK_BYTES):
+            yield write_piece(file, offset, min(CHUNK_BYTES, size - offset))
 
 
 class ChunkWriter:
@@ -34,7 +33,7 @@ class ChunkWriter:
         self._hash = hashlib.sha256()
         self._offset = 0
 
-    def write(self, chunk: pb.Chunk) -> None:
+    def write(self, chunk: Piece) -> None:
         """Append a chunk. Raises ChecksumMismatch when it is damaged, InvalidShape when it is not the next one."""
         data = chunk.data
         if chunk.offset != self._offset or self._offset + len(data) > self._manifest.total_size:
@@ -42,7 +41,7 @@ class ChunkWriter:
                 f"is {chunk.offset} with {len(data)} bytes; {self._offset} of {self._manifest.total_size} came so far",
                 field="chunk.offset",
             )
-        if google_crc32c.value(data) != chunk.crc32c:
+        if not chunk.is_intact:
             raise errors.ChecksumMismatch("was damaged on its way; send it again", field="chunk.crc32c")
         self._file.write(data)
         self._hash.update(data)

@@ -76,7 +76,7 @@ def is_model(manifest: pb.Manifest) -> bool:
 
 
 def weights_file(manifest: pb.Manifest) -> str:
-    """Return the name of the file that holds the weights."""
+    """Return the name of the file that a manifest's SHA-256 is of."""
     return MODEL_FILE if is_model(manifest) else WEIGHTS_FILE
 
 

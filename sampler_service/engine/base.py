@@ -157,3 +157,21 @@ class WritableEngine(SamplerEngine, Protocol):
         Raises EngineUnavailable.
         """
         ...
+
+
+@runtime_checkable
+class ModelEngine(SamplerEngine, Protocol):
+    """An engine whose model can be exchanged while the service lives."""
+
+    @property
+    def model_path(self) -> Path:
+        """Return the directory, or the name, of the base model."""
+        ...
+
+    async def change_model(self, model_path: Path) -> None:
+        """Serve another model of the same shape from here on; no request is in progress.
+
+        Raises ModelNotLoadable when it cannot be; then the model before it goes on serving. Raises EngineUnavailable
+        when neither can; then the engine is dead.
+        """
+        ...

@@ -12,10 +12,11 @@ from sampler_service.engine.rebuilding import RebuildingEngine
 EngineKind = Literal["vllm", "hf"]
 
 
-def create_service_engine(kind: EngineKind, bridge: str, options: EngineOptions) -> SamplerEngine:
-    """Make the engine of a service. Errors as `create_engine`.
+def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: EngineOptions) -> SamplerEngine:
+    """Make the engine of a service. Where whole models are served it is a ModelEngine. As `create_engine`.
 
-    For the bridge restart its model can be exchanged; with `in_place` its weights can be written.
+    For the bridge restart it is built again for each model; with others its model is overwritten, which hf cannot. With
+    `in_place` it is a WritableEngine.
     """
     if bridge == "restart":
         return RebuildingEngine(partial(create_engine, kind), options)
@@ -23,7 +24,13 @@ def create_service_engine(kind: EngineKind, bridge: str, options: EngineOptions)
         from sampler_service.engine.vllm_in_place import InPlaceEngine  # noqa: PLC0415
 
         return InPlaceEngine(options)
-    return create_engine(kind, options)
+    if serves == "adapters":
+        return create_engine(kind, options)
+    if kind != "vllm":
+        raise ValueError(f"engine {kind} changes its model by bridge=restart alone; choose it, or engine=vllm")
+    from sampler_service.engine.vllm_model import InPlaceVllmEngine  # noqa: PLC0415
+
+    return InPlaceVllmEngine(options)
 
 
 def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:

@@ -17,7 +17,7 @@ _log = get_logger(__name__)
 
 
 class RebuildingEngine:
-    """Fulfils SamplerEngine by an engine that is ended and built again with another model.
+    """Fulfils ModelEngine by an engine that is ended and built again with another model.
 
     Two models need not fit into memory beside each other.
     """
@@ -70,8 +70,8 @@ class RebuildingEngine:
     def num_running(self) -> int:
         return self._engine.num_running()
 
-    async def rebuild(self, model_path: Path) -> None:
-        """Serve another model of the same shape, once the requests in progress have ended.
+    async def change_model(self, model_path: Path) -> None:
+        """Build the engine again from another model of the same shape.
 
         Raises ModelNotLoadable when it cannot be; then the model before it serves again. Raises EngineUnavailable when
         that one cannot either; then the engine is dead.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from sampler_service.engine.vllm_internals import VllmInternals
@@ -22,6 +24,8 @@ class WorkerExtension:
     """Mixed into vLLM's worker class through `worker_extension_cls`."""
 
     model_runner: Any
+    reload_weights: Callable[..., None]
+    """vLLM's worker's."""
     internals: VllmInternals
     slot_writer: SlotWriter | None = None
 
@@ -59,3 +63,15 @@ class WorkerExtension:
         """Write the model's weights from a Hugging Face model. Raises ValueError when that is another model."""
         with gpu_sync_allowed():
             write_model(self.model_runner.get_model(), Path(directory))
+
+    def change_model(self, directory: str) -> None:
+        """Write the weights of a model of the same shape over those that are there.
+
+        vLLM goes through the layers, lays each one's weights out as its kernels want them, and copies the result to
+        where the weights were, so that graphs stay valid. Heads that share the embedding's weights are not loaded by
+        themselves; on a CPU they have a packed copy of them all the same, which is made anew here.
+        """
+        self.reload_weights(weights_path=directory)
+        for layer in self.model_runner.get_model().modules():
+            if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+                layer.quant_method.process_weights_after_loading(layer)

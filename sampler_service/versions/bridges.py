@@ -18,14 +18,15 @@ from sampler_service.versions.keys import foreign
 
 @dataclass(slots=True, eq=False)
 class StagedAdapter:
-    """An adapter, or for the bridge restart a whole model, in a directory that an engine can load.
+    """An adapter, or a whole model, in a directory that an engine can load.
 
     Nothing is answered from it before `verified` returns.
     """
 
     manifest: pb.Manifest
     directory: Path
-    """Holds adapter_model.safetensors and adapter_config.json (PEFT layout), or a Hugging Face model."""
+    """Holds adapter_model.safetensors and adapter_config.json (PEFT layout), or a Hugging Face model, of
+    which the file with the weights alone where it was sent."""
     temporary: bool
     """Whether the directory belongs to this sampler and goes when the adapter does."""
     verifying: asyncio.Task[pb.Manifest] | None = None
@@ -91,11 +92,11 @@ class ManifestRules:
         """Refuse what the engine could not load. Raises ModelNotFound, Unsupported, RankTooLarge, InvalidShape."""
         if is_model(manifest) and not self.whole_models:
             raise errors.Unsupported(
-                "is a whole model; a sampler whose bridge is restart serves it, or one that has it as its model",
+                "is a whole model; a sampler that serves models takes it, or one that has it as its model",
                 field="model",
             )
         if self.whole_models and not is_model(manifest):
-            raise errors.Unsupported("is an adapter; a sampler whose bridge is restart serves none", field="model")
+            raise errors.Unsupported("is an adapter; a sampler that serves models takes none", field="model")
         if manifest.model.base_model != self.base_model:
             raise errors.ModelNotFound(
                 f"was trained on {manifest.model.base_model}; this sampler serves {self.base_model}", field="model"

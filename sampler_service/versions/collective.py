@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 from paceline import errors
 from paceline.collective import GroupMember, GroupPlace
-from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
 from paceline.types import ModelRef
-from paceline.weights import served_model, verify_adapter
+from paceline.weights import hash_file, is_model, served_model, verify_adapter, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import ManifestRules, StagedAdapter, check_is
@@ -28,10 +28,10 @@ Arrival = asyncio.Task[StagedAdapter]
 class GroupReceiver:
     """This sampler's member of the trainer's process group. Takes part in every broadcast that is announced to it."""
 
-    def __init__(self, staging: StagingArea, max_bytes: int, metrics: SamplerMetrics) -> None:
-        """Take the length above which a file is received into nothing."""
+    def __init__(self, staging: StagingArea, rules: ManifestRules, metrics: SamplerMetrics) -> None:
+        """Take the rules by which a file is received into nothing."""
         self._staging = staging
-        self._max_bytes = max_bytes
+        self._rules = rules
         self._metrics = metrics
         self._member: GroupMember | None = None
         self._generation = 0
@@ -91,19 +91,27 @@ class GroupReceiver:
             _log.info("group joined", generation=group.generation, rank=group.rank, size=group.size)
 
     async def _receive(self, member: GroupMember, manifest: pb.Manifest, say: Say) -> StagedAdapter:
-        fits = manifest.total_size <= self._max_bytes
+        refusal = self._refusal(manifest)
         directory = await asyncio.to_thread(self._staging.allocate, manifest)
+        file = directory / weights_file(manifest)
         try:
-            await member.transfer(directory / WEIGHTS_FILE if fits else None, manifest.total_size)
-            if not fits:
-                raise errors.InvalidShape("has more bytes than this sampler takes", field="manifest.total_size")
-            await asyncio.to_thread(verify_adapter, directory, manifest)
+            await member.transfer(None if refusal else file, manifest.total_size)
+            if refusal:
+                raise refusal
+            await asyncio.to_thread(_verify, directory, manifest)
         except BaseException as error:
             await asyncio.to_thread(shutil.rmtree, directory)
             if isinstance(error, errors.PeerLost):
                 self._lost(member, error, say)
             raise
         return StagedAdapter(manifest, directory, temporary=True)
+
+    def _refusal(self, manifest: pb.Manifest) -> errors.PacelineError | None:
+        try:
+            self._rules.check(manifest)
+        except errors.PacelineError as error:
+            return error
+        return None
 
     def _lost(self, member: GroupMember, error: errors.PeerLost, say: Say) -> None:
         """Say once for each generation that it is of no use."""
@@ -127,10 +135,9 @@ class CollectiveBridge:
     name = "collective"
     needs_volume = False
 
-    def __init__(self, receiver: GroupReceiver, stream: StreamBridge, rules: ManifestRules) -> None:
+    def __init__(self, receiver: GroupReceiver, stream: StreamBridge) -> None:
         self._receiver = receiver
         self._stream = stream
-        self._rules = rules
 
     async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
         return await self._stream.describe(ref, tenant)
@@ -140,20 +147,28 @@ class CollectiveBridge:
         if arrival is not None:
             try:
                 staged = await arrival
-            except (errors.PeerLost, errors.ChecksumMismatch, errors.InvalidShape) as error:
+            except (errors.PeerLost, errors.ChecksumMismatch) as error:
                 _log.warning("version did not come over the group; fetching it", weights=str(ref), reason=error.reason)
             else:
-                return await self._checked(staged, ref, tenant)
+                return await _checked(staged, ref, tenant)
         return await self._stream.fetch(ref, tenant)
 
-    async def _checked(self, staged: StagedAdapter, ref: ModelRef, tenant: str) -> StagedAdapter:
-        try:
-            check_is(staged.manifest, ref, tenant)
-            self._rules.check(staged.manifest)
-        except errors.PacelineError:
-            await staged.discard()
-            raise
-        return staged
+
+async def _checked(staged: StagedAdapter, ref: ModelRef, tenant: str) -> StagedAdapter:
+    try:
+        check_is(staged.manifest, ref, tenant)
+    except errors.PacelineError:
+        await staged.discard()
+        raise
+    return staged
+
+
+def _verify(directory: Path, manifest: pb.Manifest) -> None:
+    """Check what came. Raises ChecksumMismatch unless it is what the manifest describes."""
+    if not is_model(manifest):
+        verify_adapter(directory, manifest)
+    elif hash_file(directory / weights_file(manifest)) != manifest.model.sha256:
+        raise errors.ChecksumMismatch("the bytes that came are not those of the manifest; send them again")
 
 
 async def _discard(arrival: Arrival) -> None:

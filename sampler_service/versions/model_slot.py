@@ -1,11 +1,11 @@
-"""The restart bridge: whole models from the volume, one at a time, and the engine built again for each of them."""
+"""Whole models, one at a time: the engine's model is changed for each of them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter
@@ -15,8 +15,7 @@ from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import served_model
-from sampler_service.engine.base import Adapter, LoadTimes
-from sampler_service.engine.rebuilding import RebuildingEngine
+from sampler_service.engine.base import Adapter, LoadTimes, ModelEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
 from sampler_service.versions.flights import Flights, arriving_within
@@ -46,13 +45,13 @@ class ModelSlot:
     """Fulfils Versions for an engine that holds one whole model: a run's version, a checkpoint, or the base model.
 
     Requests are let in in their order. One for another model than the engine has waits until those before it have
-    ended; then the engine is built again, and all that wait for the same model are let in. A model that the engine does
-    not load is not tried again: its number stands for these weights for ever.
+    ended; then the engine's model is changed, and all that wait for the same model are let in. A model that the engine
+    does not load is not tried again: its number stands for these weights for ever.
     """
 
     def __init__(
         self,
-        engine: RebuildingEngine,
+        engine: ModelEngine,
         bridge: Bridge,
         resolver: VersionResolver,
         base_model: str,
@@ -79,6 +78,10 @@ class ModelSlot:
         self._switching: asyncio.Task[None] | None = None
         self._refused: set[VersionKey] = set()
         self._flights: Flights[StagedAdapter] = Flights()
+        self._wanted: Counter[VersionKey] = Counter()
+        """How many wait for weights, or change to them; until nobody does, their files stay."""
+        self._brought: dict[VersionKey, StagedAdapter] = {}
+        self._discards: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
         self._listeners: list[Callable[[ServedModel], None]] = []
         metrics.requests_queued.set_function(lambda: len(self._queue))
@@ -115,9 +118,7 @@ class ModelSlot:
 
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
         await staged.discard()
-        raise errors.Unsupported(
-            "this sampler serves whole models (bridge restart), which are not pushed", field="model"
-        )
+        raise errors.Unsupported("this sampler serves whole models, which are not pushed", field="model")
 
     def unload(self, ref: ModelRef, tenant: str) -> None:
         raise errors.Unsupported("this sampler has one model; load another in its place", field="model")
@@ -141,10 +142,11 @@ class ModelSlot:
         self, key: VersionKey, tenant: str, *, announced: bool = False
     ) -> AsyncIterator[LoadedVersion | None]:
         """Have the engine keep the weights of `key`; gives None for the base model."""
-        while True:
-            waiter = _Waiter(key, await self._stage(key, tenant), announced)
-            if await self._enter(waiter):
-                break
+        entered = False
+        while not entered:
+            with self._files(key):
+                waiter = _Waiter(key, await self._stage(key, tenant), announced)
+                entered = await self._enter(waiter)
         try:
             if waiter.entry is not None:
                 check_owner(waiter.entry.tenant, key.ref(), tenant)
@@ -160,9 +162,33 @@ class ModelSlot:
             return None
         with self._metrics.fetch_seconds.time():
             async with arriving_within(self._fetch_timeout):
-                staged = await self._flights.join(key, tenant, lambda: self._bridge.fetch(key.ref(), tenant))
+                staged = self._brought.get(key) or await self._flights.join(
+                    key, tenant, lambda: self._bring(key, tenant)
+                )
         check_owner(staged.manifest.tenant, key.ref(), tenant)
         return staged
+
+    async def _bring(self, key: VersionKey, tenant: str) -> StagedAdapter:
+        staged = await self._bridge.fetch(key.ref(), tenant)
+        await staged.verified()
+        with self._files(key):  # Those who wanted it may be gone.
+            self._brought[key] = staged
+        return staged
+
+    @contextmanager
+    def _files(self, key: VersionKey) -> Iterator[None]:
+        """Keep the files of weights that are brought while the block runs; an engine that has them needs none."""
+        self._wanted[key] += 1
+        try:
+            yield
+        finally:
+            self._wanted[key] -= 1
+            if not self._wanted[key]:
+                del self._wanted[key]
+                if staged := self._brought.pop(key, None):
+                    task = asyncio.create_task(staged.discard())
+                    self._discards.add(task)
+                    task.add_done_callback(self._discards.discard)
 
     async def _enter(self, waiter: _Waiter) -> bool:
         self._queue.append(waiter)
@@ -212,6 +238,10 @@ class ModelSlot:
 
     async def _switch(self, head: _Waiter) -> None:
         """Change the model when the requests in progress have ended, and let in all that wait for it."""
+        with self._files(head.key):
+            await self._change(head)
+
+    async def _change(self, head: _Waiter) -> None:
         failure: errors.PacelineError | None = None
         try:
             start = perf_counter()
@@ -219,7 +249,7 @@ class ModelSlot:
             await self._set_ready(False)
             idle = perf_counter()
             with self._metrics.load_seconds.time():
-                await self._engine.rebuild(head.staged.directory if head.staged else self._base_path)
+                await self._engine.change_model(head.staged.directory if head.staged else self._base_path)
             self._loaded(head, LoadTimes(1e3 * (idle - start), 1e3 * (perf_counter() - idle)))
         except errors.PacelineError as error:
             failure = error

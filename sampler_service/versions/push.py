@@ -11,7 +11,7 @@ from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, check_run_id
 from paceline.rpc.identity import Identity
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef
-from paceline.weights.manifest import read_tensor_entries
+from paceline.weights import Piece, read_tensor_entries
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from sampler_service.versions.bridges import ManifestRules, StagedAdapter
 from sampler_service.versions.keys import foreign
@@ -42,7 +42,7 @@ class PushReceiver:
             async for part in parts:
                 match part.WhichOneof("part"):
                     case "chunk":
-                        await reception.write(part.chunk)
+                        await reception.write(Piece.of(part.chunk))
                     case "commit":
                         return await _finish(await reception.finish(), part.commit.sha256)
                     case _:

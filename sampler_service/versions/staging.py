@@ -14,16 +14,16 @@ from pathlib import Path
 from uuid import uuid4
 
 from paceline import errors
-from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
-from paceline.weights import ChunkWriter, crc32c_of, read_tensor_entries
+from paceline.layout import CONFIG_FILE
+from paceline.weights import ChunkWriter, Piece, crc32c_of, is_model, read_tensor_entries, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.bridges import StagedAdapter
 
 _PREFIX = "paceline-sampler-"
 _LOCK = "lock"
 Sealed = Callable[[], Awaitable[pb.Manifest]]
-_MOST_WAITING = 16
-"""Chunks that wait for the thread; then the sender has to."""
+_MOST_WAITING = 1
+"""Chunks that wait while the thread writes those before; then the sender has to, and memory stays at two chunks."""
 
 
 class NotLinked(Exception):
@@ -57,15 +57,16 @@ class StagingArea:
         os.close(self._lock)
 
     def allocate(self, manifest: pb.Manifest) -> Path:
-        """Make a directory for an adapter, with its configuration and not yet its weights; it is the caller's."""
+        """Make a directory for weights, with an adapter's configuration and not yet with them; it is the caller's."""
         directory = self._directory / uuid4().hex
         directory.mkdir()
-        (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
+        if not is_model(manifest):
+            (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
         return directory
 
     @asynccontextmanager
     async def receive(self, manifest: pb.Manifest) -> AsyncIterator[Reception]:
-        """Give a reception for one adapter; unless it finishes, its files vanish when the block ends."""
+        """Give a reception for one adapter or whole model; unless it finishes, its files vanish when the block ends."""
         reception = await asyncio.to_thread(lambda: Reception(self.allocate(manifest), manifest))
         try:
             yield reception
@@ -79,12 +80,13 @@ class Reception:
     def __init__(self, directory: Path, manifest: pb.Manifest) -> None:
         self._directory = directory
         self._manifest = manifest
-        self._writer = ChunkWriter(directory / WEIGHTS_FILE, manifest)
-        self._waiting: list[pb.Chunk] = []
+        self._file = directory / weights_file(manifest)
+        self._writer = ChunkWriter(self._file, manifest)
+        self._waiting: list[Piece] = []
         self._writing: asyncio.Future[None] | None = None
         self._finished = False
 
-    async def write(self, chunk: pb.Chunk) -> None:
+    async def write(self, chunk: Piece) -> None:
         """Take the next chunk. Raises ChecksumMismatch, InvalidShape or DiskFull, for this one or one before it."""
         self._waiting.append(chunk)
         if self._writing is not None and (self._writing.done() or len(self._waiting) >= _MOST_WAITING):
@@ -101,7 +103,7 @@ class Reception:
         """
         await asyncio.to_thread(self._link, file)
         self._finished = True
-        verifying = asyncio.create_task(_verify_linked(self._directory / WEIGHTS_FILE, sealed))
+        verifying = asyncio.create_task(_verify_linked(self._file, sealed))
         return StagedAdapter(self._manifest, self._directory, temporary=True, verifying=verifying)
 
     async def finish(self) -> StagedAdapter:
@@ -122,7 +124,7 @@ class Reception:
 
     def _link(self, file: Path) -> None:
         self._writer.close()
-        weights = self._directory / WEIGHTS_FILE
+        weights = self._file
         weights.unlink()
         try:
             os.link(file, weights, follow_symlinks=False)
@@ -137,7 +139,7 @@ class Reception:
             writing, self._writing = self._writing, None
             await writing
 
-    def _write(self, chunks: Sequence[pb.Chunk]) -> None:
+    def _write(self, chunks: Sequence[Piece]) -> None:
         with _room():
             for chunk in chunks:
                 self._writer.write(chunk)

@@ -8,6 +8,7 @@ from pathlib import Path
 from paceline import errors
 from paceline.log import get_logger
 from paceline.types import ModelRef
+from paceline.weights import Piece
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.bridges import ManifestRules, StagedAdapter, check_is
 from sampler_service.versions.keys import VersionKey
@@ -85,9 +86,13 @@ class StreamBridge:
             self._rules.check(manifest)
             async with self._staging.receive(manifest) as reception:
                 async for part in parts:
-                    if part.WhichOneof("part") == "staged_path":
+                    if isinstance(part, Piece):
+                        await reception.write(part)
+                    elif part.staged_path:
                         return await reception.adopt(Path(part.staged_path), partial(_known, manifest))
-                    await reception.write(part.chunk)
+                    else:
+                        raise errors.ChecksumMismatch("the trainer's answer has neither a chunk nor a path in it")
+                    del part  # before the next one comes: each is a MiB
                 return await reception.finish()
 
 

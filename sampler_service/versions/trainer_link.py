@@ -14,6 +14,7 @@ from paceline.log import get_logger
 from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.types import ModelRef
+from paceline.weights import Part, fetch_version, read_parts
 from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
 
@@ -31,6 +32,7 @@ class TrainerLink:
 
     def __init__(self, channel: grpc.aio.Channel, credential: str, fetch_timeout_seconds: float) -> None:
         self._stub = WeightServiceStub(channel)
+        self._fetch_version = fetch_version(channel)
         self._credential = credential
         self._fetch_timeout = fetch_timeout_seconds
 
@@ -46,7 +48,7 @@ class TrainerLink:
     @asynccontextmanager
     async def fetch(
         self, ref: ModelRef, tenant: str, *, accept_staged_path: bool
-    ) -> AsyncIterator[tuple[pb.Manifest, AsyncIterator[pb.FetchVersionResponse]]]:
+    ) -> AsyncIterator[tuple[pb.Manifest, AsyncIterator[Part]]]:
         """Give the manifest of a version or checkpoint, then its chunks or the path of its file in shared memory.
 
         Raises what the trainer answers (NotFound, DataLoss, InvalidArgument), TrainerUnavailable for everything else.
@@ -57,11 +59,11 @@ class TrainerLink:
     @asynccontextmanager
     async def _open(
         self, ref: ModelRef, tenant: str, seconds: float, *, accept_staged_path: bool = False
-    ) -> AsyncIterator[AsyncIterator[pb.FetchVersionResponse]]:
+    ) -> AsyncIterator[AsyncIterator[Part]]:
         request = pb.FetchVersionRequest(model=model_ref_to_proto(ref), accept_staged_path=accept_staged_path)
-        call = self._stub.FetchVersion(request, metadata=peer_metadata(self._credential, tenant), timeout=seconds)
+        call = self._fetch_version(request, metadata=peer_metadata(self._credential, tenant), timeout=seconds)
         try:
-            yield aiter(call)
+            yield read_parts(call)
         except grpc.aio.AioRpcError as failure:
             raise _translate(failure) from failure
         finally:
@@ -69,9 +71,9 @@ class TrainerLink:
             call.cancel()
 
 
-async def _first(parts: AsyncIterator[pb.FetchVersionResponse]) -> pb.Manifest:
+async def _first(parts: AsyncIterator[Part]) -> pb.Manifest:
     first = await anext(parts, None)
-    if first is None or first.WhichOneof("part") != "manifest":
+    if not isinstance(first, pb.FetchVersionResponse) or first.WhichOneof("part") != "manifest":
         raise errors.ChecksumMismatch("the trainer's answer does not begin with a manifest")
     return first.manifest
 

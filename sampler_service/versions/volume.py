@@ -18,12 +18,12 @@ _POLL_SECONDS = 0.01
 
 
 class VolumeBridge:
-    """Reads adapters from the checkpoint volume, or whole models (restart); copies nothing."""
+    """Reads adapters or whole models from the checkpoint volume; copies nothing."""
 
     needs_volume = True
 
-    def __init__(self, volume: Volume, trainer: TrainerLink, rules: ManifestRules) -> None:
-        self.name = "restart" if rules.whole_models else "volume"
+    def __init__(self, volume: Volume, trainer: TrainerLink, rules: ManifestRules, name: str = "volume") -> None:
+        self.name = name
         self._volume = volume
         self._trainer = trainer
         self._rules = rules

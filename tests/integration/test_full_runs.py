@@ -4,12 +4,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
-from cluster import Cluster
+from cluster import Cluster, wait_for
 from tiny_models import make_tiny_llama
 
 from paceline import AdamParams, Datum, FullParameters, SamplingParams, WeightStorage, errors
-from paceline.layout import CheckpointPath, Volume
+from paceline.layout import MODEL_FILE, CheckpointPath, Volume
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(600), pytest.mark.xdist_group("full_runs")]
 
@@ -101,6 +102,55 @@ def test_a_published_model_is_served_by_a_sampler_that_builds_its_engine_again(c
         saved = service.create_sampling_client(checkpoint.path).compute_logprobs(PROMPT + COMPLETION).result()
         np.testing.assert_array_equal(saved.logprobs, reached.logprobs)
         assert saved.model.checkpoint == checkpoint.path
+
+
+def assert_served(service, training, model):
+    reached = at(service, model).compute_logprobs(PROMPT + COMPLETION).result()
+    assert reached.model == model
+    assert np.abs(reached.logprobs[-len(COMPLETION) :] - logprobs(training)).mean() <= 1e-5
+
+
+def descendants(cluster, word):
+    """Processes of the sampler with a word in their command, by pid."""
+    everyone = psutil.Process(cluster.sampler.process.pid).children(recursive=True)
+    return {process.pid: process for process in everyone if word in " ".join(process.cmdline())}
+
+
+def test_a_broadcast_model_is_written_into_the_running_engine(cluster, service, tmp_path):
+    training = service.create_full_training_client()
+    bridge = {"PACELINE_SAMPLER_BRIDGE": "collective", "PACELINE_SAMPLER_SERVES": "models"}
+    with sampler_of(cluster, **bridge, PACELINE_SAMPLER_STAGING_DIR=str(tmp_path)):
+        wait_for(lambda: "group made" in cluster.trainer.log.read_text(), 200, cluster.trainer.tail)
+        cluster.trainer.log.write_text("")
+        engine = descendants(cluster, "EngineCore").keys()
+        base = service.create_sampling_client().compute_logprobs(PROMPT + COMPLETION).result().logprobs
+        train(training, 1)
+        first = training.publish_weights(wait_for="any").result().model
+        assert_served(service, training, first)
+
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        stream = at(service, first).sample_stream(PROMPT, sampling_params=params)
+        deltas = iter(stream)
+        next(deltas)
+        train(training, 2)
+        publishing = training.publish_weights(wait_for="any")
+        assert {delta.model for delta in deltas} == {first}, "what is in flight ends on its version"
+        assert_served(service, training, publishing.result().model)
+        assert "FetchVersion" not in cluster.trainer.log.read_text(), "the bytes came over the group"
+
+        for member in descendants(cluster, "paceline.collective.member").values():
+            member.kill()
+        train(training, 1)
+        assert_served(service, training, training.publish_weights(wait_for="any").result().model)
+        assert "FetchVersion" in cluster.trainer.log.read_text(), "what the group loses is fetched"
+
+        again = service.create_sampling_client().compute_logprobs(PROMPT + COMPLETION).result().logprobs
+        np.testing.assert_array_equal(again, base)
+        assert engine
+        assert descendants(cluster, "EngineCore").keys() == engine, "the engine was never built again"
+        wait_for(lambda: not [*tmp_path.rglob(MODEL_FILE)])
+        with pytest.raises(errors.Unsupported):
+            service.create_lora_training_client(rank=4).publish_weights(wait_for="any").result()
 
 
 def test_bad_parameters_are_refused_and_make_no_run(service):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from sampler_stack import make_version, sampling, version_ref
+from sampler_stack import chunks_of, make_version, sampling, version_ref
 
 from paceline import errors
 from paceline.layout import WEIGHTS_FILE, Volume, new_run_id
 from paceline.rpc.identity import PEER_TENANT
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
-from paceline.weights import read_chunks
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
 pytest_plugins = ["sampler_fixtures"]
@@ -28,7 +27,7 @@ def pushed(model, tmp_path):
 
 async def _push(client, manifest, weights, sha256=None):
     parts = [pb.UpdateWeightsRequest(manifest=manifest)]
-    parts += [pb.UpdateWeightsRequest(chunk=chunk) for chunk in read_chunks(weights)]
+    parts += [pb.UpdateWeightsRequest(chunk=chunk) for chunk in chunks_of(weights)]
     parts.append(pb.UpdateWeightsRequest(commit=pb.Commit(sha256=sha256 or manifest.model.sha256)))
     return await _send(client, parts)
 
@@ -79,7 +78,7 @@ async def test_nothing_of_a_bad_push_stays(client, pushed):
     service = client.be(PEER_TENANT)
     manifest, weights = pushed
     head = pb.UpdateWeightsRequest(manifest=manifest)
-    chunks = [pb.UpdateWeightsRequest(chunk=chunk) for chunk in read_chunks(weights)]
+    chunks = [pb.UpdateWeightsRequest(chunk=chunk) for chunk in chunks_of(weights)]
     commit = pb.UpdateWeightsRequest(commit=pb.Commit(sha256=manifest.model.sha256))
     with pytest.raises(errors.MissingField):
         await _send(service, [head, *chunks])

@@ -275,11 +275,12 @@ class Publisher:
 
     def _announce(self, manifest: pb.Manifest, directory: Path) -> Set[str]:
         """Announce a version that was made, and broadcast it; a whole model is on the volume from the first."""
-        if weights.is_model(manifest):
-            return self._feed.announce(self._announcement(manifest))
+        whole = weights.is_model(manifest)
+        announcement = self._announcement(manifest) if whole else pb.Announcement(manifest=manifest)
         # Nothing is awaited between the two, so that members receive in the order of the announcements.
-        generation = self._group.send(directory / layout.WEIGHTS_FILE, manifest.total_size)
-        return self._feed.announce(pb.Announcement(manifest=manifest, broadcast_generation=generation))
+        file = directory / weights.weights_file(manifest)
+        announcement.broadcast_generation = self._group.send(file, manifest.total_size)
+        return self._feed.announce(announcement)
 
     def _announcement(self, manifest: pb.Manifest) -> pb.Announcement:
         directory = self._volume.version(manifest.model.run_id, manifest.model.version)

@@ -1,0 +1,158 @@
+"""FetchVersion's replies as bytes, so that weights are not copied through a message object on either side.
+
+What is written is the wire format of FetchVersionResponse, which generated stubs of any language read, and what is read
+is what any servicer may send (https://protobuf.dev/programming-guides/encoding/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from io import BytesIO, FileIO
+from typing import Any
+
+import google_crc32c
+import grpc
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from paceline.weights.v1 import weight_service_pb2 as pb
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["WeightService"]
+_METHOD = "FetchVersion"
+_CHUNK = 2 << 3 | 2
+"""Tag of FetchVersionResponse.chunk: number, then wire type (0 a varint, 2 bytes with their length, 5 four bytes)."""
+_OFFSET, _DATA, _CRC32C = 1 << 3 | 0, 2 << 3 | 2, 3 << 3 | 5
+_CRC_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk whose data are bytes of the message that brought it."""
+
+    offset: int
+    data: memoryview
+    """Keeps the message alive."""
+    crc32c: int
+
+    @classmethod
+    def of(cls, chunk: pb.Chunk) -> Piece:
+        """Take the chunk of a message object."""
+        return cls(chunk.offset, memoryview(chunk.data), chunk.crc32c)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the data have the checksum that came with them."""
+        return _crc32c(self.data) == self.crc32c
+
+
+Part = pb.FetchVersionResponse | Piece
+"""A manifest or a path in its reply, or a chunk."""
+FetchVersion = Callable[[pb.FetchVersionRequest, Any], AsyncIterator[bytes]]
+
+
+def write_piece(file: FileIO, offset: int, size: int) -> bytes:
+    """Return the reply that carries a file's next `size` bytes, which are those from `offset` on.
+
+    They are read to where they stay: the buffer becomes the reply without a copy. Raises EOFError if there are fewer.
+    """
+    head = b"".join((bytes((_OFFSET,)), _varint(offset), bytes((_DATA,)), _varint(size)))
+    head = b"".join((bytes((_CHUNK,)), _varint(len(head) + size + 1 + _CRC_BYTES), head))
+    reply, end = BytesIO(), len(head) + size
+    reply.seek(end)
+    reply.write(bytes((_CRC32C,)) + bytes(_CRC_BYTES))
+    with reply.getbuffer() as view, view[len(head) : end] as data:
+        view[: len(head)] = head
+        if file.readinto(data) != size:
+            raise EOFError("the file is shorter than it was")
+        view[-_CRC_BYTES:] = _crc32c(data).to_bytes(_CRC_BYTES, "little")
+    return reply.getvalue()
+
+
+def read_part(message: bytes) -> Part:
+    """Return a reply, a chunk without copying its data. Raises DecodeError when it is none."""
+    try:
+        piece = _read_piece(message)
+    except IndexError:  # it ends too early, which protobuf's own parser says better
+        piece = None
+    if piece is not None:
+        return piece
+    reply = pb.FetchVersionResponse.FromString(message)
+    return Piece.of(reply.chunk) if reply.WhichOneof("part") == "chunk" else reply
+
+
+def add_fetch_version(server: grpc.aio.Server, method: FetchVersion) -> None:
+    """Serve FetchVersion by a method that yields serialised replies, in the place of a servicer that was added."""
+    handler: Any = grpc.unary_stream_rpc_method_handler(
+        method,
+        request_deserializer=pb.FetchVersionRequest.FromString,
+    )
+    server.add_registered_method_handlers(_SERVICE.full_name, {_METHOD: handler})
+
+
+def fetch_version(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamMultiCallable[pb.FetchVersionRequest, Part]:
+    """Return the generated stub's method with another reading of replies."""
+    return channel.unary_stream(
+        f"/{_SERVICE.full_name}/{_METHOD}",
+        request_serializer=pb.FetchVersionRequest.SerializeToString,
+        response_deserializer=read_part,
+    )
+
+
+async def read_parts(call: grpc.aio.UnaryStreamCall[pb.FetchVersionRequest, Part]) -> AsyncIterator[Part]:
+    """Yield a call's replies without keeping one while the next one comes, as the call's own iterator does."""
+    parts = [await call.read()]
+    while isinstance(parts[0], Part):
+        yield parts.pop()  # type: ignore[misc] # what was asked for is forgotten by the pop
+        parts.append(await call.read())
+
+
+def _read_piece(message: bytes) -> Piece | None:
+    """Read a reply that is one chunk of known fields, whatever their order; None for everything else."""
+    if message[0] != _CHUNK:
+        return None
+    length, at = _read_varint(message, 1)
+    if at + length != len(message):
+        return None
+    offset, crc32c, data = 0, 0, slice(0)
+    while at < len(message):
+        tag, at = message[at], at + 1
+        if tag == _OFFSET:
+            offset, at = _read_varint(message, at)
+        elif tag == _DATA:
+            size, at = _read_varint(message, at)
+            data, at = slice(at, at + size), at + size
+        elif tag == _CRC32C:
+            crc32c, at = int.from_bytes(message[at : at + _CRC_BYTES], "little"), at + _CRC_BYTES
+        else:
+            return None
+    if at != len(message):
+        return None
+    return Piece(offset, memoryview(message)[data], crc32c)
+
+
+def _crc32c(data: memoryview) -> int:
+    """Return a checksum. What computes it takes no memoryview, but an array, which copies nothing either."""
+    checksum: int = google_crc32c.value(np.frombuffer(data, np.uint8))
+    return checksum
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """Return the number at a position, and the position after it. Raises DecodeError, IndexError at the end."""
+    value = 0
+    for shift in range(0, 64, 7):
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte <= 0x7F:
+            return value, at
+    raise DecodeError("a varint is longer than ten bytes")
