@@ -96,8 +96,8 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     def _check_in_place(self) -> Self:
         if self.in_place != "off" and self.bridge != "shared":
             raise ValueError("in_place takes bridge=shared")
-        if self.serves == "models" and self.bridge == "shared":
-            raise ValueError("serves=models would change weights that are lent; choose in_place, or another bridge")
+        if self.bridge == "shared" and self.serves == "models":
+            raise ValueError("with bridge=shared whole models are served by in_place")
         return self
 
     @property

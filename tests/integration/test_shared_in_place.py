@@ -26,7 +26,7 @@ PROMPT = list(b"Country: Peru\nCapital:")
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 FAR = 1e-2
-"""Mean |log-probability difference| of neighbouring versions, at least; of a version and itself it is 1e-5."""
+"""Mean |log-probability difference| of different versions, at least; of a version and itself it is 1e-5."""
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +154,8 @@ def test_every_token_of_a_completion_is_of_the_one_version_that_its_span_names(n
             difference = np.abs(score(version, sequence.tokens) - sequence.logprobs)[where]
             assert difference.max() <= 1e-3
             assert difference.mean() <= 1e-5
-            if where.stop - where.start > 20:
-                assert np.abs(score(version - 1, sequence.tokens) - sequence.logprobs)[where].mean() > FAR
+            if version > 3 and where.stop - where.start > 20:
+                assert np.abs(score(1, sequence.tokens) - sequence.logprobs)[where].mean() > FAR
     assert changed
 
 
