@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from contextlib import AsyncExitStack
 
 import pytest
+from process_groups import make_group, send
 
-from paceline.collective import GroupMember, GroupPlace
 from paceline.collective.member import CHUNK_BYTES
 from paceline.errors import PeerLost
-
-
-async def make_group(stack, size=3, seconds=5.0):
-    """Start a group of `size` members; returns them in the order of their ranks, joined."""
-    first = await GroupMember.start(GroupPlace("gloo", "127.0.0.1:0", 1, 0, size, seconds))
-    stack.push_async_callback(first.stop)
-    address, members = f"127.0.0.1:{await first.listening()}", [first]
-    for rank in range(1, size):
-        members.append(await GroupMember.start(GroupPlace("gloo", address, 1, rank, size, seconds)))
-        stack.push_async_callback(members[-1].stop)
-    await asyncio.gather(*(member.join() for member in members))
-    return members
-
-
-def send(members, paths, size):
-    transfers = (member.transfer(path, size) for member, path in zip(members, paths, strict=True))
-    return asyncio.gather(*transfers, return_exceptions=True)
 
 
 @pytest.mark.timeout(600)

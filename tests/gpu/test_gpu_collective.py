@@ -1,0 +1,33 @@
+"""Versions broadcast by NCCL, each member on a GPU of its own."""
+
+import os
+from contextlib import AsyncExitStack
+
+import pytest
+import torch
+from process_groups import make_group, send
+
+from paceline.collective.member import CHUNK_BYTES
+from paceline.errors import PeerLost
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+SIZES = [2] if torch.cuda.device_count() > 1 else []
+"""NCCL takes no two members on one GPU."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_member_gets_each_file_and_a_lost_peer_is_an_error(tmp_path, monkeypatch, size):
+    content = os.urandom(3 * CHUNK_BYTES + 12_345)
+    (tmp_path / "source").write_bytes(content)
+    async with AsyncExitStack() as stack:
+        members = await make_group(
+            stack, size, 30.0, "nccl", lambda rank: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(rank))
+        )
+        paths = [tmp_path / "source", tmp_path / "got"]
+        for _ in range(2):
+            assert await send(members, paths, len(content)) == [None] * size
+            assert (tmp_path / "got").read_bytes() == content
+        await members[1].stop()
+        results = await send(members, paths, len(content))
+        assert [type(result) for result in results] == [PeerLost] * size
