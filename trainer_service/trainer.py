@@ -235,6 +235,8 @@ class Trainer:
         directory = record.snapshots.pinned(seq_id)
         if directory is None:
             directory = await record.snapshots.pin(seq_id, await self._checkpoints.open(path, identity))
+        # Replays begin here: what was published before is never made again. What keeps it off the volume is logged.
+        await asyncio.gather(self._publisher.settled(record.run_id), return_exceptions=True)
         fresh = not record.in_engine
         if fresh:
             await self._engine.create_run(record.run_id, record.parameters)

@@ -108,7 +108,8 @@ class RunExecutor:
     async def _save(self, seq_id: int, captured: asyncio.Event) -> None:
         """Save the run's state, and once it is durable remove what only a longer replay would need.
 
-        It counts when every command up to `seq_id` is answered: until then one of them may have to execute again.
+        It counts when every command up to `seq_id` is answered, and every version published by them is on the volume:
+        until then one of them may have to execute again.
         """
         sequencer, snapshots = self._run.sequencer, self._run.snapshots
         self._commands, self._seconds, self._bytes = 0, 0.0, sequencer.journal.appended_bytes
@@ -117,12 +118,12 @@ class RunExecutor:
         async def write(directory: Path) -> tuple[Facts, list[AnswerRecord]]:
             await self._save_state(self._run.run_id, directory, captured.set)
             await sequencer.answered(seq_id, self)
+            await self._settled(self._run.run_id)
             return self._run.facts().at(place), [answer for answer in sequencer.answers if answer.seq_id <= seq_id]
 
         try:
             await sequencer.journal.rotate()
             await snapshots.save(seq_id, self._run.state_bytes(CheckpointKind.STATE), write)
-            await self._settled(self._run.run_id)
             await asyncio.to_thread(snapshots.drop_before, seq_id)
             await sequencer.journal.drop(seq_id)
         except (errors.PacelineError, OSError) as error:
