@@ -36,7 +36,7 @@ from soak_score import Sampled, Scorer
 from soak_stock import reload_under_load
 
 STREAMS, PUBLISHES_A_SECOND = 16, 5.0
-QUIET_SHARE = 0.5
+QUIET_SHARE = 0.34
 """Seconds without publishing for each second with it."""
 Dtype = Literal["float32", "bfloat16"]
 
