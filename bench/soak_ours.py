@@ -20,6 +20,8 @@ from paceline.types.v1 import sampling_pb2
 from paceline.up_plan import UpOptions
 
 RUNS, RANK = 4, 16
+SLOTS = 16
+"""Streams finish on the versions that they began with, so that a step mixes several of each run."""
 
 
 class Run(Ours):
@@ -65,7 +67,8 @@ class Soak:
     async def start(cls, model: Path, state: Path, cores: Sequence[int], dtype: str) -> AsyncIterator[Self]:
         """Run the services, with one version of each run published. Every version stays on the volume."""
         options = UpOptions(str(model), address="127.0.0.1:50580", dtype=dtype, max_lora_rank=RANK)
-        async with services(options, state, cores, PACELINE_TRAINER_KEEP_VERSIONS="1000000") as (trainer, sampler):
+        settings = {"PACELINE_TRAINER_KEEP_VERSIONS": "1000000", "PACELINE_SAMPLER_MAX_ACTIVE_VERSIONS": str(SLOTS)}
+        async with services(options, state, cores, **settings) as (trainer, sampler):
             runs = [Run(trainer, sampler, state, ADAPTER_WAYS["stream"]) for _ in range(RUNS)]
             for run in runs:
                 await run.create(RANK)

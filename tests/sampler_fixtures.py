@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from sampler_stack import BASE, Trainer, sampling, serving
+from sampler_stack import sampling
 from tiny_models import make_tiny_llama
+from weight_stack import BASE, Trainer, serving
 
 from paceline.layout import Volume
 

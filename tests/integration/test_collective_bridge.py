@@ -12,8 +12,9 @@ import numpy as np
 import psutil
 import pytest
 from cluster import Cluster, wait_for
-from sampler_stack import CREDENTIAL, Trainer, make_version, sampling, until, version_ref
+from sampler_stack import sampling, until, version_ref
 from tiny_models import make_tiny_llama
+from weight_stack import CREDENTIAL, Trainer, make_version
 
 import paceline
 from paceline.layout import WEIGHTS_FILE, Volume, new_run_id

@@ -9,8 +9,9 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from sampler_stack import base_ref, make_version, sampling, stream_request, until, version_ref
+from sampler_stack import base_ref, sampling, stream_request, until, version_ref
 from tiny_models import make_tiny_llama
+from weight_stack import make_version
 
 from paceline import errors
 from paceline.layout import new_run_id

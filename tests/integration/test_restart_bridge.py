@@ -8,9 +8,10 @@ import json
 import grpc
 import pytest
 import torch
-from sampler_stack import BASE, PROMPT, TENANT, base_ref, make_version, sampling, stream_request, until, version_ref
+from sampler_stack import PROMPT, base_ref, sampling, stream_request, until, version_ref
 from tiny_models import make_tiny_llama
 from transformers import AutoModelForCausalLM
+from weight_stack import BASE, TENANT, make_version
 
 from paceline import errors
 from paceline.layout import MODEL_FILE, new_run_id

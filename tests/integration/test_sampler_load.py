@@ -11,18 +11,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from gateway_stack import bearer, gateway
-from sampler_stack import (
-    Client,
-    Trainer,
-    base_ref,
-    make_checkpoint,
-    make_version,
-    sample_request,
-    sampling,
-    serving,
-    version_ref,
-)
+from sampler_stack import Client, base_ref, sample_request, sampling, version_ref
 from tiny_models import make_tiny_llama
+from weight_stack import Trainer, make_checkpoint, make_version, serving
 
 from gateway.keys import add_key
 from paceline import errors

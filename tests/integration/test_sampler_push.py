@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from sampler_stack import chunks_of, make_version, sampling, version_ref
+from sampler_stack import sampling, version_ref
+from weight_stack import chunks_of, make_version
 
 from paceline import errors
 from paceline.layout import WEIGHTS_FILE, Volume, new_run_id

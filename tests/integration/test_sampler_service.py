@@ -5,20 +5,9 @@ from __future__ import annotations
 import grpc
 import numpy as np
 import pytest
-from sampler_stack import (
-    BASE,
-    CREDENTIAL,
-    PROMPT,
-    base_ref,
-    make_version,
-    sample_request,
-    sampling,
-    stream_request,
-    tokens,
-    until,
-    version_ref,
-)
+from sampler_stack import PROMPT, base_ref, sample_request, sampling, stream_request, tokens, until, version_ref
 from tiny_models import VOCAB_SIZE, make_tokenizer
+from weight_stack import BASE, CREDENTIAL, make_version
 
 from paceline import errors
 from paceline.layout import new_run_id

@@ -7,7 +7,8 @@ import hashlib
 import shutil
 
 import pytest
-from sampler_stack import make_version, until, version_ref
+from sampler_stack import until, version_ref
+from weight_stack import make_version
 
 from paceline.layout import MANIFEST_FILE, WEIGHTS_FILE, new_run_id
 from paceline.sampler.v1 import sampler_service_pb2 as pb

@@ -8,18 +8,8 @@ import shutil
 
 import grpc
 import pytest
-from sampler_stack import (
-    BASE,
-    Trainer,
-    base_ref,
-    make_checkpoint,
-    make_version,
-    sampling,
-    serving,
-    stream_request,
-    until,
-    version_ref,
-)
+from sampler_stack import base_ref, sampling, stream_request, until, version_ref
+from weight_stack import BASE, Trainer, make_checkpoint, make_version, serving
 
 from paceline import errors
 from paceline.layout import WEIGHTS_FILE, Volume, new_directory, new_run_id

@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack
 import pytest
 from cluster import Cluster
 from cut_proxy import CutProxy
-from sampler_stack import BASE, CREDENTIAL, Client, sampling, until, version_ref
+from sampler_stack import Client, sampling, until, version_ref
 from tiny_models import make_tiny_llama
+from weight_stack import BASE, CREDENTIAL
 
 import paceline
 from paceline.rpc.channel import open_channel

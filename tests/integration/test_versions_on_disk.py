@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sampler_stack import make_version, sampling, until, version_ref
+from sampler_stack import sampling, until, version_ref
+from weight_stack import make_version
 
 from paceline import errors
 from paceline.layout import WEIGHTS_FILE, new_run_id

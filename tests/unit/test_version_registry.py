@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sampler_stack import BASE, PROMPT, TENANT, make_checkpoint, make_version, until
+from sampler_stack import PROMPT, until
 from tiny_models import make_tiny_llama
+from weight_stack import BASE, TENANT, make_checkpoint, make_version
 
 from paceline import errors
 from paceline.layout import Volume, new_run_id
