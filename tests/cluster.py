@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,8 @@ class Cluster:
             yield self
         finally:
             self.stop()
+            if base_dir := self.sampler.plan.environment.get("PACELINE_SAMPLER_BASE_DIR"):
+                shutil.rmtree(base_dir)
 
     def stop(self) -> None:
         with ExitStack() as stack:

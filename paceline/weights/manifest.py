@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import lru_cache
 from operator import attrgetter
@@ -56,8 +57,12 @@ def seal(directory: Path, draft: pb.Manifest) -> pb.Manifest:
     weights = directory / weights_file(draft)
     manifest = pb.Manifest()
     manifest.CopyFrom(draft)
-    manifest.model.sha256 = hash_file(weights)
-    manifest.crc32c = crc32c_of(weights)
+    manifest.ClearField("crc32c")
+    digest = hashlib.sha256()
+    for piece in _pieces(weights):
+        digest.update(piece)
+        manifest.crc32c = google_crc32c.extend(manifest.crc32c, piece)
+    manifest.model.sha256 = digest.hexdigest()
     return manifest
 
 
@@ -89,10 +94,15 @@ def hash_file(path: Path) -> str:
 def crc32c_of(path: Path) -> int:
     """Return the CRC-32C of a file."""
     checksum = 0
+    for piece in _pieces(path):
+        checksum = google_crc32c.extend(checksum, piece)
+    return checksum
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
-            checksum = google_crc32c.extend(checksum, piece)
-    return checksum
+            yield piece
 
 
 def write_manifest(directory: Path, manifest: pb.Manifest) -> None:

@@ -24,11 +24,15 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
+    async def finish(self) -> None:
+        """Wait until everything has ended by itself."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def close(self) -> None:
         """Cancel everything."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.finish()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline import errors
@@ -14,6 +14,7 @@ from paceline.types import ModelRef
 from paceline.weights import hash_file, is_model, served_model, verify_adapter, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.versions.background import Background
 from sampler_service.versions.bridges import ManifestRules, StagedAdapter, check_is
 from sampler_service.versions.keys import VersionKey
 from sampler_service.versions.staging import StagingArea
@@ -37,13 +38,13 @@ class GroupReceiver:
         self._generation = 0
         """The one to be in; 0 for none."""
         self._arrivals: dict[VersionKey, Arrival] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("process group's work failed")
 
     def join(self, group: pb.Group, say: Say) -> None:
         """Take a place in a new generation, in the background; `say` tells the trainer when that fails."""
         self.leave()
         self._generation = group.generation
-        self._spawn(self._join(group, say))
+        self._background.spawn(self._join(group, say))
 
     def expect(self, announcement: pb.Announcement, say: Say) -> None:
         """Receive a version that is broadcast over the generation that this sampler is in."""
@@ -61,7 +62,7 @@ class GroupReceiver:
         """Let go of a version that nobody took."""
         arrival = self.take(key)
         if arrival is not None:
-            self._spawn(_discard(arrival))
+            self._background.spawn(_discard(arrival))
 
     def leave(self) -> None:
         """Leave the group: the trainer is gone, or makes another one."""
@@ -69,12 +70,12 @@ class GroupReceiver:
         for key in list(self._arrivals):
             self.drop(key)
         if member is not None:
-            self._spawn(member.stop())
+            self._background.spawn(member.stop())
 
     async def close(self) -> None:
         """End everything."""
         self.leave()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.finish()
 
     async def _join(self, group: pb.Group, say: Say) -> None:
         place = GroupPlace(group.backend, group.address, group.generation, group.rank, group.size, group.seconds)
@@ -120,13 +121,8 @@ class GroupReceiver:
         _log.warning("process group lost", generation=member.generation, reason=error.reason, error=str(error))
         self._metrics.group_losses.inc()
         self._member = None
-        self._spawn(member.stop())
+        self._background.spawn(member.stop())
         say(pb.WatchVersionsRequest(left_group=pb.LeftGroup(generation=member.generation, reason=error.reason)))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class CollectiveBridge:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from time import perf_counter
 
 import grpc
@@ -15,6 +15,7 @@ from paceline.types import ServedModel
 from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.versions.background import Background
 from sampler_service.versions.base import Versions
 from sampler_service.versions.collective import GroupReceiver
 from sampler_service.versions.keys import VersionKey
@@ -58,7 +59,7 @@ class VersionWatcher:
         self._offers = offers
         self._group = group
         self._outbox: Outbox | None = None
-        self._applying: set[asyncio.Task[None]] = set()
+        self._applying = Background("version not applied")
         self._awaited: set[VersionKey] = set()
         """Announced, and not yet acknowledged or refused."""
         self._slots = asyncio.Semaphore(_CONCURRENT_LOADS)
@@ -78,8 +79,7 @@ class VersionWatcher:
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter is no secret
                 delay = min(2 * delay, _LAST_DELAY)
         finally:
-            for task in self._applying:
-                task.cancel()
+            await self._applying.close()
 
     async def _watch(self) -> str:
         """Watch once; return why it ended."""
@@ -119,7 +119,7 @@ class VersionWatcher:
                 if self._offers is not None:
                     self._offers.drop(message.run_deleted.run_id)
             case "staged" if self._offers is not None:
-                self._spawn(self._prepare(self._offers.expect(message.staged), self._offers))
+                self._applying.spawn(self._prepare(self._offers.expect(message.staged), self._offers))
             case "group" if self._group is not None:
                 self._group.join(message.group, self._send)
             case other:
@@ -140,7 +140,7 @@ class VersionWatcher:
         if on_volume and not self._needs_volume and served.version < newest:
             return
         self._awaited.add(VersionKey.of(served))
-        self._spawn(self._apply(served, arrival))
+        self._applying.spawn(self._apply(served, arrival))
 
     async def _prepare(self, key: VersionKey, offers: Offers) -> None:
         """Load a version before it exists, so that only its checksum is awaited when it does."""
@@ -151,11 +151,6 @@ class VersionWatcher:
         except errors.PacelineError as error:
             # Its announcement makes another attempt, and a refusal of that one.
             _log.info("version not prepared", run=key.run_id, version=key.version, reason=error.reason)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._applying.add(task)
-        task.add_done_callback(self._applying.discard)
 
     async def _apply(self, served: ServedModel, arrival: float) -> None:
         key = VersionKey.of(served)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +30,8 @@ def cluster(tmp_path_factory):
     state = tmp_path_factory.mktemp("shared")
     model = make_tiny_llama(state / "model", tied=True, scaled_rope=True)
     cluster = Cluster.make(state, model, engine="vllm", bridge="shared")
-    try:
-        cluster.start()
+    with cluster.running():
         yield cluster
-    finally:
-        cluster.stop()
-        shutil.rmtree(cluster.sampler.plan.environment["PACELINE_SAMPLER_BASE_DIR"])
 
 
 @pytest.fixture(scope="module")

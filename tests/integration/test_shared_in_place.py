@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -35,12 +34,8 @@ def cluster(tmp_path_factory):
     model = make_tiny_qwen2(state / "model", tied=False)
     settings = {"PACELINE_SAMPLER_IN_PLACE": "paused", "PACELINE_TRAINER_KEEP_VERSIONS": "1000"}
     cluster = Cluster.make(state, model, engine="vllm", bridge="shared", **settings)
-    try:
-        cluster.start()
+    with cluster.running():
         yield cluster
-    finally:
-        cluster.stop()
-        shutil.rmtree(cluster.sampler.plan.environment["PACELINE_SAMPLER_BASE_DIR"])
 
 
 @pytest.fixture(scope="module")
