@@ -7,7 +7,7 @@ while decoding, so that requests to the base model are answered with somebody's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,8 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         self._sampler_groups: Groups = []
         self._padded: Padded | None = None
         """Of batches of few rows and several adapters."""
+        self.between_layers: Callable[[], None] = _nothing
+        """Called before the operators of a linear layer; may change slots that the batch does not use."""
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         """Take over the batch's mapping; called before each step whose mapping differs from the last one's."""
@@ -153,6 +155,7 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
 
         Shapes: y [T, sum of slices], x [T, in], A [slots, 1, r, in], B [slots, 1, slice, r].
         """
+        self.between_layers()
         y, x, offset = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), 0
         if isinstance(lora_a_stacked, Joined) and isinstance(lora_b_stacked, Joined):
             self._add(y, x, lora_a_stacked.whole, lora_b_stacked.whole, scale)
@@ -195,6 +198,10 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
             y.zero_()
         for slot, rows in self._token_groups:
             _add_rows(y, rows, x[rows], lora_b_stacked[slot, 0], 1.0)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _add_rows(y: Tensor, rows: Rows, shrunk: Tensor, b: Tensor, scale: float) -> None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from uuid import uuid4
 
 import vllm
@@ -20,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from paceline.errors import EngineUnavailable, InvalidArgument, InvalidShape
+from paceline.errors import EngineUnavailable, InvalidArgument
 from paceline.shared_base import clear
 from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types import SamplingParams as Params
@@ -30,6 +29,7 @@ from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, S
 from sampler_service.engine.base_model import linear_shapes_of
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.vllm_adapters import AdapterLoader
 from sampler_service.engine.vllm_grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm_lending import LOAD_FORMAT, extra_config
 from sampler_service.engine.vllm_params import (
@@ -55,11 +55,10 @@ CPU_BLOCK_SIZE = 32
 @dataclass(frozen=True, slots=True)
 class _Started:
     llm: AsyncLLM
+    loader: AdapterLoader
     info: ModelInfo
     linear: LinearShapes
     slots: Slots = field(default_factory=Slots)
-    served: set[frozenset[str]] = field(default_factory=set)
-    """Sets of modules that vLLM takes an adapter on."""
 
 
 class VllmEngine:
@@ -106,16 +105,18 @@ class VllmEngine:
         model.max_model_len += 1
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
-        self._started = _Started(llm, info, linear)
-        sizes = await llm.collective_rpc("prepare_adapters", kwargs={"direct": self._options.apply == "direct"})
+        loader = AdapterLoader(llm, self._options)
+        self._started = _Started(llm, loader, info, linear)
+        sizes = await loader.start()
         self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
 
     async def stop(self) -> None:
         if self._started is None:
             return
-        llm = self._started.llm
+        llm, loader = self._started.llm, self._started.loader
         await llm.abort(sorted(self._open))
         self._started = None
+        await loader.close()
         llm.shutdown()
         if self._options.base_dir is not None:
             clear(self._options.base_dir)
@@ -129,16 +130,9 @@ class VllmEngine:
         shapes = await asyncio.to_thread(read_adapter, adapter.path)
         check_adapter(shapes, engine.linear, self._options.max_lora_rank)
         with _translated():
-            await self._check_served(engine, frozenset(shapes.modules))
-            start = perf_counter()
-            done = await engine.llm.collective_rpc(
-                "apply_adapter",
-                args=(adapter.adapter_id, adapter.name, str(adapter.path)),
-                kwargs={"in_memory": adapter.in_memory},
-            )
+            times = await engine.loader.load(adapter, frozenset(shapes.modules))
         self._adapters.add(adapter.adapter_id)
-        seconds = max(seconds for seconds, _ in done)
-        return LoadTimes(1e3 * (perf_counter() - start - seconds), 1e3 * seconds, all(in_slot for _, in_slot in done))
+        return times
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         self._adapters.discard(adapter.adapter_id)
@@ -170,18 +164,6 @@ class VllmEngine:
         with _translated():
             logprobs, _ = await self._score(tokens, adapter, tenant, 0)
         return logprobs
-
-    async def _check_served(self, engine: _Started, modules: frozenset[str]) -> None:
-        """Refuse an adapter of which vLLM would leave a part out. Each choice of modules is asked about once."""
-        if modules in engine.served:
-            return
-        left_out = await engine.llm.collective_rpc("unmatched_adapter_modules", args=(sorted(modules),))
-        missing = set.intersection(*map(set, left_out))
-        if missing:
-            raise InvalidShape(
-                f"vLLM serves no adapter on {len(missing)} modules, such as {min(missing)}", field="adapter"
-            )
-        engine.served.add(modules)
 
     def _live(self) -> _Started:
         if self._started is None:

@@ -90,6 +90,16 @@ class VllmInternals:
         dtype: torch.dtype = self._manager.lora_config.lora_dtype
         return dtype
 
+    @property
+    def can_look_aside(self) -> bool:
+        """Whether the operators of the layers call back while a step is computed: those for CPUs do."""
+        return all(hasattr(layer.punica_wrapper, "between_layers") for layer in self.layers.values())
+
+    def look_aside(self, look: Callable[[], None]) -> None:
+        """Have `look` called between layers."""
+        for layer in self.layers.values():
+            layer.punica_wrapper.between_layers = look
+
     def read_config(self, directory: Path) -> PEFTHelper:
         """Read an adapter's configuration as vLLM does. Raises ValueError when vLLM serves no adapter like it."""
         peft = PEFTHelper.from_local_dir(str(directory), self._runner.lora_manager.max_position_embeddings)

@@ -1,4 +1,4 @@
-"""Puts adapters straight into vLLM's slots: one copy from the staged file, between two steps of the scheduler.
+"""Puts adapters straight into vLLM's slots: one copy from the staged file, between two steps or two layers of one.
 
 vLLM's own way reads the file into tensors, scales them in a copy of its own, clears the slot and copies again. What
 stays vLLM's is everything after: which adapter is in which slot, which goes when all are taken, and how one that went

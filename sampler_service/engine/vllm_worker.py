@@ -7,17 +7,17 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
+from sampler_service.engine.mid_step import Load, Loaded, MidStepInbox
 from sampler_service.engine.vllm_internals import VllmInternals
 
 # Imported here, in the process that loads the model, it also registers its loader with vLLM.
 from sampler_service.engine.vllm_lending import write_model
 from sampler_service.engine.vllm_slots import SlotWriter
-
-Applied = tuple[float, bool]
 
 
 class WorkerExtension:
@@ -28,16 +28,22 @@ class WorkerExtension:
     """vLLM's worker's."""
     internals: VllmInternals
     slot_writer: SlotWriter | None = None
+    inbox: MidStepInbox | None = None
 
-    def prepare_adapters(self, *, direct: bool) -> int:
+    def prepare_adapters(self, *, direct: bool, mid_step: str) -> int:
         """Get ready for adapters, once the model is there; return the bytes of this worker's slots.
 
         Raises RuntimeError when this vLLM is another one inside.
 
-        With `direct` adapters are copied into slots from here on; without, vLLM loads them.
+        With `direct` adapters are copied into slots from here on; without, vLLM loads them. Where this worker can look
+        aside between layers it listens at `mid_step`, too.
         """
         self.internals = VllmInternals(self.model_runner, direct=direct)
-        self.slot_writer = SlotWriter(self.internals) if direct else None
+        if direct:
+            self.slot_writer = SlotWriter(self.internals)
+            if self.internals.can_look_aside:
+                self.inbox = MidStepInbox(mid_step, self._load_mid_step)
+                self.internals.look_aside(self.inbox.look)
         return self.internals.slot_bytes
 
     def unmatched_adapter_modules(self, modules: list[str]) -> list[str]:
@@ -49,18 +55,32 @@ class WorkerExtension:
         served = {part for name in self.internals.layers for part in packed.get(name, [name])}
         return [name for name in modules if rename(name) not in served]
 
-    def apply_adapter(self, adapter_id: int, name: str, directory: str, *, in_memory: bool) -> Applied:
-        """Make an adapter usable from the next step on; return the seconds that it took and whether it is in a slot.
+    def load_adapter(self, *values: Any) -> Loaded:
+        """Make an adapter usable from the next step on; `values` are those of a Load.
 
         Adapters on the experts of a mixture are always loaded by vLLM, which has layouts of its own for them.
         """
-        start, path, in_slot = perf_counter(), Path(directory), True
-        if self.slot_writer is not None and self.slot_writer.takes(path):
-            with gpu_sync_allowed():
-                in_slot = self.slot_writer.add(adapter_id, path, in_memory=in_memory)
-        else:
-            self.model_runner.add_lora(LoRARequest(name, adapter_id, directory))
-        return perf_counter() - start, in_slot
+        load, start = Load(*values), perf_counter()
+        if self.inbox is not None:
+            self.inbox.called(load.call)
+        if self.slot_writer is not None and self.slot_writer.takes(Path(load.directory)):
+            return self._write_slot(self.slot_writer, load)
+        self.model_runner.add_lora(LoRARequest(load.name, load.adapter_id, load.directory))
+        return Loaded(perf_counter() - start, in_slot=True)
+
+    def _load_mid_step(self, load: Load) -> Loaded | None:
+        """Load an adapter between two layers: the step's requests use other slots than the one that is written."""
+        if self.slot_writer is None or not self.slot_writer.takes(Path(load.directory)):
+            return None
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self._write_slot(self.slot_writer, load)
+
+    @staticmethod
+    def _write_slot(writer: SlotWriter, load: Load) -> Loaded:
+        start = perf_counter()
+        with gpu_sync_allowed():
+            in_slot = writer.add(load.adapter_id, Path(load.directory), in_memory=load.in_memory)
+        return Loaded(perf_counter() - start, in_slot)
 
     def change_model(self, directory: str) -> None:
         """Write the weights of a model of the same shape over those that are there.
