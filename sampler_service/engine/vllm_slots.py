@@ -104,8 +104,8 @@ class SlotWriter:
         plan = self._plans.get((slot, adapter.layout)) or self._plan(slot, adapter.layout)
         for name in plan.plain:
             sources += filter(None, self._of_this_rank(name, adapter.layout, views))
-        for a, b, source in zip(plan.a, plan.b, sources, strict=True):
-            a.copy_(source.a)
+        torch._foreach_copy_(plan.a, [source.a for source in sources])
+        for b, source in zip(plan.b, sources, strict=True):
             _copy_scaled(b, source)
         for rest in plan.rest:
             rest.zero_()
@@ -156,7 +156,9 @@ def _place(slot: Tensor, matrix: Tensor | None, into: list[Tensor], rest: list[T
 
 def _copy_scaled(into: Tensor, source: Matrices) -> None:
     """Round to the slot's dtype, then scale, as vLLM does: the same bits."""
-    if source.b.dtype == into.dtype:
+    if source.scaling == 1:
+        into.copy_(source.b)
+    elif source.b.dtype == into.dtype:
         torch.mul(source.b, source.scaling, out=into)
     else:
         into.copy_(source.b).mul_(source.scaling)
