@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 from paceline import errors
@@ -14,18 +14,24 @@ from paceline.log import get_logger
 from paceline.types import ServedModel
 from paceline.weights import hash_file, served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.versions.background import Background
 from sampler_service.versions.bridges import StagedAdapter
 from sampler_service.versions.keys import VersionKey
 from sampler_service.versions.staging import StagingArea
 
 _log = get_logger(__name__)
 
+_MOST_WRITTEN = 2
+"""Versions that are written to disk at a time; they take memory until then."""
+
+Release = Callable[[StagedAdapter], Awaitable[None]]
+
 
 class DiskTier:
     """The files of versions that were loaded before. When it is full, those that came longest ago go.
 
     What lies on the checkpoint volume stays where it is: the trainer keeps what a sampler holds. What lies in the
-    staging directory, which is memory, is copied into a scratch directory.
+    staging directory, which is memory, is copied into a scratch directory, and can be taken back meanwhile.
     """
 
     def __init__(self, scratch: StagingArea | None, most: int) -> None:
@@ -33,6 +39,8 @@ class DiskTier:
         self._scratch = scratch
         self.most = most
         self._waiting: OrderedDict[VersionKey, StagedAdapter] = OrderedDict()
+        self._writing = asyncio.Semaphore(_MOST_WRITTEN)
+        self._moves = Background("version not kept on disk")
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -49,20 +57,21 @@ class DiskTier:
         """Return what waits under a key."""
         return self._waiting.get(key)
 
-    async def put(self, staged: StagedAdapter) -> Sequence[StagedAdapter]:
-        """Take the files of a version that leaves memory; return what has to go: itself, or those before it."""
-        if not self.most:
-            return [staged]
-        if staged.in_memory:
-            if self._scratch is None:
-                return [staged]
-            try:
-                staged = await asyncio.to_thread(_move, staged, self._scratch)
-            except OSError as error:
-                _log.warning("version not kept on disk", error=str(error))
-                return [staged]
-        self._waiting[VersionKey.of(served_model(staged.manifest))] = staged
-        return [self._waiting.popitem(last=False)[1] for _ in range(len(self._waiting) - self.most)]
+    async def put(self, staged: StagedAdapter, release: Release) -> None:
+        """Take the files of a version that leaves memory; `release` gets what has to go: itself, or those before it.
+
+        The files are written after this returns, unless many others still are.
+        """
+        if not self.most or (staged.in_memory and self._scratch is None):
+            await release(staged)
+            return
+        key = VersionKey.of(served_model(staged.manifest))
+        self._waiting[key] = staged
+        if staged.in_memory and self._scratch is not None:
+            await self._writing.acquire()
+            self._moves.spawn(self._move(key, staged, self._scratch, release))
+        for _ in range(len(self._waiting) - self.most):
+            await release(self._waiting.popitem(last=False)[1])
 
     def take(self, key: VersionKey) -> StagedAdapter | None:
         """Give up a version, whose bytes are verified again while it is loaded."""
@@ -76,15 +85,34 @@ class DiskTier:
         keys = [VersionKey.of(served) for served in self if is_meant(served)]
         return [self._waiting.pop(key) for key in keys]
 
+    async def close(self) -> None:
+        """Finish what is being written."""
+        await self._moves.finish()
 
-def _move(staged: StagedAdapter, scratch: StagingArea) -> StagedAdapter:
+    async def _move(self, key: VersionKey, staged: StagedAdapter, scratch: StagingArea, release: Release) -> None:
+        """Have a version wait on disk instead of in memory, unless somebody takes it meanwhile."""
+        try:
+            copy = await asyncio.to_thread(_copy, staged, scratch)
+        except OSError as error:
+            if self._waiting.get(key) is staged:
+                _log.warning("version not kept on disk", error=str(error))
+                await release(self._waiting.pop(key))
+            return
+        finally:
+            self._writing.release()
+        superfluous = copy
+        if self._waiting.get(key) is staged:
+            self._waiting[key], superfluous = copy, staged
+        await superfluous.discard()
+
+
+def _copy(staged: StagedAdapter, scratch: StagingArea) -> StagedAdapter:
     directory = scratch.allocate(staged.manifest)
     try:
         shutil.copyfile(staged.directory / WEIGHTS_FILE, directory / WEIGHTS_FILE)
     except BaseException:
         shutil.rmtree(directory)
         raise
-    shutil.rmtree(staged.directory)
     return StagedAdapter(staged.manifest, directory, temporary=True, on_disk=True)
 
 

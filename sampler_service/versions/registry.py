@@ -140,6 +140,7 @@ class VersionRegistry:
         """End what is under way."""
         await self._flights.close()
         await self._unloading.close()
+        await self._disk.close()
 
     async def _acquire(self, ref: ModelRef, tenant: str) -> tuple[LoadedVersion, bool]:
         was_loaded = True
@@ -271,14 +272,12 @@ class VersionRegistry:
         With `may_wait` its files wait on disk until it is asked for again.
         """
         del self._entries[VersionKey.of(entry.served)]
-        gone: Sequence[StagedAdapter] = [entry.staged]
+        waits = False
         try:
             await self._engine.remove_adapter(entry.adapter)
-            if may_wait:
-                gone = await self._disk.put(entry.staged)
+            waits = may_wait
         finally:
-            for staged in gone:
-                await self._release(staged)
+            await (self._disk.put(entry.staged, self._release) if waits else self._release(entry.staged))
 
     async def _release(self, staged: StagedAdapter) -> None:
         try:

@@ -30,6 +30,11 @@ def on_disk(tmp_path):
     return lambda: list(tmp_path.glob(f"scratch/paceline-sampler-*/*/{WEIGHTS_FILE}"))
 
 
+async def written(client, on_disk, count):
+    """Wait until as many versions lie on disk alone, and one in memory."""
+    await until(lambda: (len(on_disk()), len(client.staged())) == (count, 1))
+
+
 async def ask(client, versions, run_id=RUN):
     return [(await client.logprobs(version_ref(run_id, version)))[0] for version in versions]
 
@@ -38,7 +43,7 @@ async def test_they_come_back_without_the_trainer_and_the_trainer_keeps_them(mod
     for version in (1, 2, 3):
         make_version(volume, model, RUN, version)
     first = await ask(client, (1, 2, 3))
-    assert (len(on_disk()), len(client.staged())) == (2, 1)
+    await written(client, on_disk, 2)
     assert await ask(client, (1, 2, 3)) == first
     assert trainer.fetched == ["1", "2", "3"]
     assert {ack.version for ack in trainer.heard("acknowledgement")} == {1, 2, 3}
@@ -50,7 +55,7 @@ async def test_when_the_disk_is_full_the_one_that_came_first_goes(model, volume,
         make_version(volume, model, RUN, version)
     await ask(client, (1, 2, 3, 4))
     await until(lambda: [released.version for released in trainer.heard("release")] == [1])
-    assert len(on_disk()) == 2
+    await written(client, on_disk, 2)
     assert (client.metric("versions_on_disk"), client.metric("versions_loaded")) == (2, 1)
     assert client.metric("versions_on_disk_bytes") == sum(path.stat().st_size for path in on_disk())
     await ask(client, (1,))
@@ -61,6 +66,7 @@ async def test_one_that_is_damaged_there_is_fetched_again(model, volume, trainer
     for version in (1, 2):
         make_version(volume, model, RUN, version)
     first = await ask(client, (1, 2))
+    await written(client, on_disk, 1)
     (file,) = on_disk()
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     assert await ask(client, (1, 2)) == first
@@ -71,6 +77,7 @@ async def test_they_are_as_absent_for_strangers_as_all_others(model, volume, cli
     for version in (1, 2):
         make_version(volume, model, RUN, version)
     await ask(client, (1, 2))
+    await written(client, on_disk, 1)
     stranger = client.be("stranger")
     with pytest.raises(errors.RunNotFound):
         await stranger.sample(version_ref(RUN, 1))
@@ -86,7 +93,7 @@ async def test_they_go_when_they_are_told_to_or_superseded_or_their_run_is_delet
     for run_id, version in ((RUN, 1), (RUN, 2), (other, 1)):
         make_version(volume, model, run_id, version)
         await ask(client, (version,), run_id)
-    assert len(on_disk()) == 2
+    await written(client, on_disk, 2)
     await client.call("UnloadVersion", pb.UnloadVersionRequest(model=version_ref(RUN, 2)))
     await until(lambda: len(on_disk()) == 1)
     for version in (3, 4):
