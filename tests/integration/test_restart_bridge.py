@@ -3,55 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import grpc
 import pytest
-import torch
-from sampler_stack import PROMPT, base_ref, sampling, stream_request, until, version_ref
-from tiny_models import make_tiny_llama
-from transformers import AutoModelForCausalLM
-from weight_stack import BASE, TENANT, make_version
+from model_versions import RUN, announce, close, expected, make_model_version
+from sampler_stack import base_ref, sampling, stream_request, until, version_ref
+from weight_stack import BASE, make_version
 
 from paceline import errors
 from paceline.layout import MODEL_FILE, new_run_id
 from paceline.sampler.v1 import sampler_service_pb2 as pb
-from paceline.types import ServedModel
 from paceline.types.v1 import model_pb2
-from paceline.weights import describe_weights, write_manifest, write_sums
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
 pytest_plugins = ["sampler_fixtures"]
-
-RUN = new_run_id()
-
-
-def make_model_version(volume, version, run_id=RUN, **config):
-    """Put a whole model on the volume, as the trainer publishes it; `config` overwrites what its configuration says."""
-    directory = make_tiny_llama(volume.version(run_id, version), seed=version)
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-    manifest = describe_weights(directory, ServedModel(BASE, run_id, version), tenant=TENANT, step=version)
-    write_manifest(directory, manifest)
-    write_sums(directory)
-    return manifest
-
-
-def announce(volume, trainer, manifest):
-    directory = volume.version(manifest.model.run_id, manifest.model.version)
-    trainer.announce(manifest, str(directory.relative_to(volume.root)))
-
-
-@torch.no_grad()
-def expected(directory):
-    """Log-probabilities of the prompt by transformers itself."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    logits = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
-    return logits.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-
-
-def close(data, reference):
-    return torch.allclose(torch.frombuffer(bytearray(data), dtype=torch.float32)[1:], reference, atol=1e-4)
 
 
 @pytest.fixture

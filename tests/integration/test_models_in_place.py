@@ -1,0 +1,37 @@
+"""Whole models that come by the bridges of adapters are written over vLLM's own, which is not started again."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+from model_versions import RUN, announce, close, expected, make_model_version
+from sampler_stack import base_ref, sampling, until, version_ref
+
+pytest_plugins = ["sampler_fixtures"]
+
+
+def engine_processes():
+    return {process.pid for process in psutil.Process().children() if "EngineCore" in process.name()}
+
+
+@pytest.mark.parametrize("bridge", ["stream", "volume"])
+async def test_a_published_model_is_served_by_the_engine_that_is_there(
+    bridge, model, volume, trainer, port, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    async with sampling(model, port, tmp_path, bridge=bridge, serves="models", engine="vllm") as client:
+        base, _ = await client.logprobs(base_ref())
+        assert close(base, expected(model))
+        started = engine_processes()
+        assert started
+        for version in (1, 2):
+            manifest = make_model_version(volume, version)
+            announce(volume, trainer, manifest)
+            ack = (await until(lambda count=version: trainer.heard("acknowledgement")[count - 1 :]))[0]
+            assert (ack.version, ack.sha256) == (version, manifest.model.sha256)
+            logprobs, served = await client.logprobs(version_ref(RUN))
+            assert served == manifest.model
+            assert close(logprobs, expected(volume.version(RUN, version)))
+        assert trainer.fetched == ([] if bridge == "volume" else ["1", "2"])
+        assert engine_processes() == started
