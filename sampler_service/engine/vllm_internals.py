@@ -93,7 +93,7 @@ class VllmInternals:
     @property
     def can_look_aside(self) -> bool:
         """Whether the operators of the layers call back while a step is computed: those for CPUs do."""
-        return all(hasattr(layer.punica_wrapper, "between_layers") for layer in self.layers.values())
+        return all(_has(layer, "punica_wrapper.between_layers") for layer in self.layers.values())
 
     def look_aside(self, look: Callable[[], None]) -> None:
         """Have `look` called between layers."""
