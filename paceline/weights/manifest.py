@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -135,23 +134,36 @@ def served_model(manifest: pb.Manifest) -> ServedModel:
     return served_model_from_proto(manifest.model)
 
 
+def read_header(weights: Path) -> bytes:
+    """Read the JSON header of a safetensors file: the same bytes where tensors lie alike, as those of a run's versions.
+
+    Raises ChecksumMismatch when the file ends before the header does.
+    """
+    with weights.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, _MAX_HEADER))
+    if not header or len(header) != length:
+        raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name)
+    return header
+
+
 def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
-    """Read the header of a safetensors file. Raises ChecksumMismatch unless its tensors tile the file exactly."""
+    """Read where a safetensors file has its tensors. Raises ChecksumMismatch unless they tile it exactly."""
+    header = read_header(weights)
     try:
-        with weights.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            entries = _parse_header(file.read(min(length, _MAX_HEADER)), 8 + length)
-    except (ValueError, struct.error) as error:
+        entries = _parse_header(header)
+    except ValueError as error:
         raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name) from error
-    ends = [8 + length, *(entry.offset + entry.size for entry in entries)]
+    ends = [8 + len(header), *(entry.offset + entry.size for entry in entries)]
     if [entry.offset for entry in entries] != ends[:-1] or ends[-1] != weights.stat().st_size:
         raise errors.ChecksumMismatch("tensors do not tile the file; it is damaged", field=weights.name)
     return list(entries)
 
 
 @lru_cache(maxsize=16)
-def _parse_header(text: bytes, base: int) -> tuple[pb.TensorEntry, ...]:
+def _parse_header(text: bytes) -> tuple[pb.TensorEntry, ...]:
     """Return the tensors in order of offset. Versions of a run share one header, which is read several times each."""
+    base = 8 + len(text)
     header: dict[str, Any] = json.loads(text)
     header.pop("__metadata__", None)
     return tuple(sorted((_entry(name, facts, base) for name, facts in header.items()), key=attrgetter("offset")))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
+from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
+from paceline.weights import read_header
 
 PREFIX = "base_model.model."
 SIDES = (".lora_A.weight", ".lora_B.weight")
@@ -30,22 +31,27 @@ class AdapterShapes:
 
 
 def read_adapter(directory: Path) -> AdapterShapes:
-    """Read an adapter's configuration and tensor names.
+    """Read an adapter's configuration and tensor names. Those of a run's versions are the same and are parsed once.
 
-    Raises InvalidArgument when it is not plain LoRA, InvalidShape when there is no pair of A and B for each module.
+    Raises InvalidArgument when it is not plain LoRA, InvalidShape when there is no pair of A and B for each module,
+    ChecksumMismatch when the file is damaged.
     """
-    config = json.loads((directory / "adapter_config.json").read_text())
+    return _parse(read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes())
+
+
+@lru_cache(maxsize=16)
+def _parse(header: bytes, config_text: bytes) -> AdapterShapes:
+    tensors, config = json.loads(header), json.loads(config_text)
     _check_config(config)
+    tensors.pop("__metadata__", None)
     halves: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]] = ({}, {})
-    with safe_open(directory / "adapter_model.safetensors", framework="numpy") as file:
-        for name in file.keys():  # noqa: SIM118 - the file handle is no mapping
-            side = next((i for i, suffix in enumerate(SIDES) if name.endswith(suffix)), None)
-            if side is None or not name.startswith(PREFIX):
-                raise InvalidShape(
-                    f"tensor {name} is no lora_A or lora_B of a linear module; leave it out", field="adapter"
-                )
-            module = name.removeprefix(PREFIX).removesuffix(SIDES[side])
-            halves[side][module] = tuple(file.get_slice(name).get_shape())
+    for name, tensor in tensors.items():
+        side = next((i for i, suffix in enumerate(SIDES) if name.endswith(suffix)), None)
+        if side is None or not name.startswith(PREFIX):
+            raise InvalidShape(
+                f"tensor {name} is no lora_A or lora_B of a linear module; leave it out", field="adapter"
+            )
+        halves[side][name.removeprefix(PREFIX).removesuffix(SIDES[side])] = tuple(tensor["shape"])
     if not halves[0] or halves[0].keys() != halves[1].keys():
         raise InvalidShape("the adapter has no pair of lora_A and lora_B for each of its modules", field="adapter")
     ranks = [shape[0] for shape in halves[0].values()]

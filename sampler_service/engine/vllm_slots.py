@@ -22,6 +22,7 @@ from vllm.lora.layers import (
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
+from paceline.weights import read_header
 from sampler_service.engine.mapped_adapter import (
     Layout,
     MappedAdapter,
@@ -87,9 +88,8 @@ class SlotWriter:
         return slot is not None
 
     def _layout(self, directory: Path) -> Layout:
-        internals, config = self._internals, (directory / CONFIG_FILE).read_bytes()
-        with (directory / WEIGHTS_FILE).open("rb") as file:
-            key = (file.read(int.from_bytes(file.read(8), "little")), config)
+        internals = self._internals
+        key = (read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes())
         if key not in self._layouts:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
