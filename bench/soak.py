@@ -2,11 +2,11 @@
 
     make bench-soak        python bench/soak.py [--minutes 10] [--exact-seconds 20] [--reload-seconds 20]
 
-Four runs of the embedded model are trained and published in turn while sixteen streams decode, in bfloat16; time with
-publishing and time with the same training but without publishing take turns. Every sequence is scored by the trainer's
-engine at the version that is stamped on it, beside what stock vLLM and stock transformers show for the base model. Then
-the same, shorter, in float32, and once more against vLLM's own server, whose adapter is loaded again under the same
-name: that arm has to fail, which shows that the check can see the error.
+Four runs of the embedded model are published in turn, and trained in between, while sixteen streams decode, in
+bfloat16; time with publishing and time with the same training but without publishing take turns. Every sequence is
+scored by the trainer's engine at the version that is stamped on it, beside what stock vLLM and stock transformers show
+for the base model. Then the same, shorter, in float32, and once more against vLLM's own server, whose adapter is loaded
+again under the same name: that arm has to fail, which shows that the check can see the error.
 
 The trainer, the scoring and this process work on the first core, the sampler on the last.
 """

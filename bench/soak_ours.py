@@ -20,8 +20,10 @@ from paceline.types.v1 import sampling_pb2
 from paceline.up_plan import UpOptions
 
 RUNS, RANK = 4, 16
-SLOTS = 16
-"""Streams finish on the versions that they began with, so that a step mixes several of each run."""
+SLOTS = 20
+"""One for each stream, since streams finish on the versions that they began with, and one for each run's next."""
+PUBLISHES_A_STEP = 3
+"""A training step takes a core longer than the versions come apart; some are of the weights of the one before."""
 
 
 class Run(Ours):
@@ -94,7 +96,10 @@ class Soak:
         return found
 
     async def train(self, a_second: float, until: float, *, publishing: bool) -> int:
-        """Step the runs in turn, `a_second` altogether or as often as they can; return how many steps that were."""
+        """Publish the runs in turn, `a_second` altogether or as often as they can; return how often that was.
+
+        A run is trained before every third of its turns, without publishing as with it.
+        """
         counts = await asyncio.gather(
             *(self._train(run, a_second / RUNS, until, publishing=publishing) for run in self._runs.values())
         )
@@ -103,7 +108,8 @@ class Soak:
     async def _train(self, run: Run, a_second: float, until: float, *, publishing: bool) -> int:
         done, due = 0, time.perf_counter()
         while time.perf_counter() < until:
-            await run.step()
+            if done % PUBLISHES_A_STEP == 0:
+                await run.step()
             if publishing:
                 await run.publish_alone()
             done, due = done + 1, max(due + 1 / a_second, time.perf_counter())
