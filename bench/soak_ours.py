@@ -69,7 +69,8 @@ class Soak:
     async def start(cls, model: Path, state: Path, cores: Sequence[int], dtype: str) -> AsyncIterator[Self]:
         """Run the services, with one version of each run published. Every version stays on the volume."""
         options = UpOptions(str(model), address="127.0.0.1:50580", dtype=dtype, max_lora_rank=RANK)
-        settings = {"PACELINE_TRAINER_KEEP_VERSIONS": "1000000", "PACELINE_SAMPLER_MAX_ACTIVE_VERSIONS": str(SLOTS)}
+        settings = {"PACELINE_TRAINER_KEEP_VERSIONS": "1000000", "PACELINE_SAMPLER_MAX_ACTIVE_VERSIONS": str(SLOTS),
+                    "PACELINE_SAMPLER_MAX_LOADED_VERSIONS": str(2 * SLOTS)}  # fmt: skip
         async with services(options, state, cores, **settings) as (trainer, sampler):
             runs = [Run(trainer, sampler, state, ADAPTER_WAYS["stream"]) for _ in range(RUNS)]
             for run in runs:

@@ -80,6 +80,14 @@ class DiskTier:
             return None
         return replace(staged, verifying=asyncio.create_task(asyncio.to_thread(_verify, staged)))
 
+    async def replace(self, staged: StagedAdapter) -> None:
+        """Drop what waits under the key of weights that are loaded. Raises VersionExists when it has other content."""
+        key = VersionKey.of(served_model(staged.manifest))
+        if (waiting := self._waiting.get(key)) is not None:
+            waiting.check_same(staged)
+            del self._waiting[key]
+            await waiting.discard()
+
     def remove(self, is_meant: Callable[[ServedModel], bool]) -> Sequence[StagedAdapter]:
         """Give up all versions that are meant."""
         keys = [VersionKey.of(served) for served in self if is_meant(served)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.layout import CheckpointPath
@@ -44,6 +46,32 @@ class Lease:
     """What loading took; 0 when the weights were there."""
     is_current: Callable[[], bool] = lambda: True
     """Whether the engine still computes with them: other weights may be written in their place."""
+
+
+class Departures:
+    """Counts what is leaving the engine, which takes a step, and has those wait who need the room."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._ended = asyncio.Event()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Count one while the block runs."""
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            self._ended.set()
+
+    async def next(self) -> None:
+        """Return when one of them has left."""
+        self._ended.clear()
+        await self._ended.wait()
 
 
 class Listeners:

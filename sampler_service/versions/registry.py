@@ -21,7 +21,7 @@ from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner,
 from sampler_service.versions.disk import DiskTier
 from sampler_service.versions.flights import Flights, arriving_within
 from sampler_service.versions.keys import VersionKey, absent
-from sampler_service.versions.loaded import Lease, Listeners, LoadedVersion, RegistryLimits, run_of
+from sampler_service.versions.loaded import Departures, Lease, Listeners, LoadedVersion, RegistryLimits, run_of
 from sampler_service.versions.resolver import VersionResolver
 
 _log = get_logger(__name__)
@@ -54,6 +54,7 @@ class VersionRegistry:
         self._entries: OrderedDict[VersionKey, LoadedVersion] = OrderedDict()
         self._unverified: set[LoadedVersion] = set()
         """In the engine, and nobody's to ask for yet."""
+        self._departures = Departures()
         self._adapter_ids = count(1)
         self._changing = asyncio.Lock()
         self._flights: Flights[LoadedVersion] = Flights()
@@ -194,7 +195,7 @@ class VersionRegistry:
             async with self._loading(staged) as entry:
                 await staged.verified()
                 entry.served = served_model(staged.manifest)
-                await self._replace_on_disk(key, staged)
+                await self._disk.replace(staged)
                 if entry.retired:
                     raise errors.EngineUnavailable("the engine died and lost the version")
                 existing = self._entries.setdefault(key, entry)
@@ -205,13 +206,6 @@ class VersionRegistry:
         existing.staged.check_same(staged)
         await staged.discard()
         return existing
-
-    async def _replace_on_disk(self, key: VersionKey, staged: StagedAdapter) -> None:
-        """Drop what waits on disk under the same key."""
-        if (waiting := self._disk.find(key)) is not None:
-            waiting.check_same(staged)
-            self._disk.remove(lambda served: VersionKey.of(served) == key)
-            await waiting.discard()
 
     @asynccontextmanager
     async def _loading(self, staged: StagedAdapter) -> AsyncIterator[LoadedVersion]:
@@ -240,7 +234,10 @@ class VersionRegistry:
         return LoadedVersion(served, tenant, adapter, staged, times)
 
     async def _make_room(self) -> None:
-        while len(self._entries) + len(self._unverified) >= self._limits.max_loaded:
+        while len(self._entries) + len(self._unverified) + len(self._departures) >= self._limits.max_loaded:
+            if self._departures:
+                await self._departures.next()
+                continue
             idle = next((entry for entry in self if not entry.requests_in_flight), None)
             if idle is None:
                 raise errors.Overloaded(f"all {len(self._entries)} versions that fit are in use; try again")
@@ -262,9 +259,8 @@ class VersionRegistry:
             self._unloading.spawn(self._unload_idle(entry))
 
     async def _unload_idle(self, entry: LoadedVersion) -> None:
-        async with self._changing:
-            if self._entries.get(VersionKey.of(entry.served)) is entry and not entry.requests_in_flight:
-                await self._unload(entry)
+        if self._entries.get(VersionKey.of(entry.served)) is entry and not entry.requests_in_flight:
+            await self._unload(entry)
 
     async def _unload(self, entry: LoadedVersion, *, may_wait: bool = False) -> None:
         """Unload an entry that no request uses; it cannot be found from the first moment on.
@@ -274,7 +270,8 @@ class VersionRegistry:
         del self._entries[VersionKey.of(entry.served)]
         waits = False
         try:
-            await self._engine.remove_adapter(entry.adapter)
+            with self._departures.one():
+                await self._engine.remove_adapter(entry.adapter)
             waits = may_wait
         finally:
             await (self._disk.put(entry.staged, self._release) if waits else self._release(entry.staged))

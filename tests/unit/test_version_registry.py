@@ -19,6 +19,7 @@ from paceline.layout import Volume, new_run_id
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
+from sampler_service.engine.base import Adapter
 from sampler_service.engine.hf_engine import HfEngine
 from sampler_service.engine.options import EngineOptions
 from sampler_service.metrics import SamplerMetrics
@@ -48,13 +49,26 @@ class GatedBridge(VolumeBridge):
         return await super().fetch(ref, tenant)
 
 
+class GatedEngine(HfEngine):
+    """Lets adapters go when the gate is open."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        await self.gate.wait()
+        await super().remove_adapter(adapter)
+
+
 @dataclass
 class Setup:
     """A registry and what is around it."""
 
     model: Path
     volume: Volume
-    engine: HfEngine
+    engine: GatedEngine
     bridge: GatedBridge
     resolver: VersionResolver
     metrics: SamplerMetrics
@@ -79,7 +93,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 async def setup(model, tmp_path):
     async with AsyncExitStack() as stack:
-        engine = HfEngine(EngineOptions(model, BASE, "float32", max_lora_rank=8))
+        engine = GatedEngine(EngineOptions(model, BASE, "float32", max_lora_rank=8))
         await engine.start()
         stack.push_async_callback(engine.stop)
         channel = await stack.enter_async_context(open_channel(f"unix:{tmp_path / 'nobody.sock'}"))
@@ -140,6 +154,23 @@ async def test_when_full_the_version_used_longest_ago_goes(setup):
     await use(registry, first)
     await use(registry, third)
     assert [entry.served.run_id for entry in registry] == [runs[0], runs[2]]
+
+
+async def test_a_load_waits_for_one_that_leaves_only_where_there_is_no_room_beside_it(setup):
+    registry = setup.registry(max_loaded=2)
+    first, second, third = (setup.publish(version) for version in (1, 2, 3))
+    await use(registry, first)
+    setup.engine.gate.clear()
+    registry.unload(first, TENANT)
+    await use(registry, second)
+    assert loaded(registry) == [2]
+    waiting = asyncio.create_task(use(registry, third))
+    await until(lambda: setup.bridge.fetches == 3)
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    setup.engine.gate.set()
+    await waiting
+    assert loaded(registry) == [2, 3]
 
 
 async def test_when_all_that_fit_are_in_use_another_is_refused(setup):
