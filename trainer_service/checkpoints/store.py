@@ -135,8 +135,15 @@ class CheckpointStore:
 
 @asynccontextmanager
 async def staged_directory(final: Path, *, overwrite: bool = False, durable: bool = True) -> AsyncIterator[Path]:
-    """`layout.new_directory` whose file operations do not block the event loop."""
+    """`layout.new_directory` whose file operations do not block the event loop.
+
+    Those on a directory that is not durable take less time than a thread would to begin.
+    """
     manager = layout.new_directory(final, overwrite=overwrite, durable=durable)
+    if not durable:
+        with manager as staging:
+            yield staging
+        return
     staging = await asyncio.to_thread(manager.__enter__)
     try:
         yield staging

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline import layout
+from trainer_service.engine.spare_file import MappedFile, SpareFile
 from trainer_service.engine.tensor_files import TensorFile
 
 _PIECE = 32_767
@@ -72,11 +73,16 @@ class Content:
 class Capture:
     """What a run was when this was made. Any thread may call any method."""
 
-    def __init__(self, content: Content, memory: StagingMemory) -> None:
-        """Take content, whose tensors must not be changed in place before `secure`."""
+    def __init__(self, content: Content, memory: StagingMemory, spare: SpareFile | None = None) -> None:
+        """Take content, whose tensors must not be changed in place before `secure`.
+
+        A `spare` is to become its file, the only one, on a CPU: it is used if it fits, and the next one is begun.
+        """
         self._files = content.files
         self._texts = content.texts
         self._memory = memory
+        self._spare = spare
+        self._mapped: MappedFile | None = None
         self._buffer: Tensor | None = None
         self._lock = Lock()
         self._written = Event()
@@ -95,65 +101,91 @@ class Capture:
             with self._lock:
                 if not self._copy():
                     self._write_files(directory, map(self._bytes_of_tensors, self._files))
-            if self._buffer is not None:
+            if self._buffer is not None and not self._link(directory):
                 self._write_files(directory, ([part.numpy().data] for part in self._parts(self._buffer)))
+            for name, text in self._texts.items():
+                (directory / name).write_bytes(text if isinstance(text, bytes) else _json(text))
         except OSError as error:
             raise layout.translate(error) from error
         finally:
-            self._end()
+            self._end(directory)
 
     def _copy(self) -> bool:
         """Copy the tensors, unless that was done; return whether there was room."""
         if self._buffer is None:
-            self._buffer = self._memory.take(sum(_aligned(file.size()) for file in self._files))
+            self._buffer = self._take_buffer()
             if self._buffer is not None:
                 for file, part in zip(self._files, self._parts(self._buffer), strict=True):
                     _copy_file(file, part, self._ready)
         return self._buffer is not None
 
+    def _take_buffer(self) -> Tensor | None:
+        """Return memory for the copies: in the file that they are to be in, where there is one."""
+        if self._spare is not None:
+            header = self._files[0].header
+            self._mapped = self._spare.take(len(header) + self._files[0].size)
+            if self._mapped is not None:
+                return self._mapped.begin(header)
+        return self._memory.take(sum(_aligned(file.size) for file in self._files))
+
     def _parts(self, buffer: Tensor) -> Iterator[Tensor]:
         start = 0
         for file in self._files:
-            yield buffer[start : start + file.size()]
-            start += _aligned(file.size())
+            yield buffer[start : start + file.size]
+            start += _aligned(file.size)
 
     @staticmethod
     def _bytes_of_tensors(file: TensorFile) -> Iterator[memoryview]:
-        for _, tensor in file.ordered():
+        for _, tensor in file.ordered:
             yield tensor.detach().to("cpu", file.dtype_of(tensor)).contiguous().view(-1).view(torch.uint8).numpy().data
 
     def _write_files(self, directory: Path, contents: Iterable[Iterable[memoryview]]) -> None:
         for file, content in zip(self._files, contents, strict=True):
             with (directory / file.name).open("wb", buffering=0) as target:
-                for part in (memoryview(file.header()), *content):
+                for part in (memoryview(file.header), *content):
                     _write_all(target, part)
-        for name, text in self._texts.items():
-            (directory / name).write_bytes(text if isinstance(text, bytes) else _json(text))
 
-    def _end(self) -> None:
-        buffer, self._buffer, self._files = self._buffer, None, ()
-        self._written.set()
-        if buffer is not None:
+    def _link(self, directory: Path) -> bool:
+        """Give the file that the copies are in its name; return whether they are in one and it could have it."""
+        if self._mapped is None:
+            return False
+        try:
+            self._mapped.link(directory / self._files[0].name)
+        except OSError:  # It is in another file system, or the directory has no room.
+            return False
+        return True
+
+    def _end(self, directory: Path) -> None:
+        with self._lock:
+            files, buffer, mapped = self._files, self._buffer, self._mapped
+            self._files, self._buffer, self._mapped = (), None, None
+            self._written.set()
+        if buffer is not None and mapped is None:
             self._memory.give_back(buffer)
+        if self._spare is not None:
+            # Beside the directory, which is about to have another name.
+            self._spare.prepare(directory.parent, len(files[0].header) + files[0].size, mapped)
 
 
 @torch.no_grad()
 def _copy_file(file: TensorFile, target: Tensor, ready: torch.cuda.Event | None) -> None:
     """Copy tensors one after the other into `target` (uint8, of exactly their bytes)."""
     offset = 0
-    for dtype, group in itertools.groupby(file.ordered(), key=lambda item: file.dtype_of(item[1])):
+    for dtype, group in itertools.groupby(file.ordered, key=lambda item: file.dtype_of(item[1])):
         pieces = [piece for _, tensor in group for piece in _pieces(tensor)]
         sizes = [piece.numel() for piece in pieces]
         end = offset + sum(sizes) * dtype.itemsize
         copies = torch.split(target[offset:end].view(dtype), sizes)
-        _copy_pieces([copy.view(piece.shape) for copy, piece in zip(copies, pieces, strict=True)], pieces, ready)
+        pairs = zip(copies, pieces, strict=True)
+        _copy_pieces([copy if piece.dim() == 1 else copy.view(piece.shape) for copy, piece in pairs], pieces, ready)
         offset = end
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    if tensor.numel() <= _PIECE or not tensor.is_contiguous():
+    if not tensor.is_contiguous():
         return (tensor,)
-    return torch.split(tensor.view(-1), _PIECE)
+    flat = tensor.view(-1)
+    return (flat,) if tensor.numel() <= _PIECE else torch.split(flat, _PIECE)
 
 
 def _copy_pieces(targets: list[Tensor], sources: list[Tensor], ready: torch.cuda.Event | None) -> None:

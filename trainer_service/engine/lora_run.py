@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class LoraRun(EngineRun):
     lora: LoraConfig
     targets: list[str]
     """target_modules of the adapter."""
+    _files: dict[torch.dtype, TensorFile] = field(default_factory=dict, init=False)
+    """What `export` returned for each dtype: the tensors stay the same ones."""
 
     @property
     def trained(self) -> LoraConfig:
@@ -41,7 +43,7 @@ class LoraRun(EngineRun):
 
     def export(self, base_model: str, dtype: torch.dtype) -> Content:
         """Return an adapter in PEFT's layout."""
-        file = TensorFile(ADAPTER_WEIGHTS, self.parameters, dtype, {"format": "pt"})
+        file = self._files.setdefault(dtype, TensorFile(ADAPTER_WEIGHTS, self.parameters, dtype, {"format": "pt"}))
         return Content([file], {ADAPTER_CONFIG: adapter_config(self.lora, self.targets, base_model)})
 
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:

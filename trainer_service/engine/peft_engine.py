@@ -41,6 +41,7 @@ from trainer_service.engine.ranks import Ranks
 from trainer_service.engine.run import TRAINED_BYTES, EngineRun, seeded_rng_state
 from trainer_service.engine.scheduler import Scheduler
 from trainer_service.engine.sharding import ShardedModel
+from trainer_service.engine.spare_file import SpareFile
 
 _WEIGHT_BYTES = 4
 """Of an adapter's weight, in float32."""
@@ -61,7 +62,9 @@ class PeftEngine:
         self._runs: dict[str, EngineRun] = {}
         self._pager = make_pager(options, self._ranks)
         self._execution = Execution(sharded, routing, self._ranks, self._pager, self._device, options.logprob_chunk)
-        self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
+        self._on_gpu = self._device.type == "cuda"
+        self._staging = StagingMemory(options.staging_bytes, pinned=self._on_gpu)
+        self._spare = SpareFile()
         self._jobs: list[Job] = []
         self._scheduler: Scheduler[Job] = Scheduler(
             options.pack_tokens, joint=options.joint_passes, ranks=self._ranks.size
@@ -108,6 +111,7 @@ class PeftEngine:
             return
         self._pager.forget(run)
         self._scheduler.forget(run_id)
+        self._spare.drop()
         if isinstance(run, LoraRun):
             adapters.remove_adapter(self._model, run_id)
 
@@ -188,7 +192,9 @@ class PeftEngine:
         run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
         if self._options.base_dir and published is not None and isinstance(run, FullRun):
             publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
-        return run.hold(state.capture_export(run, self._options.model_name, dtype, self._staging))
+        # Copies of what is on a GPU go through pinned memory, and whole models to the volume.
+        spare = self._spare if published is not None and isinstance(run, LoraRun) and not self._on_gpu else None
+        return run.hold(state.capture_export(run, self._options.model_name, dtype, self._staging, spare))
 
     def save_state(self, run_id: str, directory: Path) -> None:
         self.capture_state(run_id).write(directory)

@@ -26,6 +26,7 @@ from trainer_service.engine.files import check_tensors, read_json, read_tensors
 from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of
 from trainer_service.engine.optimizers.specs import make_params, settings_of, spec_of
 from trainer_service.engine.run import EngineRun
+from trainer_service.engine.spare_file import SpareFile
 from trainer_service.engine.tensor_files import TensorFile
 
 OPTIMIZER, TRAINER_STATE = "optimizer.safetensors", "trainer_state.json"
@@ -72,9 +73,11 @@ def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> Capture:
     return Capture(Content([*weights.files, optimizer], {**weights.texts, TRAINER_STATE: state}), memory)
 
 
-def capture_export(run: EngineRun, base_model: str, dtype: torch.dtype, memory: StagingMemory) -> Capture:
+def capture_export(
+    run: EngineRun, base_model: str, dtype: torch.dtype, memory: StagingMemory, spare: SpareFile | None = None
+) -> Capture:
     """Take the weights as other tools read them, to be written into an existing, empty directory."""
-    return Capture(run.export(base_model, dtype), memory)
+    return Capture(run.export(base_model, dtype), memory, spare)
 
 
 def load(run: EngineRun, directory: Path) -> None:

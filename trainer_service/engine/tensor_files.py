@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ _NAMES = dict(zip(_ORDER, ("U8", "I8", "F16", "BF16", "I32", "F32", "I64"), stri
 _ALIGNMENT = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorFile:
-    """What is to be written into one file."""
+    """What is to be written into one file. Where each tensor goes is found out once."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -32,19 +33,22 @@ class TensorFile:
         """Return a tensor's dtype in the file."""
         return tensor.dtype if self.dtype is None or not tensor.is_floating_point() else self.dtype
 
+    @cached_property
     def ordered(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors in the order of their bytes in the file."""
+        """The tensors in the order of their bytes in the file."""
         return sorted(self.tensors.items(), key=lambda item: (-_ORDER.index(self.dtype_of(item[1])), item[0]))
 
+    @cached_property
     def size(self) -> int:
-        """Return the bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.numel() * self.dtype_of(tensor).itemsize for tensor in self.tensors.values())
 
+    @cached_property
     def header(self) -> bytes:
-        """Return what stands in the file before the tensors."""
+        """What stands in the file before the tensors."""
         entries: dict[str, object] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
         end = 0
-        for name, tensor in self.ordered():
+        for name, tensor in self.ordered:
             dtype = self.dtype_of(tensor)
             start, end = end, end + tensor.numel() * dtype.itemsize
             entries[name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}

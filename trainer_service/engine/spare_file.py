@@ -1,0 +1,125 @@
+"""A file in memory that is there before it is needed: what is published is converted straight into it, and it is named.
+
+Written the usual way, a file's pages would be found, cleared and copied to while samplers wait.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from mmap import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_NICENESS = 10
+"""Of the thread that makes a file, so that it takes little from a publish that is under way on the same core."""
+_ROOM = 4
+"""How many times its size must be free where a file is made: others need room there, too."""
+_PAGE_BYTES = 4096
+_PIECE = 32_767
+"""Elements that torch sets without starting threads."""
+
+
+class MappedFile:
+    """A file without a name, whose pages are there; unless it is given a name it goes with the process."""
+
+    def __init__(self, directory: Path, size: int) -> None:
+        """Make a file of `size` bytes in a directory's file system. Raises OSError."""
+        self.size = size
+        self._descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o666)
+        try:
+            os.posix_fallocate(self._descriptor, 0, size)
+            self._map = mmap(self._descriptor, size)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._content = torch.frombuffer(self._map, dtype=torch.uint8)
+        # MADV_POPULATE_WRITE takes half the time, but Python calls it without letting other threads run.
+        for pages in torch.split(self._content[::_PAGE_BYTES], _PIECE):
+            pages.zero_()
+
+    def begin(self, header: bytes) -> Tensor:
+        """Begin the file with `header`; return the rest of it (uint8), which nothing may use after `close`."""
+        self._map[: len(header)] = header
+        return self._content[len(header) :]
+
+    def link(self, path: Path) -> None:
+        """Give the file a name in its file system. Raises OSError."""
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # Told of the directory's descriptor, it names the file behind the link in /proc and not that link.
+            os.link(f"/proc/self/fd/{self._descriptor}", path.name, dst_dir_fd=directory)
+        finally:
+            os.close(directory)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        del self._content
+        self._map.close()
+        os.close(self._descriptor)
+
+
+class SpareFile:
+    """At most one file in memory, made in the background. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._file: MappedFile | None = None
+        self._drops = 0
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+
+    def take(self, size: int) -> MappedFile | None:
+        """Return the file, which is the caller's then, if there is one of `size` bytes; one of another size goes."""
+        with self._lock:
+            file, self._file = self._file, None
+        if file is not None and file.size != size:
+            file.close()
+            return None
+        return file
+
+    def prepare(self, directory: Path, size: int, used: MappedFile | None = None) -> None:
+        """Begin to make a file of `size` bytes, if `directory` is in memory and has room, and to let go of `used`."""
+        arguments = (directory, size, used, self._drops)
+        threading.Thread(target=self._make, args=arguments, name="spare file", daemon=True).start()
+
+    def drop(self) -> None:
+        """Let go of the file, or of the one that is being made."""
+        with self._lock:
+            file, self._file = self._file, None
+            self._drops += 1
+        if file is not None:
+            file.close()
+
+    def _make(self, directory: Path, size: int, used: MappedFile | None, drops: int) -> None:
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS))
+        if used is not None:
+            used.close()
+        with self._making:
+            if self._drops != drops or ((there := self._file) is not None and there.size == size):
+                return
+            file = _new_file(directory, size)
+            with self._lock:
+                if self._drops == drops:
+                    file, self._file = self._file, file
+            if file is not None:
+                file.close()
+
+
+def _new_file(directory: Path, size: int) -> MappedFile | None:
+    try:
+        room = os.statvfs(directory)
+        if _is_in_memory(directory) and room.f_bavail * room.f_frsize >= _ROOM * size:
+            return MappedFile(directory, size)
+    except OSError:  # The directory's run was deleted, or the room went: the next file is written the usual way.
+        pass
+    return None
+
+
+def _is_in_memory(directory: Path) -> bool:
+    device = directory.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = map(str.split, Path("/proc/self/mountinfo").read_text().splitlines())
+    return any(mount[2] == number and mount[mount.index("-") + 1] == "tmpfs" for mount in mounts)
