@@ -162,6 +162,7 @@ class Capture:
             self._written.set()
         if buffer is not None and mapped is None:
             self._memory.give_back(buffer)
+        del buffer  # A file that is mapped is not let go of while somebody looks at it.
         if self._spare is not None:
             # Beside the directory, which is about to have another name.
             self._spare.prepare(directory.parent, len(files[0].header) + files[0].size, mapped)
