@@ -54,8 +54,8 @@ class Padded:
     """int64 [slots * rows each]: the row of the batch at each place; any row at places that stay empty."""
     places: Tensor
     """int64 [N]: the places that are taken."""
-    rows: Tensor
-    """int64 [N]: the rows of the batch that they go back to."""
+    rows: Tensor | None
+    """int64 [N]: the rows of the batch that they go back to; None for all in order."""
 
     @classmethod
     def of(cls, slots: Tensor) -> Padded:
@@ -68,13 +68,20 @@ class Padded:
         places = own * each + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[own]
         gathered = rows.new_zeros(len(counts) * each).index_copy_(0, places, rows)
         first = int(slots[rows[0]])
-        return cls(slice(first, first + len(counts)), gathered, places, rows)
+        taken = slice(first, first + len(counts))
+        if len(rows) < len(slots):
+            return cls(taken, gathered, places, rows)
+        return cls(taken, gathered, torch.empty_like(places).index_copy_(0, rows, places), None)
 
     def add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
         """Add B A x of each row's slot to y in place; shapes as of `GroupedPunicaWrapper._add`."""
         count = self.slots.stop - self.slots.start
-        delta = pair.product(x[self.gathered].view(count, -1, x.shape[1]), self.slots).view(-1, y.shape[1])
-        y.index_add_(0, self.rows, delta[self.places].to(y.dtype), alpha=scale)
+        placed = x.index_select(0, self.gathered).view(count, -1, x.size(1))
+        delta = pair.product(placed, self.slots).view(-1, y.size(1)).index_select(0, self.places)
+        if self.rows is None:
+            y.add_(delta, alpha=scale)
+        else:
+            y.index_add_(0, self.rows, delta.to(y.dtype), alpha=scale)
 
 
 class GroupedPunicaWrapper(PunicaWrapperCPU):
@@ -176,10 +183,11 @@ def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair | Expansion, sc
     for slot, rows in groups:
         if rows == _EVERY:
             pair.add(y, x, slot, scale)
-            continue
-        into = y[rows]  # a view of rows that lie together, a copy of others
-        pair.add(into, x[rows], slot, scale)
-        if not isinstance(rows, slice):
+        elif isinstance(rows, slice):
+            pair.add(y[rows], x[rows], slot, scale)
+        else:
+            into = y.index_select(0, rows)
+            pair.add(into, x.index_select(0, rows), slot, scale)
             y.index_copy_(0, rows, into)
 
 
