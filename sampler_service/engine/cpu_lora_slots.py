@@ -52,6 +52,11 @@ class Pair:
         """Take a [slots, ranks, in] and b [slots, out, ranks]."""
         self.a, self.b = a, b
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.a.nbytes + self.b.nbytes
+
     def prepare(self, slots: Iterable[int]) -> None:
         """Get slots ready that products are about to read."""
 
@@ -81,6 +86,10 @@ class PackedPair(Pair):
         self._packed = [(-1, -1)] * a.size(0)
         """The writes that were counted when each slot was packed."""
         self._ranks, self._out = a.size(1), b.size(1)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * super().nbytes
 
     def prepare(self, slots: Iterable[int]) -> None:
         for slot in slots:
