@@ -7,7 +7,7 @@ while decoding, so that requests to the base model are answered with somebody's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,9 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-_MOST_JOINED_RANKS = 96
-"""Ranks of all parts together above which multiplying the zeros between the blocks takes longer than more calls."""
-_FEW_ROWS = 64
-"""Rows up to which reading the weights takes longer than multiplying."""
+from sampler_service.engine.cpu_lora_slots import FEW_ROWS, Expansion, Pair, Slots, lay_out
+
+_EVERY = slice(None)
 
 Rows = slice | Tensor
 """Rows of a batch: those that lie together, or int64 [N]."""
@@ -33,50 +32,13 @@ def group_rows(slots: Tensor) -> Groups:
     """Group the rows of a batch by slot; `slots` has shape [T], -1 for no adapter."""
     present = sorted(set(slots.tolist()))
     if len(present) == 1:  # also of more rows than the mapping has: those of a prompt that is scored
-        return [(present[0], slice(None))] if present[0] >= 0 else []
+        return [(present[0], _EVERY)] if present[0] >= 0 else []
     return [(slot, _together((slots == slot).nonzero()[:, 0])) for slot in present if slot >= 0]
 
 
 def _together(rows: Tensor) -> Rows:
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows
-
-
-class Joined(tuple[Tensor, ...]):
-    """The slots of a packed layer's parts, each a view [slots, 1, rows, columns] of one tensor."""
-
-    whole: Tensor
-    """[slots, rows, columns]"""
-
-    @classmethod
-    def below(cls, parts: Sequence[Tensor]) -> Joined:
-        """Put the parts below each other: A of all parts, which see the same x."""
-        height, (slots, _, _, width) = sum(part.shape[2] for part in parts), parts[0].shape
-        return cls._of(parts[0].new_zeros(slots, height, width), parts, diagonal=False)
-
-    @classmethod
-    def diagonally(cls, parts: Sequence[Tensor]) -> Joined:
-        """Put the parts on a diagonal of blocks: B of all parts, each of which sees its own part of A x."""
-        height, width = (sum(part.shape[side] for part in parts) for side in (2, 3))
-        return cls._of(parts[0].new_zeros(parts[0].shape[0], height, width), parts, diagonal=True)
-
-    @classmethod
-    def _of(cls, whole: Tensor, parts: Sequence[Tensor], *, diagonal: bool) -> Joined:
-        views, row, column = list[Tensor](), 0, 0
-        for part in parts:
-            view = whole[:, None, row : row + part.shape[2], column : column + part.shape[3]]
-            views.append(view.copy_(part))
-            row, column = row + part.shape[2], column + part.shape[3] * diagonal
-        joined = cls(views)
-        joined.whole = whole
-        return joined
-
-
-def join_slots(layer: BaseLinearLayerWithLoRA) -> None:
-    """Have one pair of products serve all parts of a packed layer, where that takes less time than a pair for each."""
-    if layer.n_slices * layer.lora_a_stacked[0].shape[2] <= _MOST_JOINED_RANKS:
-        layer.lora_a_stacked = Joined.below(layer.lora_a_stacked)
-        layer.lora_b_stacked = Joined.diagonally(layer.lora_b_stacked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +54,8 @@ class Padded:
     """int64 [slots * rows each]: the row of the batch at each place; any row at places that stay empty."""
     places: Tensor
     """int64 [N]: the places that are taken."""
-    rows: Tensor
-    """int64 [N]: the rows of the batch that they go back to."""
+    rows: Tensor | None
+    """int64 [N]: the rows of the batch that they go back to; None for all in order."""
 
     @classmethod
     def of(cls, slots: Tensor) -> Padded:
@@ -106,14 +68,20 @@ class Padded:
         places = own * each + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[own]
         gathered = rows.new_zeros(len(counts) * each).index_copy_(0, places, rows)
         first = int(slots[rows[0]])
-        return cls(slice(first, first + len(counts)), gathered, places, rows)
+        taken = slice(first, first + len(counts))
+        if len(rows) < len(slots):
+            return cls(taken, gathered, places, rows)
+        return cls(taken, gathered, torch.empty_like(places).index_copy_(0, rows, places), None)
 
-    def add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    def add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
         """Add B A x of each row's slot to y in place; shapes as of `GroupedPunicaWrapper._add`."""
         count = self.slots.stop - self.slots.start
-        shrunk = x[self.gathered].view(count, -1, x.shape[1]) @ a[self.slots].mT
-        delta = (shrunk @ b[self.slots].mT).view(-1, y.shape[1])
-        y.index_add_(0, self.rows, delta[self.places].to(y.dtype), alpha=scale)
+        placed = x.index_select(0, self.gathered).view(count, -1, x.size(1))
+        delta = pair.product(placed, self.slots).view(-1, y.size(1)).index_select(0, self.places)
+        if self.rows is None:
+            y.add_(delta, alpha=scale)
+        else:
+            y.index_add_(0, self.rows, delta.to(y.dtype), alpha=scale)
 
 
 class GroupedPunicaWrapper(PunicaWrapperCPU):
@@ -126,6 +94,8 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._token_groups: Groups = []
+        self._used: list[int] = []
+        """The slots of these groups."""
         self._sampler_groups: Groups = []
         self._padded: Padded | None = None
         """Of batches of few rows and several adapters."""
@@ -137,8 +107,9 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         super().update_metadata(*args, **kwargs)
         slots = self.token_lora_indices
         self._token_groups = group_rows(slots)
+        self._used = [slot for slot, _ in self._token_groups]
         self._sampler_groups = group_rows(self.sampler_indices)
-        is_small = len(self._token_groups) > 1 and len(slots) <= _FEW_ROWS
+        is_small = len(self._token_groups) > 1 and len(slots) <= FEW_ROWS
         self._padded = Padded.of(slots) if is_small else None
 
     def add_lora_linear(
@@ -156,21 +127,28 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         Shapes: y [T, sum of slices], x [T, in], A [slots, 1, r, in], B [slots, 1, slice, r].
         """
         self.between_layers()
-        y, x, offset = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), 0
-        if isinstance(lora_a_stacked, Joined) and isinstance(lora_b_stacked, Joined):
-            self._add(y, x, lora_a_stacked.whole, lora_b_stacked.whole, scale)
+        if not self._token_groups:
             return
-        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            self._add(y.narrow(1, offset, width), x, a[:, 0], b[:, 0, :width], scale)
-            offset += width
+        if y.dim() > 2:
+            y, x = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
+        if isinstance(lora_a_stacked, Slots):
+            pairs = lora_a_stacked.pairs
+        else:
+            parts = zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True)
+            pairs = tuple(Pair(a[:, 0], b[:, 0, :width]) for a, b, width in parts)
+        if len(pairs) == 1:
+            self._add(y, x, pairs[0], scale)
+            return
+        for pair, part in zip(pairs, torch.split(y, [pair.b.size(1) for pair in pairs], dim=1), strict=True):
+            self._add(part, x, pair, scale)
 
-    def _add(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-        """Add B A x to y in place. Shapes: y [T, out], x [T, in], A [slots, r, in], B [slots, out, r]."""
+    def _add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
+        """Add B A x to y in place. Shapes: y [T, out], x [T, in]."""
+        pair.prepare(self._used)
         if self._padded is not None:
-            self._padded.add(y, x, a, b, scale)
-            return
-        for slot, rows in self._token_groups:
-            _add_rows(y, rows, x[rows] @ a[slot].T, b[slot], scale)
+            self._padded.add(y, x, pair, scale)
+        else:
+            _add_groups(y, x, self._token_groups, pair, scale)
 
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
@@ -181,11 +159,8 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         """
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         width = min(y.shape[1], lora_b_stacked.shape[-2])
-        for slot, rows in self._sampler_groups:
-            part = x[rows]
-            _add_rows(
-                y.narrow(1, 0, width), rows, part @ lora_a_stacked[slot, 0].T, lora_b_stacked[slot, 0, :width], scale
-            )
+        pair = Pair(lora_a_stacked[:, 0], lora_b_stacked[:, 0, :width])
+        _add_groups(y.narrow(1, 0, width), x, self._sampler_groups, pair, scale)
 
     def add_lora_embedding(
         self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, add_inputs: bool = True, **_: Any
@@ -196,32 +171,34 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         """
         if not add_inputs:
             y.zero_()
-        for slot, rows in self._token_groups:
-            _add_rows(y, rows, x[rows], lora_b_stacked[slot, 0], 1.0)
+        _add_groups(y, x, self._token_groups, Expansion(lora_b_stacked[:, 0]), 1.0)
 
 
 def _nothing() -> None:
     """Do nothing."""
 
 
-def _add_rows(y: Tensor, rows: Rows, shrunk: Tensor, b: Tensor, scale: float) -> None:
-    into = y[rows]  # a view of rows that lie together, a copy of others
-    if len(into) <= _FEW_ROWS or y.dtype != b.dtype:
-        into.add_(shrunk @ b.T, alpha=scale)
-    else:
-        into.addmm_(shrunk, b.T, alpha=scale)
-    if not isinstance(rows, slice):
-        y.index_copy_(0, rows, into)
+def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair | Expansion, scale: float) -> None:
+    """Add each group's own product of its rows of x to its rows of y in place."""
+    for slot, rows in groups:
+        if rows == _EVERY:
+            pair.add(y, x, slot, scale)
+        elif isinstance(rows, slice):
+            pair.add(y[rows], x[rows], slot, scale)
+        else:
+            into = y.index_select(0, rows)
+            pair.add(into, x.index_select(0, rows), slot, scale)
+            y.index_copy_(0, rows, into)
 
 
 class GroupedLoraCpuWorker(CPUWorker):
     """vLLM's CPU worker with these operators; chosen through `worker_cls`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, whose LoRA layers ask the platform for their operators, and join its packed layers' slots."""
+        """Load the model, whose LoRA layers ask the platform for their operators, and lay out its slots."""
         name = f"{GroupedPunicaWrapper.__module__}.{GroupedPunicaWrapper.__name__}"
         current_platform.get_punica_wrapper = lambda: name  # type: ignore[method-assign]
         super().load_model(*args, **kwargs)
         for layer in self.get_model().modules():
-            if isinstance(layer, BaseLinearLayerWithLoRA) and layer.n_slices > 1:
-                join_slots(layer)
+            if isinstance(layer, BaseLinearLayerWithLoRA):
+                layer.lora_a_stacked, layer.lora_b_stacked = lay_out(layer.lora_a_stacked, layer.lora_b_stacked)

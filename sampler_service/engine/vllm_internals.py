@@ -18,6 +18,8 @@ import vllm
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
+from sampler_service.engine.cpu_lora_slots import Slots
+
 _MANAGER = "lora_manager._adapter_manager"
 _EVERY_WAY = (f"{_MANAGER}.model", f"{_MANAGER}.modules", f"{_MANAGER}.packed_modules")
 _DIRECT = (
@@ -65,7 +67,10 @@ class VllmInternals:
         """Bytes of the slots' matrices in all layers."""
         names = ("lora_a_stacked", "lora_b_stacked")
         stacks = [getattr(layer, name, ()) for layer in self.layers.values() for name in names]
-        return sum(matrix.nbytes for stack in stacks for matrix in stack if isinstance(matrix, torch.Tensor))
+        laid_out = {pair for stack in stacks if isinstance(stack, Slots) for pair in stack.pairs}
+        others = [stack for stack in stacks if not isinstance(stack, Slots)]
+        plain = sum(matrix.nbytes for stack in others for matrix in stack if isinstance(matrix, torch.Tensor))
+        return plain + sum(pair.nbytes for pair in laid_out)
 
     @property
     def packed(self) -> Mapping[str, Sequence[str]]:
