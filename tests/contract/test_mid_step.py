@@ -67,7 +67,9 @@ async def vllm(model_path, environment):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
-        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, engine_args(options_for(model_path)))
+        llm = await asyncio.to_thread(
+            AsyncLLM.from_engine_args, engine_args(replace(options_for(model_path), dtype="bfloat16"))
+        )
     calls = MidStepCalls()
     await calls.start()
     await llm.collective_rpc("prepare_adapters", kwargs={"direct": True, "mid_step": calls.address})
