@@ -11,7 +11,8 @@ import pytest
 from paceline.errors import EngineUnavailable
 from paceline.types import ServedModel, StopReason, TopkLogprobs
 from sampler_service.engine.base import TokenDelta
-from sampler_service.tokens import Coalescer, collect, complete
+from sampler_service.engine.coalescer import Coalescer
+from sampler_service.tokens import collect, complete
 
 
 def delta(index, *tokens, stop=None):
