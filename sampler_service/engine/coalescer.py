@@ -68,7 +68,10 @@ class Coalescer:
             self._wake_when_due()
 
     def close(self, error: Exception | None = None) -> None:
-        """Say that nothing more comes; `error` is raised to the reader after what is still held. The first word holds."""
+        """Say that nothing more comes; `error` is raised to the reader after what is still held.
+
+        What is said again later does not count.
+        """
         if not self._closed:
             self._closed, self._error = True, error
             self._wake_reader()

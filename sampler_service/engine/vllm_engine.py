@@ -28,7 +28,7 @@ from sampler_service.engine.coalescer import Coalescer, Crowd
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.vllm_adapters import AdapterLoader
-from sampler_service.engine.vllm_feed import fed
+from sampler_service.engine.vllm_feed import FedLlm
 from sampler_service.engine.vllm_grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm_lending import LOAD_FORMAT, extra_config
 from sampler_service.engine.vllm_params import (
@@ -52,11 +52,15 @@ CPU_BLOCK_SIZE = 32
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    llm: AsyncLLM
+    fed: FedLlm
     loader: AdapterLoader
     info: ModelInfo
     linear: LinearShapes
     slots: Slots = field(default_factory=Slots)
+
+    @property
+    def llm(self) -> AsyncLLM:
+        return self.fed.llm
 
 
 class VllmEngine:
@@ -105,7 +109,7 @@ class VllmEngine:
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         loader = AdapterLoader(llm, self._options)
-        self._started = _Started(llm, loader, info, linear)
+        self._started = _Started(FedLlm.of(llm), loader, info, linear)
         sizes = await loader.start()
         self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
 
@@ -148,7 +152,8 @@ class VllmEngine:
             params = sampling_params(request, budget)
             score = await self._prompt_score(request)
             with self._opened(request.request_id):
-                async with fed(engine.llm, request, params, Coalescer(self._crowd, eager=request.eager)) as tokens:
+                coalescer = Coalescer(self._crowd, eager=request.eager)
+                async with engine.fed.generate(request, params, coalescer) as tokens:
                     async for delta in tokens:
                         if score is not None:
                             delta.prompt_logprobs, delta.topk_prompt_logprobs, score = *score, None
