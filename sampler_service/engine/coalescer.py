@@ -20,22 +20,26 @@ class Crowd:
     """The readers of one event loop, which wait for each other."""
 
     def __init__(self) -> None:
+        self.due = 0.0
+        """When new tokens may wake readers again, in the event loop's time."""
         self._longest = 0.0
         self._until = 0.0
 
-    def note(self, waited: float, now: float) -> float:
-        """Hear how long a reader waited; returns the longest wait of any reader of late. In seconds."""
+    def note(self, waited: float, now: float) -> None:
+        """Hear how many seconds a reader waited. The longest wait of late counts."""
         if waited >= self._longest or now > self._until:
-            self._longest, self._until = waited, now + _MOST_SECONDS
-        return self._longest
+            self._longest, self._until = waited, now + 2 * _MOST_SECONDS
+        if self._longest > _BEHIND_SECONDS:
+            self.due = now + min(_HOLD_BACK * self._longest, _MOST_SECONDS)
 
 
 class Coalescer:
     """Holds new tokens until the reader takes them: as they come while it keeps up, merged when it is behind.
 
     Behind is also a process whose readers wait for each other: there a message costs as much as several tokens. While
-    readers had to wait, each leaves its next tokens for a multiple of the longest wait, so that more of them share a
-    message; but never the last ones of a completion. A reader that is not `eager` leaves them as long at any time.
+    readers had to wait, all leave their next tokens for a multiple of the longest wait, and the same time, so that more
+    tokens share a message; but never the first ones, nor the last ones of a completion. A reader that is not `eager`
+    leaves tokens at any time.
     """
 
     def __init__(self, crowd: Crowd | None = None, *, eager: bool = True) -> None:
@@ -46,12 +50,11 @@ class Coalescer:
         self._wake = asyncio.Event()
         self._woken = 0.0
         """When the reader was last woken."""
-        self._due = 0.0 if eager else self._loop.time() + _MOST_SECONDS
-        """When the next tokens may wake it."""
+        self._begun = False
+        """Whether the reader had any."""
         self._timer: asyncio.TimerHandle | None = None
         self._reading = False
         """Whether the reader is awake."""
-        self._longest = 0.0
         self._closed = False
         self._error: Exception | None = None
 
@@ -82,30 +85,25 @@ class Coalescer:
     async def __anext__(self) -> TokenDelta:
         """Return the next delta, the completions taking turns, until closed."""
         if self._reading and not self._pending and not self._closed:
-            self._rest()
+            self._reading = False
+            self._wake.clear()
         if not self._reading:
             await self._wake.wait()
-            self._reading = True
+            self._reading = self._begun = True
             now = self._loop.time()
-            self._longest = self._crowd.note(now - self._woken, now)
+            self._crowd.note(now - self._woken, now)
         if self._pending:
             return merged(self._pending.pop(next(iter(self._pending))))
         raise self._error or StopAsyncIteration
 
-    def _rest(self) -> None:
-        """Have taken all there was."""
-        self._reading = False
-        self._wake.clear()
-        if not self._eager:
-            self._due = self._loop.time() + _MOST_SECONDS
-        elif self._longest > _BEHIND_SECONDS:
-            self._due = self._loop.time() + min(_HOLD_BACK * self._longest, _MOST_SECONDS)
-
     def _wake_when_due(self) -> None:
-        if self._loop.time() >= self._due:
+        now, due = self._loop.time(), self._crowd.due if self._begun else 0.0
+        if not self._eager:
+            due = now + _MOST_SECONDS
+        if now >= due:
             self._wake_reader()
         else:
-            self._timer = self._loop.call_at(self._due, self._wake_reader)
+            self._timer = self._loop.call_at(due, self._wake_reader)
 
     def _wake_reader(self) -> None:
         if self._timer is not None:
