@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from uuid import uuid4
 
 from paceline import errors
@@ -13,7 +12,7 @@ from paceline.types.training import Array
 from sampler_service.engine.base import Adapter, GenerationRequest, SamplerEngine, TokenDelta
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.requests import SampleRequest
-from sampler_service.tokens import Coalescer, collect, complete
+from sampler_service.tokens import collect, complete
 from sampler_service.validation import RequestLimits, check_ref, check_sample, check_tokens
 from sampler_service.versions.base import Versions
 from sampler_service.versions.loaded import Lease
@@ -41,15 +40,22 @@ class Sampler:
 
     async def sample(self, request: SampleRequest, tenant: str) -> SampleResult:
         """Sample to the end. Cancelling frees the completions."""
-        async with self._generation(request, tenant) as (lease, deltas):
+        async with self._generation(request, tenant, eager=False) as (lease, deltas):
             result = await collect(deltas, request.num_samples, lease.served, prompt_logprobs=request.prompt_logprobs)
             if request.prompt_logprobs or request.topk_prompt_logprobs:
                 _check_current(lease)
             return result
 
-    def stream(self, request: SampleRequest, tenant: str) -> TokenStream:
-        """Sample in a task of its own, which whoever gets the stream must cancel in the end."""
-        return TokenStream(self._generation(request, tenant))
+    async def stream(self, request: SampleRequest, tenant: str) -> AsyncGenerator[StreamedTokens]:
+        """Yield tokens as they come, and raise what went wrong after those that came before it.
+
+        Closing it early frees the completions.
+        """
+        async with self._generation(request, tenant, eager=True) as (lease, deltas):
+            served = lease.served
+            async for delta in deltas:
+                spans = delta.version_spans
+                yield StreamedTokens(delta.index, delta.tokens, delta.logprobs, delta.stop_reason, served, spans)
 
     async def compute_logprobs(self, ref: ModelRef, tokens: Array, tenant: str) -> tuple[Array, ServedModel]:
         """Return the log-probability of each of N >= 2 tokens given those before it: float32, shape [N], NaN at 0."""
@@ -64,11 +70,11 @@ class Sampler:
                 return logprobs, lease.served
 
     @asynccontextmanager
-    async def _generation(self, request: SampleRequest, tenant: str) -> AsyncIterator[Generation]:
+    async def _generation(self, request: SampleRequest, tenant: str, *, eager: bool) -> AsyncIterator[Generation]:
         check_sample(request, self._limits)
         with self._admission(request.num_samples):
             async with self._registry.lease(request.ref, tenant) as lease:
-                deltas = self._engine.generate(_generation_request(request, lease.adapter, tenant))
+                deltas = self._engine.generate(_generation_request(request, lease.adapter, tenant, eager=eager))
                 async with aclosing(complete(deltas, request.num_samples, self._metrics.tokens.inc)) as completed:
                     yield lease, completed
 
@@ -85,43 +91,15 @@ class Sampler:
             self._admitted -= completions
 
 
-class TokenStream:
-    """Tokens of one request as they come, merged while the reader is behind."""
-
-    def __init__(self, generation: AbstractAsyncContextManager[Generation]) -> None:
-        self._coalescer = Coalescer()
-        self._served = ServedModel("")
-        self._producer = asyncio.create_task(self._produce(generation))
-
-    def cancel(self) -> None:
-        """Free the request, whatever the reader is waiting for. Safe to call again."""
-        self._producer.cancel()
-
-    async def __aiter__(self) -> AsyncIterator[StreamedTokens]:
-        """Yield tokens, and raise what went wrong after those that came before it."""
-        async for delta in self._coalescer:
-            spans = delta.version_spans
-            yield StreamedTokens(delta.index, delta.tokens, delta.logprobs, delta.stop_reason, self._served, spans)
-
-    async def _produce(self, generation: AbstractAsyncContextManager[Generation]) -> None:
-        try:
-            async with generation as (lease, deltas):
-                self._served = lease.served
-                async for delta in deltas:
-                    self._coalescer.put(delta)
-        except Exception as error:  # the reader raises it
-            self._coalescer.close(error)
-        else:
-            self._coalescer.close()
-
-
 def _check_current(lease: Lease) -> None:
     """See that log-probabilities of a given sequence are of one version. Raises EngineUnavailable."""
     if not lease.is_current():
         raise errors.EngineUnavailable("the weights changed meanwhile; try again")
 
 
-def _generation_request(request: SampleRequest, adapter: Adapter | None, tenant: str) -> GenerationRequest:
+def _generation_request(
+    request: SampleRequest, adapter: Adapter | None, tenant: str, *, eager: bool
+) -> GenerationRequest:
     return GenerationRequest(
         request_id=uuid4().hex,
         prompt=request.prompt.tolist(),
@@ -132,4 +110,5 @@ def _generation_request(request: SampleRequest, adapter: Adapter | None, tenant:
         prompt_logprobs=request.prompt_logprobs,
         topk_prompt_logprobs=request.topk_prompt_logprobs,
         topk_logprobs=request.topk_logprobs,
+        eager=eager,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -104,12 +105,9 @@ class SamplerServicer(Base):
             params=sampling_params_from_proto(request.params),
             num_samples=request.num_samples or 1,
         )
-        stream = self._sampler.stream(decoded, current_identity().tenant)
-        try:
+        async with aclosing(self._sampler.stream(decoded, current_identity().tenant)) as stream:
             async for tokens in stream:
                 yield _stream_response(tokens)
-        finally:
-            stream.cancel()
 
     async def ComputeLogprobs(self, request: pb.ComputeLogprobsRequest, context: Context) -> pb.ComputeLogprobsResponse:
         ref, tokens = model_ref_from_proto(request.model), _tokens(request, "tokens")

@@ -62,6 +62,8 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_logprobs: int = 0
+    eager: bool = True
+    """Whether tokens are wanted as they come; otherwise those of some time come together."""
 
 
 @dataclass(slots=True)

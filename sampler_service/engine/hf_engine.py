@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -17,6 +17,7 @@ from paceline.errors import EngineUnavailable
 from paceline.types import ModelInfo, StopReason, TopkLogprobs
 from paceline.types.training import Array
 from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, Slots, TokenDelta
+from sampler_service.engine.coalescer import Coalescer, Crowd
 from sampler_service.engine.hf_adapters import AdapterBank
 from sampler_service.engine.hf_batch import Batcher, Job
 from sampler_service.engine.hf_sampling import sequence_logprobs
@@ -31,7 +32,7 @@ class _Ticket:
     job: Job
     open: set[int]
     """Indices of the completions that have not ended."""
-    deltas: asyncio.Queue[TokenDelta | EngineUnavailable] = field(default_factory=asyncio.Queue)
+    deltas: Coalescer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class HfEngine:
         self._loaded: _Loaded | None = None
         self._waiting: list[_Ticket] = []
         self._running: dict[Job, _Ticket] = {}
+        self._crowd = Crowd()
         self._wake = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
 
@@ -81,7 +83,7 @@ class HfEngine:
             self._driver.cancel()
         for ticket in self._tickets():
             for index in sorted(ticket.open):
-                ticket.deltas.put_nowait(TokenDelta(index, [], [], StopReason.ABORTED))
+                ticket.deltas.put(TokenDelta(index, [], [], StopReason.ABORTED))
         self._loaded = None
         await asyncio.to_thread(self._thread.shutdown)
 
@@ -103,19 +105,20 @@ class HfEngine:
         budget = completion_budget(info, len(request.prompt), request.params)
         refuse_constraint(request.params)
         score = await self._prompt_score(request)
-        ticket = _Ticket(Job(request, budget), set(range(request.num_samples)))
+        ticket = _Ticket(
+            Job(request, budget), set(range(request.num_samples)), Coalescer(self._crowd, eager=request.eager)
+        )
         self._waiting.append(ticket)
         self._wake.set()
         try:
-            while ticket.open:
-                delta = await ticket.deltas.get()
-                if isinstance(delta, EngineUnavailable):
-                    raise delta
+            async for delta in ticket.deltas:
                 if delta.stop_reason is not None:
                     ticket.open.discard(delta.index)
                 if score is not None:
                     delta.prompt_logprobs, delta.topk_prompt_logprobs, score = *score, None
                 yield delta
+                if not ticket.open:
+                    break
         finally:
             ticket.job.cancelled = True
             self._running.pop(ticket.job, None)
@@ -150,11 +153,11 @@ class HfEngine:
             except Exception:
                 self._loaded = None
                 for ticket in self._tickets():
-                    ticket.deltas.put_nowait(EngineUnavailable("the engine died; it is starting again"))
+                    ticket.deltas.close(EngineUnavailable("the engine died; it is starting again"))
                 raise
             for job, delta in deltas:
                 if job in self._running:
-                    self._running[job].deltas.put_nowait(delta)
+                    self._running[job].deltas.put(delta)
             if not deltas and not self._waiting:
                 self._wake.clear()
 

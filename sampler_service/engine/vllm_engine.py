@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
@@ -12,9 +12,7 @@ from uuid import uuid4
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -22,14 +20,15 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from paceline.errors import EngineUnavailable, InvalidArgument
 from paceline.shared_base import clear
 from paceline.types import ModelInfo, TopkLogprobs
-from paceline.types import SamplingParams as Params
 from paceline.types.training import Array
 from sampler_service.engine.adapters import LinearShapes, check_adapter, read_adapter
 from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, Slots, TokenDelta
 from sampler_service.engine.base_model import linear_shapes_of
+from sampler_service.engine.coalescer import Coalescer, Crowd
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.vllm_adapters import AdapterLoader
+from sampler_service.engine.vllm_feed import FedLlm
 from sampler_service.engine.vllm_grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm_lending import LOAD_FORMAT, extra_config
 from sampler_service.engine.vllm_params import (
@@ -38,7 +37,6 @@ from sampler_service.engine.vllm_params import (
     prompt_logprobs,
     sampling_params,
     scoring_params,
-    token_delta,
     topk_rows,
 )
 
@@ -54,11 +52,15 @@ CPU_BLOCK_SIZE = 32
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    llm: AsyncLLM
+    fed: FedLlm
     loader: AdapterLoader
     info: ModelInfo
     linear: LinearShapes
     slots: Slots = field(default_factory=Slots)
+
+    @property
+    def llm(self) -> AsyncLLM:
+        return self.fed.llm
 
 
 class VllmEngine:
@@ -68,6 +70,7 @@ class VllmEngine:
         self._options = options
         self._started: _Started | None = None
         self._open: set[str] = set()
+        self._crowd = Crowd()
         self._adapters: set[int] = set()
 
     @property
@@ -106,7 +109,7 @@ class VllmEngine:
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         loader = AdapterLoader(llm, self._options)
-        self._started = _Started(llm, loader, info, linear)
+        self._started = _Started(FedLlm.of(llm), loader, info, linear)
         sizes = await loader.start()
         self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
 
@@ -148,11 +151,10 @@ class VllmEngine:
         with _translated():
             params = sampling_params(request, budget)
             score = await self._prompt_score(request)
-            async with aclosing(self._outputs(engine.llm, request, params)) as outputs:
-                async for output in outputs:
-                    for completion in output.outputs:
-                        delta = token_delta(completion, request.topk_logprobs)
-                        delta.prompt_cache_hit_tokens = output.num_cached_tokens or 0
+            with self._opened(request.request_id):
+                coalescer = Coalescer(self._crowd, eager=request.eager)
+                async with engine.fed.generate(request, params, coalescer) as tokens:
+                    async for delta in tokens:
                         if score is not None:
                             delta.prompt_logprobs, delta.topk_prompt_logprobs, score = *score, None
                         yield delta
@@ -170,19 +172,14 @@ class VllmEngine:
             raise EngineUnavailable("the engine is not running")
         return self._started
 
-    async def _outputs(
-        self, llm: AsyncLLM, request: GenerationRequest, params: SamplingParams
-    ) -> AsyncGenerator[RequestOutput]:
-        """Yield vLLM's outputs. Closing this closes vLLM's generator, which aborts the request before the next step."""
-        prompt = prompt_input(request.prompt, request.tenant)
-        self._open.add(request.request_id)
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[None]:
+        """Note a request as one that `stop` ends."""
+        self._open.add(name)
         try:
-            lora = lora_request(request.adapter) if request.adapter else None
-            async with aclosing(llm.generate(prompt, params, request.request_id, lora_request=lora)) as outputs:
-                async for output in outputs:
-                    yield output
+            yield
         finally:
-            self._open.discard(request.request_id)
+            self._open.discard(name)
 
     async def _prompt_score(self, request: GenerationRequest) -> tuple[Array, TopkLogprobs | None] | None:
         """Score the prompt once for all samples, which then find it in the prefix cache."""
@@ -193,14 +190,17 @@ class VllmEngine:
     async def _score(
         self, tokens: list[int], adapter: Adapter | None, tenant: str, k: int
     ) -> tuple[Array, TopkLogprobs | None]:
-        request = GenerationRequest(f"score-{uuid4().hex}", tokens, Params(), adapter=adapter, tenant=tenant)
-        async with aclosing(self._outputs(self._live().llm, request, scoring_params(k))) as outputs:
-            async for output in outputs:
-                if output.prompt_logprobs is None:
-                    break
-                return prompt_logprobs(tokens, output.prompt_logprobs), topk_rows(
-                    output.prompt_logprobs, k
-                ) if k else None
+        llm, name = self._live().llm, f"score-{uuid4().hex}"
+        lora = lora_request(adapter) if adapter else None
+        outputs = llm.generate(prompt_input(tokens, tenant), scoring_params(k), name, lora_request=lora)
+        with self._opened(name):
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if output.prompt_logprobs is None:
+                        break
+                    return prompt_logprobs(tokens, output.prompt_logprobs), topk_rows(
+                        output.prompt_logprobs, k
+                    ) if k else None
         raise EngineUnavailable("the engine stopped before the sequence was scored")
 
 

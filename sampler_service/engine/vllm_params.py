@@ -66,6 +66,7 @@ def sampling_params(request: GenerationRequest, budget: int) -> VllmSamplingPara
         skip_special_tokens=False,
         structured_outputs=structured_outputs(params),
         output_kind=RequestOutputKind.DELTA,
+        skip_clone=True,  # made for this request alone
     )
 
 

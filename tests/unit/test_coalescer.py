@@ -11,7 +11,8 @@ import pytest
 from paceline.errors import EngineUnavailable
 from paceline.types import ServedModel, StopReason, TopkLogprobs
 from sampler_service.engine.base import TokenDelta
-from sampler_service.tokens import Coalescer, collect, complete
+from sampler_service.engine.coalescer import Coalescer, Crowd
+from sampler_service.tokens import collect, complete
 
 
 def delta(index, *tokens, stop=None):
@@ -50,9 +51,9 @@ async def test_a_reader_that_is_behind_gets_what_came_meanwhile_in_one_message_p
     assert second.logprobs == [-10.0, -20.0, -30.0]
 
 
-async def behind():
+async def behind(crowd=None):
     """A coalescer whose reader was woken and had to wait while the loop was busy with others."""
-    coalescer = Coalescer()
+    coalescer = Coalescer(crowd)
     coalescer.put(delta(0, 1))
     reader = aiter(coalescer)
     time.sleep(0.005)  # noqa: ASYNC251 - that is the point
@@ -78,6 +79,49 @@ async def test_the_end_of_a_completion_is_not_held_back():
     await asyncio.sleep(0)
     assert waiting.done()
     assert (await waiting).tokens == [2, 3]
+
+
+async def test_while_one_reader_had_to_wait_others_leave_their_next_tokens_too_but_not_their_first_ones():
+    crowd = Crowd()
+    other = Coalescer(crowd)
+    await behind(crowd)
+    for expected in (True, False):
+        reading = asyncio.ensure_future(anext(other))
+        await asyncio.sleep(0)
+        other.put(delta(0, 1))
+        await asyncio.sleep(0)
+        assert reading.done() is expected
+    other.put(delta(0, 2))
+    assert (await reading).tokens == [1, 2]
+
+
+async def test_a_reader_that_is_not_eager_gets_what_comes_in_some_time_at_once_and_the_end_when_it_comes():
+    coalescer = Coalescer(eager=False)
+    reading = asyncio.ensure_future(anext(coalescer))
+    for token in (1, 2):
+        coalescer.put(delta(0, token))
+        await asyncio.sleep(0)
+    assert not reading.done()
+    assert (await reading).tokens == [1, 2]
+    coalescer.put(delta(0, 3, stop=StopReason.LENGTH))
+    assert (await anext(coalescer)).tokens == [3]
+
+
+async def test_merging_keeps_every_row_of_likeliest_tokens():
+    coalescer = Coalescer()
+    for token in (1, 2):
+        part = delta(0, token)
+        part.topk_logprobs = TopkLogprobs(np.array([[token, 9]], np.int32), np.array([[-1.0, -2.0]], np.float32))
+        coalescer.put(part)
+    assert (await anext(coalescer)).topk_logprobs.token_ids.tolist() == [[1, 9], [2, 9]]
+
+
+async def test_of_two_endings_the_first_counts():
+    coalescer = Coalescer()
+    coalescer.close(EngineUnavailable("died"))
+    coalescer.close()
+    with pytest.raises(EngineUnavailable):
+        await anext(coalescer)
 
 
 async def test_completions_take_turns():

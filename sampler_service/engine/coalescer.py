@@ -1,0 +1,133 @@
+"""New tokens on their way from an engine to the reader of their request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.types import TopkLogprobs
+from sampler_service.engine.base import TokenDelta
+
+_BEHIND_SECONDS = 0.001
+"""A reader that runs later than this after it was woken waits for others."""
+_HOLD_BACK, _MOST_SECONDS = 8.0, 0.05
+"""How long the next tokens are left then, in multiples of the wait and at most: no longer than people notice."""
+
+
+class Crowd:
+    """The readers of one event loop, which wait for each other."""
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        """When new tokens may wake readers again, in the event loop's time."""
+        self._longest = 0.0
+        self._until = 0.0
+
+    def note(self, waited: float, now: float) -> None:
+        """Hear how many seconds a reader waited. The longest wait of late counts."""
+        if waited >= self._longest or now > self._until:
+            self._longest, self._until = waited, now + 2 * _MOST_SECONDS
+        if self._longest > _BEHIND_SECONDS:
+            self.due = now + min(_HOLD_BACK * self._longest, _MOST_SECONDS)
+
+
+class Coalescer:
+    """Holds new tokens until the reader takes them: as they come while it keeps up, merged when it is behind.
+
+    Behind is also a process whose readers wait for each other: there a message costs as much as several tokens. While
+    readers had to wait, all leave their next tokens for a multiple of the longest wait, and the same time, so that more
+    tokens share a message; but never the first ones, nor the last ones of a completion. A reader that is not `eager`
+    leaves tokens at any time.
+    """
+
+    def __init__(self, crowd: Crowd | None = None, *, eager: bool = True) -> None:
+        self._crowd = crowd or Crowd()
+        self._eager = eager
+        self._pending: dict[int, list[TokenDelta]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._woken = 0.0
+        """When the reader was last woken."""
+        self._begun = False
+        """Whether the reader had any."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._reading = False
+        """Whether the reader is awake."""
+        self._closed = False
+        self._error: Exception | None = None
+
+    def put(self, delta: TokenDelta) -> None:
+        """Add tokens of a completion."""
+        held = self._pending.get(delta.index)
+        if held is None:
+            self._pending[delta.index] = [delta]
+        else:
+            held.append(delta)
+        if delta.stop_reason is not None:
+            self._wake_reader()
+        elif self._timer is None and not self._wake.is_set():
+            self._wake_when_due()
+
+    def close(self, error: Exception | None = None) -> None:
+        """Say that nothing more comes; `error` is raised to the reader after what is still held.
+
+        What is said again later does not count.
+        """
+        if not self._closed:
+            self._closed, self._error = True, error
+            self._wake_reader()
+
+    def __aiter__(self) -> Coalescer:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        """Return the next delta, the completions taking turns, until closed."""
+        if self._reading and not self._pending and not self._closed:
+            self._reading = False
+            self._wake.clear()
+        if not self._reading:
+            await self._wake.wait()
+            self._reading = self._begun = True
+            now = self._loop.time()
+            self._crowd.note(now - self._woken, now)
+        if self._pending:
+            return merged(self._pending.pop(next(iter(self._pending))))
+        raise self._error or StopAsyncIteration
+
+    def _wake_when_due(self) -> None:
+        now, due = self._loop.time(), self._crowd.due if self._begun else 0.0
+        if not self._eager:
+            due = now + _MOST_SECONDS
+        if now >= due:
+            self._wake_reader()
+        else:
+            self._timer = self._loop.call_at(due, self._wake_reader)
+
+    def _wake_reader(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._wake.is_set():
+            self._woken = self._loop.time()
+            self._wake.set()
+
+
+def merged(parts: Sequence[TokenDelta]) -> TokenDelta:
+    """Join deltas of one completion, in their order, into the first one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    last, rows = parts[-1], [part.topk_logprobs for part in parts if part.topk_logprobs is not None]
+    for part in parts[1:]:
+        first.tokens.extend(part.tokens)
+        first.logprobs.extend(part.logprobs)
+    first.stop_reason, first.version_spans = last.stop_reason, last.version_spans
+    first.topk_logprobs = concatenated(rows) if rows else None
+    return first
+
+
+def concatenated(rows: Sequence[TopkLogprobs]) -> TopkLogprobs:
+    """Join rows of positions that follow each other."""
+    return TopkLogprobs(np.concatenate([row.token_ids for row in rows]), np.concatenate([row.logprobs for row in rows]))
