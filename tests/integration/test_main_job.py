@@ -187,7 +187,7 @@ def test_a_killed_trainer_costs_the_client_a_delay_and_the_run_nothing(cluster, 
     [
         ("rl_loop.py", ["--steps", "2", "--prompts", "2", "--samples", "2", "--rank", "4"], "reward curve"),
         ("sft_loop.py", ["--steps", "2"], "version 1"),
-        ("stream_tokens.py", ["--max-tokens", "4"], "4 tokens"),
+        ("stream_tokens.py", ["--max-tokens", "4"], " tokens in "),
         ("raw_stubs.py", [], "from version 1"),
     ],
 )

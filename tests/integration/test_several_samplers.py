@@ -64,6 +64,12 @@ async def publish(training, wait_for="none"):
     return await asyncio.to_thread(training.publish_weights(wait_for=wait_for).result)
 
 
+async def acknowledged(training, samplers):
+    """Publish, and return what was published when all these watch and acknowledge it: who serves may watch later."""
+    published = await publish(training, wait_for="all")
+    return published if {ack.sampler_id for ack in published.acknowledgements} == samplers else None
+
+
 async def ends_on(client, version):
     """Wait until a version is loaded that nobody asked for."""
     await until(lambda: _is_loaded(client, version), 120)
@@ -87,8 +93,7 @@ async def test_each_ends_on_the_newest_version_by_itself(cluster, engine, traini
         cut_off = await stack.enter_async_context(follower(cluster, network.port, "cut off"))
         channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port_of(cluster, 'sampler')}"))
         restarted = Client(channel, None, cluster.state, None, None, "")
-        first = await publish(training, wait_for="all")
-        assert {ack.sampler_id for ack in first.acknowledgements} == {"cut off", "restarted"}
+        first = await until(lambda: acknowledged(training, {"cut off", "restarted"}), 120)
 
         network.cut()
         await asyncio.to_thread(cluster.sampler.kill)
@@ -107,8 +112,7 @@ async def test_each_ends_on_the_newest_version_by_itself(cluster, engine, traini
         for client in (cut_off, restarted, late):
             served = (await client.be(PEER_TENANT).sample(mine)).model
             assert (served.version, served.sha256) == (newest.model.version, newest.model.sha256)
-        last = await publish(training, wait_for="all")
-        assert {ack.sampler_id for ack in last.acknowledgements} == {"cut off", "restarted", "late"}
+        await until(lambda: acknowledged(training, {"cut off", "restarted", "late"}), 120)
 
 
 async def _is_loaded(client, version):
