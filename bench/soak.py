@@ -89,10 +89,9 @@ async def soak(model: Path, dtype: Dtype, seconds: float, turns: int, scratch: P
             print(f"turn {number + 1} of {turns}: {speed:.0f} tokens/s, {without:.0f} without publishing, "
                   f"{steps / seconds:.1f} publishes a second, load {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
         figures.aborted = ours.aborted
-        newest = max(busy, key=lambda sample: sample.version)
-        versions = [ours.find(newest.run, number) for number in range(2, newest.version + 1)]
+        versions = ours.distinct(busy[0].run)
     os.sched_setaffinity(0, set(cores))
-    return figures, [path for path in versions if path.is_dir()]
+    return figures, versions
 
 
 def report(dtype: str, figures: Figures) -> None:

@@ -18,6 +18,7 @@ from soak_score import Sampled
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.types.v1 import sampling_pb2
 from paceline.up_plan import UpOptions
+from paceline.weights import read_manifest
 
 RUNS, RANK = 4, 16
 SLOTS = 20
@@ -80,6 +81,12 @@ class Soak:
     def find(self, run_id: str, version: int) -> Path:
         """Return a version's directory."""
         return self._runs[run_id].directory(version)
+
+    def distinct(self, run_id: str) -> list[Path]:
+        """Return a run's versions on the volume, oldest first: one of those that have the same weights."""
+        every = sorted(self.find(run_id, 0).parent.glob("[0-9]*"), key=lambda path: int(path.name), reverse=True)
+        first = {read_manifest(path).model.sha256: path for path in every}
+        return list(first.values())[::-1]
 
     async def decode(self, streams: int, until: float) -> list[Sampled]:
         """Keep `streams` sequences going until a moment of `time.perf_counter`; return those that ended."""
