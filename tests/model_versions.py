@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
-from sampler_stack import PROMPT
+from sampler_stack import PROMPT, until, version_ref
 from tiny_models import make_tiny_llama
 from transformers import AutoModelForCausalLM
 from weight_stack import BASE, TENANT
@@ -43,3 +43,14 @@ def expected(directory):
 
 def close(data, reference):
     return torch.allclose(torch.frombuffer(bytearray(data), dtype=torch.float32)[1:], reference, atol=1e-4)
+
+
+async def publish_and_check(volume, trainer, client, version):
+    """Announce the next version and see that it is acknowledged, and that what is served is what transformers says."""
+    manifest = make_model_version(volume, version)
+    announce(volume, trainer, manifest)
+    ack = (await until(lambda: trainer.heard("acknowledgement")[version - 1 :]))[0]
+    assert (ack.version, ack.sha256) == (version, manifest.model.sha256)
+    logprobs, served = await client.logprobs(version_ref(RUN))
+    assert served == manifest.model
+    assert close(logprobs, expected(volume.version(RUN, version)))

@@ -56,12 +56,11 @@ def seal(directory: Path, draft: pb.Manifest) -> pb.Manifest:
     weights = directory / weights_file(draft)
     manifest = pb.Manifest()
     manifest.CopyFrom(draft)
-    manifest.ClearField("crc32c")
-    digest = hashlib.sha256()
+    digest, checksum = hashlib.sha256(), 0
     for piece in _pieces(weights):
         digest.update(piece)
-        manifest.crc32c = google_crc32c.extend(manifest.crc32c, piece)
-    manifest.model.sha256 = digest.hexdigest()
+        checksum = google_crc32c.extend(checksum, piece)
+    manifest.model.sha256, manifest.crc32c = digest.hexdigest(), checksum
     return manifest
 
 

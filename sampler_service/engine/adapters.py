@@ -34,7 +34,7 @@ def read_adapter(directory: Path) -> AdapterShapes:
     """Read an adapter's configuration and tensor names. Those of a run's versions are the same and are parsed once.
 
     Raises InvalidArgument when it is not plain LoRA, InvalidShape when there is no pair of A and B for each module,
-    ChecksumMismatch when the file is damaged.
+    ChecksumMismatch when the file ends before its header does.
     """
     return _parse(read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes())
 

@@ -144,7 +144,7 @@ class MidStepInbox:
     def _answer(self, load: Load) -> None:
         try:
             loaded = self._load(load)
-        except Exception:
+        except Exception:  # The step's requests have no part in it; vLLM's call raises it where somebody waits.
             return
         if loaded is not None:
             with suppress(OSError):

@@ -1,6 +1,7 @@
 """The main job through the gateway, on real processes, with vLLM as the sampler."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -187,14 +188,14 @@ def test_a_killed_trainer_costs_the_client_a_delay_and_the_run_nothing(cluster, 
     [
         ("rl_loop.py", ["--steps", "2", "--prompts", "2", "--samples", "2", "--rank", "4"], "reward curve"),
         ("sft_loop.py", ["--steps", "2"], "version 1"),
-        ("stream_tokens.py", ["--max-tokens", "4"], " tokens in "),
+        ("stream_tokens.py", ["--max-tokens", "4"], "4 tokens in .* ended by length|[1-4] tokens in .* ended by stop"),
         ("raw_stubs.py", [], "from version 1"),
     ],
 )
 def test_the_examples_run(cluster, tmp_path, example, arguments, last_line):
     if example == "rl_loop.py":
         arguments = [*arguments, "--out", str(tmp_path)]
-    assert last_line in run_python(cluster, tmp_path, str(ROOT / "examples" / example), *arguments)
+    assert re.search(last_line, run_python(cluster, tmp_path, str(ROOT / "examples" / example), *arguments))
 
 
 def test_the_readmes_ten_lines_run_as_printed(cluster, tmp_path):

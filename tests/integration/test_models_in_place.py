@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import psutil
 import pytest
-from model_versions import RUN, announce, close, expected, make_model_version
-from sampler_stack import base_ref, sampling, until, version_ref
+from model_versions import close, expected, publish_and_check
+from sampler_stack import base_ref, sampling
 
 pytest_plugins = ["sampler_fixtures"]
 
@@ -26,12 +26,6 @@ async def test_a_published_model_is_served_by_the_engine_that_is_there(
         started = engine_processes()
         assert started
         for version in (1, 2):
-            manifest = make_model_version(volume, version)
-            announce(volume, trainer, manifest)
-            ack = (await until(lambda count=version: trainer.heard("acknowledgement")[count - 1 :]))[0]
-            assert (ack.version, ack.sha256) == (version, manifest.model.sha256)
-            logprobs, served = await client.logprobs(version_ref(RUN))
-            assert served == manifest.model
-            assert close(logprobs, expected(volume.version(RUN, version)))
+            await publish_and_check(volume, trainer, client, version)
         assert trainer.fetched == ([] if bridge == "volume" else ["1", "2"])
         assert engine_processes() == started

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 import pytest
-from model_versions import RUN, announce, close, expected, make_model_version
+from model_versions import RUN, announce, close, expected, make_model_version, publish_and_check
 from sampler_stack import base_ref, sampling, stream_request, until, version_ref
 from weight_stack import BASE, make_version
 
@@ -27,13 +27,7 @@ async def client(model, port, tmp_path):
 
 async def test_an_announced_model_is_served_and_acknowledged_and_gives_way_to_the_next(model, volume, trainer, client):
     for version in (1, 2):
-        manifest = make_model_version(volume, version)
-        announce(volume, trainer, manifest)
-        ack = (await until(lambda count=version: trainer.heard("acknowledgement")[count - 1 :]))[0]
-        assert (ack.version, ack.sha256) == (version, manifest.model.sha256)
-        logprobs, served = await client.logprobs(version_ref(RUN))
-        assert served == manifest.model
-        assert close(logprobs, expected(volume.version(RUN, version)))
+        await publish_and_check(volume, trainer, client, version)
         assert await client.is_ready()
     assert list(await client.loaded()) == [2]
     assert [(held.run_id, held.version) for held in trainer.heard("release")] == [(RUN, 1)]

@@ -112,7 +112,8 @@ async def test_each_ends_on_the_newest_version_by_itself(cluster, engine, traini
         for client in (cut_off, restarted, late):
             served = (await client.be(PEER_TENANT).sample(mine)).model
             assert (served.version, served.sha256) == (newest.model.version, newest.model.sha256)
-        await until(lambda: acknowledged(training, {"cut off", "restarted", "late"}), 120)
+        last = await publish(training, wait_for="all")
+        assert {ack.sampler_id for ack in last.acknowledgements} == {"cut off", "restarted", "late"}
 
 
 async def _is_loaded(client, version):
