@@ -18,6 +18,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from sampler_service.background import Background
+
 _EVERY_SECONDS = 1e-3
 """Layers follow each other faster than that, and looking aside is a system call."""
 _RECEIVED_BYTES = 1 << 16
@@ -50,7 +52,7 @@ class MidStepCalls:
         self.address = f"paceline-{uuid4().hex}"
         self._workers: dict[asyncio.StreamWriter, dict[int, asyncio.Future[Loaded]]] = {}
         """What each worker was asked and has not answered yet."""
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving = Background("worker not listened to")
 
     async def start(self) -> None:
         """Let workers connect; others are turned away."""
@@ -61,7 +63,7 @@ class MidStepCalls:
         self._server.close()
         for worker in self._workers:
             worker.close()
-        await asyncio.gather(*self._serving)
+        await self._serving.finish()
 
     async def load(self, load: Load, workers: int) -> Sequence[Loaded]:
         """Return what all workers answer: never, unless as many as `workers` listen."""
@@ -85,9 +87,7 @@ class MidStepCalls:
             writer.close()
             return
         self._workers[writer] = {}
-        task = asyncio.create_task(self._serve(reader, writer))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        self._serving.spawn(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answers = self._workers[writer]

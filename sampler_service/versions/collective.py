@@ -13,8 +13,8 @@ from paceline.log import get_logger
 from paceline.types import ModelRef
 from paceline.weights import hash_file, is_model, served_model, verify_adapter, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.background import Background
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.versions.background import Background
 from sampler_service.versions.bridges import ManifestRules, StagedAdapter, check_is
 from sampler_service.versions.keys import VersionKey
 from sampler_service.versions.staging import StagingArea

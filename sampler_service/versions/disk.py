@@ -14,7 +14,7 @@ from paceline.log import get_logger
 from paceline.types import ServedModel
 from paceline.weights import hash_file, served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
-from sampler_service.versions.background import Background
+from sampler_service.background import Background
 from sampler_service.versions.bridges import StagedAdapter
 from sampler_service.versions.keys import VersionKey
 from sampler_service.versions.staging import StagingArea

@@ -15,9 +15,9 @@ from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import served_model
+from sampler_service.background import Background
 from sampler_service.engine.base import Adapter, LoadTimes, ModelEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.versions.background import Background
 from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner
 from sampler_service.versions.flights import Flights, arriving_within
 from sampler_service.versions.keys import VersionKey

@@ -14,8 +14,8 @@ from paceline.log import get_logger
 from paceline.types import ServedModel
 from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.background import Background
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.versions.background import Background
 from sampler_service.versions.base import Versions
 from sampler_service.versions.collective import GroupReceiver
 from sampler_service.versions.keys import VersionKey

@@ -3,7 +3,6 @@
 import os
 import resource
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,10 +71,10 @@ def files(directory):
 
 def made():
     """Return the numbers and sizes of the files without a name, once none is being made."""
-    deadline = time.monotonic() + 30
-    while any(thread.name == "spare file" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    for thread in threading.enumerate():
+        if thread.name == "spare file":
+            thread.join(30)
+            assert not thread.is_alive()
     open_files = [entry for entry in Path("/proc/self/fd").iterdir() if is_spare(entry)]
     return {file.stat().st_ino: file.stat().st_size for file in open_files}
 

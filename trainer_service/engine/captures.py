@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from paceline import layout
-from trainer_service.engine.spare_file import MappedFile, SpareFile
+from trainer_service.engine.spare_file import SERIAL_ELEMENTS, MappedFile, SpareFile
 from trainer_service.engine.tensor_files import TensorFile
 
-_PIECE = 32_767
-"""Elements that torch copies without starting threads, which would compete with those of the run's arithmetic."""
 _ALIGNMENT = 64
 
 
@@ -186,7 +184,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     if not tensor.is_contiguous():
         return (tensor,)
     flat = tensor.view(-1)
-    return (flat,) if tensor.numel() <= _PIECE else torch.split(flat, _PIECE)
+    return (flat,) if tensor.numel() <= SERIAL_ELEMENTS else torch.split(flat, SERIAL_ELEMENTS)
 
 
 def _copy_pieces(targets: list[Tensor], sources: list[Tensor], ready: torch.cuda.Event | None) -> None:

@@ -18,8 +18,8 @@ _NICENESS = 10
 _ROOM = 4
 """How many times its size must be free where a file is made: others need room there, too."""
 _PAGE_BYTES = 4096
-_PIECE = 32_767
-"""Elements that torch sets without starting threads."""
+SERIAL_ELEMENTS = 32_767
+"""Elements that torch copies or sets without starting threads, which would compete with those of the arithmetic."""
 
 
 class MappedFile:
@@ -37,7 +37,7 @@ class MappedFile:
             raise
         self._content = torch.frombuffer(self._map, dtype=torch.uint8)
         # MADV_POPULATE_WRITE takes half the time, but Python calls it without letting other threads run.
-        for pages in torch.split(self._content[::_PAGE_BYTES], _PIECE):
+        for pages in torch.split(self._content[::_PAGE_BYTES], SERIAL_ELEMENTS):
             pages.zero_()
 
     def begin(self, header: bytes) -> Tensor:
