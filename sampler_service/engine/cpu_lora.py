@@ -139,7 +139,7 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         if len(pairs) == 1:
             self._add(y, x, pairs[0], scale)
             return
-        for pair, part in zip(pairs, torch.split(y, [pair.b.size(1) for pair in pairs], dim=1), strict=True):
+        for pair, part in zip(pairs, torch.split(y, [pair.out for pair in pairs], dim=1), strict=True):
             self._add(part, x, pair, scale)
 
     def _add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
@@ -23,6 +24,7 @@ _TILE = 32
 """Rows and columns of packed weights are multiples of it."""
 FEW_ROWS = 64
 """Rows up to which reading the weights takes longer than multiplying."""
+_Array = np.ndarray[tuple[int, int, int], np.dtype[np.int32]]
 
 
 def add_product(y: Tensor, x: Tensor, weight: Tensor, scale: float) -> None:
@@ -51,6 +53,7 @@ class Pair:
     def __init__(self, a: Tensor, b: Tensor) -> None:
         """Take a [slots, ranks, in] and b [slots, out, ranks]."""
         self.a, self.b = a, b
+        self.out = b.size(1)
 
     @property
     def nbytes(self) -> int:
@@ -70,34 +73,48 @@ class Pair:
 
 
 class PackedPair(Pair):
-    """The same by vLLM's kernels for AMX. Ranks, and b's rows, are multiples of the tile; a's columns, too.
+    """The same by vLLM's kernels for AMX. Ranks, heights of parts, and a's columns are multiples of the tile.
+
+    Each part's b is written on its own, in one piece. Packed, they lie on a diagonal of blocks.
 
     A step of few rows calls this a hundred times and more: what Python does here takes as long as the products.
     """
 
-    def __init__(self, a: Tensor, b: Tensor) -> None:
-        super().__init__(a, b)
+    def __init__(self, a: Tensor, parts: Sequence[Tensor]) -> None:
+        """Take a [slots, ranks, in] and for each part b [slots, out, ranks of the part], an even number of ranks."""
+        slots, self._ranks, _ = a.shape
+        self.out = sum(part.size(1) for part in parts)
+        self.a, self.parts = a, parts
         self._multiply, self._multiply_all = torch.ops._C.weight_packed_linear.default, torch.ops._C.bmm_cpu.default
-        self._a, self._b = torch.empty_like(a), torch.empty_like(b)
+        self._a, self._b = torch.empty_like(a), a.new_zeros(slots, self.out, self._ranks)
         self._slots = list(zip(self._a, self._b, strict=True))
+        self._blocks = [self._blocks_of(slot) for slot in range(slots)]
         # An alias made by `data` counts the writes to it and to its views, and to no others.
-        self.written = [(a.data[slot], b.data[slot]) for slot in range(a.size(0))]
-        """Each slot of a and b, as it is written."""
-        self._packed = [(-1, -1)] * a.size(0)
+        self.written = [tuple(one.data[slot] for one in (a, *parts)) for slot in range(slots)]
+        """Each slot of a and of every part's b, as it is written."""
+        self._packed: list[tuple[int, ...]] = [()] * slots
         """The writes that were counted when each slot was packed."""
-        self._ranks, self._out = a.size(1), b.size(1)
+
+    def _blocks_of(self, slot: int) -> list[tuple[_Array, _Array]]:
+        """Return views of a packed slot and of what goes there, of the same shapes [rows / tile, tile, columns / 2]."""
+        blocks = [(_packed_blocks(self._a[slot]), _blocks(self.a[slot]))]
+        b, row, column = _packed_blocks(self._b[slot]), 0, 0
+        for part in self.parts:
+            source = _blocks(part[slot])
+            blocks.append((b[row : row + len(source), :, column : column + source.shape[2]], source))
+            row, column = row + len(source), column + source.shape[2]
+        return blocks
 
     @property
     def nbytes(self) -> int:
-        return 2 * super().nbytes
+        return sum(one.nbytes for one in (self.a, *self.parts, self._a, self._b))
 
     def prepare(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            a, b = self.written[slot]
-            writes = (a._version, b._version)
+            writes = tuple([one._version for one in self.written[slot]])
             if writes != self._packed[slot]:
-                self._a[slot].copy_(torch.ops._C.convert_weight_packed.default(a))
-                self._b[slot].copy_(torch.ops._C.convert_weight_packed.default(b))
+                for into, source in self._blocks[slot]:
+                    np.copyto(into, source)
                 self._packed[slot] = writes
 
     def add(self, y: Tensor, x: Tensor, slot: int, scale: float) -> None:
@@ -105,19 +122,38 @@ class PackedPair(Pair):
         shrunk = torch.empty(rows, self._ranks, dtype=x.dtype)
         self._multiply(shrunk, x, a, None, True)
         if rows > FEW_ROWS:
-            add_product(y, shrunk, self.b[slot], scale)
+            self._add_parts(y, shrunk, slot, scale)
             return
-        delta = torch.empty(rows, self._out, dtype=x.dtype)
+        delta = torch.empty(rows, self.out, dtype=x.dtype)
         self._multiply(delta, shrunk, b, None, True)
         y.add_(delta, alpha=scale)
+
+    def _add_parts(self, y: Tensor, shrunk: Tensor, slot: int, scale: float) -> None:
+        row = column = 0
+        for part in self.parts:
+            _, height, ranks = part.shape
+            add_product(y[:, row : row + height], shrunk[:, column : column + ranks], part[slot], scale)
+            row, column = row + height, column + ranks
 
     def product(self, x: Tensor, slots: slice) -> Tensor:
         count, rows, _ = x.shape
         shrunk = torch.empty(count, rows, self._ranks, dtype=x.dtype)
         self._multiply_all(shrunk, x, self._a[slots], True, None)
-        out = torch.empty(count, rows, self._out, dtype=x.dtype)
+        out = torch.empty(count, rows, self.out, dtype=x.dtype)
         self._multiply_all(out, shrunk, self._b[slots], True, None)
         return out
+
+
+def _blocks(matrix: Tensor) -> _Array:
+    """Return pairs of neighbours in each row of a bfloat16 matrix: int32 [rows / tile, tile, columns / 2], a view."""
+    pairs: _Array = matrix.view(torch.int32).view(-1, _TILE, matrix.size(1) // 2).numpy()
+    return pairs
+
+
+def _packed_blocks(matrix: Tensor) -> _Array:
+    """Return the same of a packed matrix, where a pair of columns lies together for all rows of a tile."""
+    pairs: _Array = matrix.view(-1, 2).view(torch.int32).view(-1, matrix.size(1) // 2, _TILE).numpy()
+    return pairs.transpose(0, 2, 1)
 
 
 class _Slots(Tensor):
@@ -152,32 +188,47 @@ def lay_out(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Slots, Slots]:
     groups = [(a, b)] if joined else [([one], [other]) for one, other in zip(a, b, strict=True)]
     pairs, a_views, b_views = list[Pair](), list[Tensor](), list[Tensor]()
     for a_parts, b_parts in groups:
-        pair = _pair(a_parts, b_parts)
+        pair, into = (_packed_pair if _can_pack(a_parts, b_parts) else _plain_pair)(a_parts, b_parts)
         pairs.append(pair)
-        row = column = 0
-        for one, other in zip(a_parts, b_parts, strict=True):
-            (ranks, width), height = one.shape[2:], other.shape[2]
-            a_views.append(_view(pair, 0, slice(column, column + ranks), slice(width)).copy_(one))
-            b_views.append(_view(pair, 1, slice(row, row + height), slice(column, column + ranks)).copy_(other))
-            row, column = row + height, column + ranks
+        a_views += [view.copy_(one) for (view, _), one in zip(into, a_parts, strict=True)]
+        b_views += [view.copy_(one) for (_, view), one in zip(into, b_parts, strict=True)]
     both = Slots(a_views), Slots(b_views)
     for slots in both:
         slots.pairs = tuple(pairs)
     return both
 
 
-def _pair(a: Sequence[Tensor], b: Sequence[Tensor]) -> Pair:
+def _can_pack(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    fits = a[0].shape[3] % _TILE == 0 and all(one.shape[2] % _TILE == one.shape[3] % 2 == 0 for one in b)
+    return fits and check_cpu_sgl_kernel(_TILE, _TILE, a[0].dtype)
+
+
+_Views = list[tuple[Tensor, Tensor]]
+"""For each part where its A and its B are written: [slots, 1, ranks, in] and [slots, 1, out, ranks]."""
+
+
+def _plain_pair(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Pair, _Views]:
     slots, _, _, width = a[0].shape
     ranks, height = (sum(part.shape[2] for part in parts) for parts in (a, b))
-    packed = width % _TILE == height % _TILE == 0 and check_cpu_sgl_kernel(_TILE, _TILE, a[0].dtype)
-    if packed:
-        ranks = -(-ranks // _TILE) * _TILE
-    return (PackedPair if packed else Pair)(a[0].new_zeros(slots, ranks, width), b[0].new_zeros(slots, height, ranks))
+    pair = Pair(a[0].new_zeros(slots, ranks, width), b[0].new_zeros(slots, height, ranks))
+    views, row, column = _Views(), 0, 0
+    for one, other in zip(a, b, strict=True):
+        columns, rows = slice(column, column + one.shape[2]), slice(row, row + other.shape[2])
+        views.append((pair.a[:, None, columns], pair.b[:, None, rows, columns]))
+        row, column = rows.stop, columns.stop
+    return pair, views
 
 
-def _view(pair: Pair, which: int, rows: slice, columns: slice) -> Tensor:
-    view = (pair.a, pair.b)[which][:, None, rows, columns]
-    if isinstance(pair, PackedPair):
-        view = view.as_subclass(_Slots)
-        view.slots = [written[which][None, rows, columns] for written in pair.written]
-    return view
+def _packed_pair(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Pair, _Views]:
+    slots, _, _, width = a[0].shape
+    ranks = -(-sum(part.shape[2] for part in a) // _TILE) * _TILE
+    pair = PackedPair(a[0].new_zeros(slots, ranks, width), [part[:, 0].clone() for part in b])
+    views, column = _Views(), 0
+    for i, one in enumerate(a):
+        columns = slice(column, column + one.shape[2])
+        a_view, b_view = (part[:, None].as_subclass(_Slots) for part in (pair.a[:, columns], pair.parts[i]))
+        a_view.slots = [written[0][None, columns] for written in pair.written]
+        b_view.slots = [written[i + 1][None] for written in pair.written]
+        views.append((a_view, b_view))
+        column = columns.stop
+    return pair, views

@@ -64,6 +64,8 @@ class SlotWriter:
         self._internals = internals
         self._layouts: dict[tuple[bytes, bytes], Layout] = {}
         self._plans: dict[tuple[int, Layout], _Plan] = {}
+        self._touched: set[str] = set()
+        """Layers that some adapter has changed: in the others every slot is as it began, zero."""
 
     def takes(self, directory: Path) -> bool:
         """Return whether every layer that an adapter touches is of a kind that is written here."""
@@ -95,7 +97,9 @@ class SlotWriter:
                 self._layouts.clear()
                 self._plans.clear()
             peft = internals.read_config(directory)
-            self._layouts[key] = read_layout(directory, peft, internals.layers, internals.packed, internals.rename)
+            layout = read_layout(directory, peft, internals.layers, internals.packed, internals.rename)
+            self._layouts[key] = layout
+            self._touched |= layout.modules.keys()
         return self._layouts[key]
 
     def _write(self, slot: int, adapter: MappedAdapter) -> None:
@@ -105,11 +109,14 @@ class SlotWriter:
         for name in plan.plain:
             sources += filter(None, self._of_this_rank(name, adapter.layout, views))
         torch._foreach_copy_(plan.a, [source.a for source in sources])
-        for b, source in zip(plan.b, sources, strict=True):
-            _copy_scaled(b, source)
+        if all(source.scaling == 1 for source in sources):
+            torch._foreach_copy_(plan.b, [source.b for source in sources])
+        else:
+            for b, source in zip(plan.b, sources, strict=True):
+                _copy_scaled(b, source)
         for rest in plan.rest:
             rest.zero_()
-        for name in self._internals.layers.keys() - set(plan.plain):
+        for name in self._touched - set(plan.plain):
             layer, weights = self._internals.layers[name], adapter.get_lora(name)
             if weights is None:
                 layer.reset_lora(slot)
@@ -156,9 +163,7 @@ def _place(slot: Tensor, matrix: Tensor | None, into: list[Tensor], rest: list[T
 
 def _copy_scaled(into: Tensor, source: Matrices) -> None:
     """Round to the slot's dtype, then scale, as vLLM does: the same bits."""
-    if source.scaling == 1:
-        into.copy_(source.b)
-    elif source.b.dtype == into.dtype:
+    if source.b.dtype == into.dtype:
         torch.mul(source.b, source.scaling, out=into)
     else:
         into.copy_(source.b).mul_(source.scaling)

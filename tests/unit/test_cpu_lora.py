@@ -9,7 +9,7 @@ from vllm.lora.layers import LoRAMapping
 from sampler_service.engine.cpu_lora import GroupedPunicaWrapper
 from sampler_service.engine.cpu_lora_slots import lay_out
 
-SLOTS, RANK, INPUT, SLICES = 3, 4, 64, (32, 16, 16)
+SLOTS, RANK, INPUT, SLICES = 3, 4, 64, (64, 32, 32)
 SLOT_IDS: list[int | None] = [11, 12, 13]
 
 MAPPINGS = {
