@@ -1,6 +1,6 @@
 """What a sampler gets done when ten times as many clients come as it admits.
 
-    make bench-overload        python bench/overload.py [--rounds 5] [--seconds 10] [--models tiny embedded]
+    make bench-overload        python bench/overload.py [--rounds 5] [--seconds 30] [--models tiny embedded]
 
 The sampler service admits 64 completions (`max_waiting`), of which 32 run at a time. Clients work in closed loops: each
 samples 32 tokens, again and again. Goodput is the tokens of completed samples per second. Three arms take turns:
@@ -154,7 +154,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a round")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a round")
     parser.add_argument("--models", nargs="+", choices=("tiny", "embedded"), default=("tiny", "embedded"))
     options = parser.parse_args()
     os.sched_setaffinity(0, {cores[0]})

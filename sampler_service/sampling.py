@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from uuid import uuid4
 
 from paceline import errors
 from paceline.types import ModelRef, SampleResult, ServedModel, StreamedTokens
 from paceline.types.training import Array
+from sampler_service.admission import Admission
 from sampler_service.engine.base import Adapter, GenerationRequest, SamplerEngine, TokenDelta
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.requests import SampleRequest
@@ -34,9 +35,8 @@ class Sampler:
         self._engine = engine
         self._registry = registry
         self._limits = limits
-        self._max_waiting = max_waiting
+        self._admission = Admission(max_waiting)
         self._metrics = metrics
-        self._admitted = 0
 
     async def sample(self, request: SampleRequest, tenant: str) -> SampleResult:
         """Sample to the end. Cancelling frees the completions."""
@@ -63,7 +63,7 @@ class Sampler:
         check_tokens(tokens, "tokens", self._limits.model)
         if len(tokens) < 2:
             raise errors.InvalidShape("has 1 token; send at least 2", field="tokens")
-        with self._admission(1):
+        with self._admission.admit(1, self._engine.num_running()):
             async with self._registry.lease(ref, tenant) as lease:
                 logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant)
                 _check_current(lease)
@@ -72,23 +72,11 @@ class Sampler:
     @asynccontextmanager
     async def _generation(self, request: SampleRequest, tenant: str, *, eager: bool) -> AsyncIterator[Generation]:
         check_sample(request, self._limits)
-        with self._admission(request.num_samples):
+        with self._admission.admit(request.num_samples, self._engine.num_running()):
             async with self._registry.lease(request.ref, tenant) as lease:
                 deltas = self._engine.generate(_generation_request(request, lease.adapter, tenant, eager=eager))
                 async with aclosing(complete(deltas, request.num_samples, self._metrics.tokens.inc)) as completed:
                     yield lease, completed
-
-    @contextmanager
-    def _admission(self, completions: int) -> Iterator[None]:
-        """Count completions from here to their end. Those that wait for a version are not the engine's yet."""
-        busy = max(self._admitted, self._engine.num_running())
-        if busy + completions > self._max_waiting:
-            raise errors.Overloaded(f"{busy} completions are waiting or running; at most {self._max_waiting} may be")
-        self._admitted += completions
-        try:
-            yield
-        finally:
-            self._admitted -= completions
 
 
 def _check_current(lease: Lease) -> None:
