@@ -81,7 +81,8 @@ def score(cluster, training):
 
 def publish(training):
     training.forward_backward([Datum.from_completion(PROMPT, list(b" Lima"))])
-    training.optim_step(AdamParams(learning_rate=1e-2)).result()
+    # small, so that after hundreds of versions the logits, and with them fp32's rounding, are no larger than at first
+    training.optim_step(AdamParams(learning_rate=2e-3)).result()
     return training.publish_weights(wait_for="all").result().model
 
 
@@ -144,11 +145,12 @@ def test_every_token_of_a_completion_is_of_the_one_version_that_its_span_names(n
         versions = [version for version, _, _ in spans(sequence)]
         assert versions == sorted(set(versions))
         changed += len(versions) - 1
+        expected = np.concatenate([score(version, sequence.tokens)[where] for version, _, where in spans(sequence)])
+        difference = np.abs(expected - sequence.logprobs)
+        assert difference.mean() <= 1e-5
+        assert difference.max() <= 1e-4
         for version, mixed, where in spans(sequence):
             assert not mixed
-            difference = np.abs(score(version, sequence.tokens) - sequence.logprobs)[where]
-            assert difference.max() <= 1e-3
-            assert difference.mean() <= 1e-5
             if version > 3 and where.stop - where.start > 20:
                 assert np.abs(score(1, sequence.tokens) - sequence.logprobs)[where].mean() > FAR
     assert changed
