@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import aclosing
 
-import psutil
 import pytest
+from descendants import descendants
 from sampler_contract import ask, one, options_for
 
 from paceline.errors import EngineUnavailable
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_vllm_that_died_is_reported_as_unavailable(model_path, environment):
-    before = psutil.Process().children(recursive=True)
+    before = descendants()
     engine = create_engine("vllm", options_for(model_path))
     await engine.start()
     async with aclosing(engine.generate(ask(ignore_eos=True))) as deltas:
         await anext(deltas)
-        for process in set(psutil.Process().children(recursive=True)).difference(before):
+        for process in set(descendants()).difference(before):
             process.kill()
         with pytest.raises(EngineUnavailable):
             async for _ in deltas:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 from cluster import Cluster, wait_for
+from descendants import descendants
 from sampler_stack import sampling, until, version_ref
 from tiny_models import make_tiny_llama
 from weight_stack import CREDENTIAL, Trainer, make_version
@@ -29,6 +27,7 @@ pytest_plugins = ["sampler_fixtures"]
 pytestmark = pytest.mark.timeout(600)
 
 RUN = new_run_id()
+MEMBER = "paceline.collective.member"
 PROMPT, COMPLETION = list(b"Country: Peru\nCapital:"), list(b" Lima")
 
 
@@ -83,12 +82,6 @@ async def following(stack, model, port, folder, name):
         yield client
 
 
-def members():
-    """Ids of this process's children that are members of a group, the newest last."""
-    children = psutil.Process().children()
-    return [child.pid for child in children if "paceline.collective.member" in child.cmdline()]
-
-
 @pytest.fixture
 async def stack():
     async with AsyncExitStack() as stack:
@@ -114,7 +107,7 @@ async def test_versions_are_broadcast_verified_acknowledged_and_what_the_group_l
     assert trainer.versions.fetched == ["2", "2"], "damaged bytes are not loaded; whole ones are fetched"
     assert trainer.group.count() == 2
 
-    os.kill(members()[-1], signal.SIGSTOP)
+    descendants(MEMBER)[-1].suspend()
     acknowledged = await trainer.publish(model, 3)
     assert {ack.sampler_id for ack in acknowledged} == {"first", "second"}, "within the deadline"
     assert set(trainer.versions.fetched[2:]) == {"3"}, "who did not get it over the group fetches it"
@@ -136,7 +129,7 @@ async def test_without_members_there_is_no_process(model, volume, stack, tmp_pat
     port = await stack.enter_async_context(serving(trainer))
     await stack.enter_async_context(sampling(model, port, tmp_path))
     assert [ack.sampler_id for ack in await trainer.publish(model, 1)] == ["domestique"]
-    assert not members()
+    assert not descendants(MEMBER)
 
 
 @pytest.mark.services

@@ -7,8 +7,8 @@ import shutil
 
 import grpc
 import numpy as np
-import psutil
 import pytest
+from descendants import descendants
 from sampler_stack import base_ref, sampling, stream_request, until, version_ref
 from tiny_models import make_tiny_llama
 from weight_stack import make_version
@@ -37,8 +37,7 @@ async def published(model, volume, trainer, version):
 
 def engine_processes():
     """vLLM's children of this process; the resource tracker is Python's own."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    return set(descendants()).difference(descendants("resource_tracker"))
 
 
 async def comes_back(client):
@@ -58,7 +57,7 @@ async def test_vllm_that_is_killed_comes_back_with_its_versions(model, volume, t
         streams = [client.stub.SampleStream(request, metadata=client.metadata) for request in requests]
         for stream in streams:
             await stream.read()
-        for process in set(engine_processes()).difference(before):
+        for process in engine_processes().difference(before):
             process.kill()
         for stream in streams:
             with pytest.raises(grpc.aio.AioRpcError) as failure:

@@ -4,9 +4,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
-import psutil
 import pytest
 from cluster import Cluster, wait_for
+from descendants import descendants
 from tiny_models import make_tiny_llama
 
 from paceline import AdamParams, Datum, FullParameters, SamplingParams, WeightStorage, errors
@@ -110,19 +110,13 @@ def assert_served(service, training, model):
     assert np.abs(reached.logprobs[-len(COMPLETION) :] - logprobs(training)).mean() <= 1e-5
 
 
-def descendants(cluster, word):
-    """Processes of the sampler with a word in their command, by pid."""
-    everyone = psutil.Process(cluster.sampler.process.pid).children(recursive=True)
-    return {process.pid: process for process in everyone if word in " ".join(process.cmdline())}
-
-
 def test_a_broadcast_model_is_written_into_the_running_engine(cluster, service, tmp_path):
     training = service.create_full_training_client()
     bridge = {"PACELINE_SAMPLER_BRIDGE": "collective", "PACELINE_SAMPLER_SERVES": "models"}
     with sampler_of(cluster, **bridge, PACELINE_SAMPLER_STAGING_DIR=str(tmp_path)):
         wait_for(lambda: "group made" in cluster.trainer.log.read_text(), 200, cluster.trainer.tail)
         cluster.trainer.log.write_text("")
-        engine = descendants(cluster, "EngineCore").keys()
+        engine = descendants("EngineCore", cluster.sampler.process.pid)
         base = service.create_sampling_client().compute_logprobs(PROMPT + COMPLETION).result().logprobs
         train(training, 1)
         first = training.publish_weights(wait_for="any").result().model
@@ -138,7 +132,7 @@ def test_a_broadcast_model_is_written_into_the_running_engine(cluster, service, 
         assert_served(service, training, publishing.result().model)
         assert "FetchVersion" not in cluster.trainer.log.read_text(), "the bytes came over the group"
 
-        for member in descendants(cluster, "paceline.collective.member").values():
+        for member in descendants("paceline.collective.member", cluster.sampler.process.pid):
             member.kill()
         train(training, 1)
         assert_served(service, training, training.publish_weights(wait_for="any").result().model)
@@ -147,7 +141,7 @@ def test_a_broadcast_model_is_written_into_the_running_engine(cluster, service, 
         again = service.create_sampling_client().compute_logprobs(PROMPT + COMPLETION).result().logprobs
         np.testing.assert_array_equal(again, base)
         assert engine
-        assert descendants(cluster, "EngineCore").keys() == engine, "the engine was never built again"
+        assert descendants("EngineCore", cluster.sampler.process.pid) == engine, "the engine was never built again"
         wait_for(lambda: not [*tmp_path.rglob(MODEL_FILE)])
         with pytest.raises(errors.Unsupported):
             service.create_lora_training_client(rank=4).publish_weights(wait_for="any").result()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import psutil
 import pytest
+from descendants import descendants
 from model_versions import close, expected, publish_and_check
 from sampler_stack import base_ref, sampling
 
 pytest_plugins = ["sampler_fixtures"]
-
-
-def engine_processes():
-    return {process.pid for process in psutil.Process().children() if "EngineCore" in process.name()}
 
 
 @pytest.mark.parametrize("bridge", ["stream", "volume"])
@@ -23,9 +19,9 @@ async def test_a_published_model_is_served_by_the_engine_that_is_there(
     async with sampling(model, port, tmp_path, bridge=bridge, serves="models", engine="vllm") as client:
         base, _ = await client.logprobs(base_ref())
         assert close(base, expected(model))
-        started = engine_processes()
+        started = descendants("EngineCore")
         assert started
         for version in (1, 2):
             await publish_and_check(volume, trainer, client, version)
         assert trainer.fetched == ([] if bridge == "volume" else ["1", "2"])
-        assert engine_processes() == started
+        assert descendants("EngineCore") == started
