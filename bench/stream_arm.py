@@ -6,8 +6,9 @@
 A line of input `measure` has the reader stream the file once and print the seconds; `trace` has either end print the
 most bytes of Python objects since the line before it.
 
-Arms: `plain`, a servicer and a stub as they are generated; `ours`, replies written and read as bytes; `staged`, what
-`ours` brings put together as the sampler does, with the SHA-256 of the whole. All have the same checksums and chunks.
+Arms: `plain`, a servicer and a stub as they are generated, gRPC's own options; `ours`, replies written and read as
+bytes, over a sampler's channel; `staged`, what `ours` brings put together as the sampler does, with the SHA-256 of the
+whole. All have the same checksums and chunks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import grpc
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from paceline import weights
+from paceline.rpc.channel import open_channel
 from paceline.weights.chunks import CHUNK_BYTES
 from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.v1.weight_service_pb2_grpc import (
@@ -84,12 +86,17 @@ async def read(arm: str, file: Path, port: int) -> None:
     manifest = await asyncio.to_thread(describe, file)
     with TemporaryDirectory(dir=file.parent) as folder:
         area = StagingArea(Path(folder))
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
+        async with connect(arm, f"127.0.0.1:{port}") as channel:
             await channel.channel_ready()
             print("ready", flush=True)
             while line := await asyncio.to_thread(sys.stdin.readline):
                 print(await timed(arm, channel, area, manifest) if line == "measure\n" else traced(), flush=True)
         area.close()
+
+
+def connect(arm: str, target: str) -> grpc.aio.Channel:
+    """Open the arm's channel: gRPC's own options, or a sampler's."""
+    return grpc.aio.insecure_channel(target) if arm == "plain" else open_channel(target, bulk=True)
 
 
 def describe(file: Path) -> pb.Manifest:

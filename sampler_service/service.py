@@ -76,7 +76,7 @@ class SamplerService:
         started.callback(staging.close)
         started.push_async_callback(self._engine.stop)
         await self._engine.start()
-        channel = open_channel(settings.trainer, settings.upstream_tls)
+        channel = open_channel(settings.trainer, settings.upstream_tls, bulk=True)
         started.push_async_callback(channel.close)
         trainer = TrainerLink(channel, settings.secret, settings.fetch_timeout_seconds)
         rules = ManifestRules(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import asynccontextmanager
+
 import grpc
 import pytest
 from google.protobuf.message import DecodeError
 
 from paceline import weights
+from paceline.rpc.channel import open_channel
 from paceline.weights.chunks import CHUNK_BYTES
 from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.v1.weight_service_pb2_grpc import (
@@ -35,27 +39,34 @@ class Stock(WeightServiceServicer):
             yield pb.FetchVersionResponse.FromString(reply)
 
 
+@asynccontextmanager
+async def _serving(servicer, replies=None):
+    """Serve by a servicer, or FetchVersion by what yields its bytes; gives the address."""
+    server = grpc.aio.server()
+    add_WeightServiceServicer_to_server(servicer, server)
+    if replies is not None:
+        weights.add_fetch_version(server, replies)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
 async def _replies(file, *, ours):
     """Return what a stub as it is generated, and what our reader, get from a server."""
-    server = grpc.aio.server()
-    add_WeightServiceServicer_to_server(Stock(file), server)
 
     async def replies(request, context):
         yield pb.FetchVersionResponse(manifest=pb.Manifest(tenant="ours")).SerializeToString()
         for reply in weights.read_replies(file):
             yield reply
 
-    if ours:
-        weights.add_fetch_version(server, replies)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with _serving(Stock(file), replies if ours else None) as address:
+        async with open_channel(address, bulk=True) as channel:
             stock = [part async for part in WeightServiceStub(channel).FetchVersion(pb.FetchVersionRequest())]
             call = weights.fetch_version(channel)(pb.FetchVersionRequest())
             return stock, [part async for part in weights.read_parts(call)]
-    finally:
-        await server.stop(None)
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -76,6 +87,26 @@ async def test_generated_and_own_code_understand_each_other(tmp_path, ours):
     assert b"".join(part.chunk.data for part in stock[1:]) == b"".join(piece.data for piece in own[1:]) == CONTENT
     assert [part.chunk.crc32c for part in stock[1:]] == [piece.crc32c for piece in own[1:]]
     assert all(piece.is_intact for piece in own[1:])
+
+
+async def test_a_reader_that_pauses_receives_few_chunks_ahead(tmp_path):
+    """gRPC's own options let 5 to 13 come."""
+    file, sent = tmp_path / "weights", 0
+    file.write_bytes(bytes(64 * CHUNK_BYTES))
+
+    async def replies(request, context):
+        nonlocal sent
+        for reply in weights.read_replies(file):
+            sent += 1
+            yield reply
+
+    async with _serving(Stock(file), replies) as address, open_channel(address, bulk=True) as channel:
+        call = weights.fetch_version(channel)(pb.FetchVersionRequest())
+        for _ in range(16):
+            await call.read()
+        await asyncio.sleep(1)  # as many come as will
+        assert sent - 16 <= 4
+        call.cancel()
 
 
 def _field(tag, payload):
