@@ -38,8 +38,6 @@ from paceline.weights.v1.weight_service_pb2_grpc import (
 )
 from sampler_service.versions.staging import StagingArea
 
-OPTIONS = (("grpc.so_reuseport", 0),)
-
 
 class Plain(WeightServiceServicer):
     """Serves a file by message objects."""
@@ -71,7 +69,7 @@ async def serve(arm: str, file: Path) -> None:
         for reply in weights.read_replies(file):
             yield reply
 
-    server = grpc.aio.server(options=OPTIONS)
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     add_WeightServiceServicer_to_server(Plain(file), server)
     if arm != "plain":
         weights.add_fetch_version(server, replies)

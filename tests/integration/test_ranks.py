@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+from descendants import descendants
 from engine_cases import ADAM, make_data
 from memory_limits import short_of_memory
 from safetensors.numpy import load_file
@@ -106,17 +107,12 @@ def contents(directory: Path):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def family(pid: int) -> list[int]:
-    """Return a process and all that descend from it."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(descendant for child in children for descendant in family(int(child)))]
-
-
 class Processes:
     """An engine's processes: the launcher and its ranks."""
 
     def __init__(self, engine: EngineProcess) -> None:
-        self.launcher, *self.ranks = family(engine.pid)
+        self.launcher = engine.pid
+        self.ranks = [process.pid for process in descendants(pid=engine.pid)]
         self._descriptors = [os.pidfd_open(pid) for pid in (self.launcher, *self.ranks)]
 
     def wait(self) -> None:

@@ -98,6 +98,7 @@ def spans(sequence):
 
 def sample_while_publishing(newest, training):
     """Sample long completions, and publish until they are done."""
+    publish(training)
     waiting = newest.sample(PROMPT, 4, LONG)
     while not waiting.done():
         publish(training)
@@ -151,6 +152,8 @@ def test_every_token_of_a_completion_is_of_the_one_version_that_its_span_names(n
         assert difference.max() <= 1e-4
         for version, mixed, where in spans(sequence):
             assert not mixed
+            if where.stop - where.start >= 5:  # the mean of fewer is one token's rounding
+                assert difference[where].mean() <= 1e-5
             if version > 3 and where.stop - where.start > 20:
                 assert np.abs(score(1, sequence.tokens) - sequence.logprobs)[where].mean() > FAR
     assert changed

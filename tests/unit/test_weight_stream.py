@@ -40,10 +40,10 @@ class Stock(WeightServiceServicer):
 
 
 @asynccontextmanager
-async def _serving(servicer, replies=None):
-    """Serve by a servicer, or FetchVersion by what yields its bytes; gives the address."""
+async def _serving(file, replies=None):
+    """Serve a file by `Stock`, or FetchVersion by what yields its bytes; gives the address."""
     server = grpc.aio.server()
-    add_WeightServiceServicer_to_server(servicer, server)
+    add_WeightServiceServicer_to_server(Stock(file), server)
     if replies is not None:
         weights.add_fetch_version(server, replies)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -62,11 +62,10 @@ async def _replies(file, *, ours):
         for reply in weights.read_replies(file):
             yield reply
 
-    async with _serving(Stock(file), replies if ours else None) as address:
-        async with open_channel(address, bulk=True) as channel:
-            stock = [part async for part in WeightServiceStub(channel).FetchVersion(pb.FetchVersionRequest())]
-            call = weights.fetch_version(channel)(pb.FetchVersionRequest())
-            return stock, [part async for part in weights.read_parts(call)]
+    async with _serving(file, replies if ours else None) as address, open_channel(address, bulk=True) as channel:
+        stock = [part async for part in WeightServiceStub(channel).FetchVersion(pb.FetchVersionRequest())]
+        call = weights.fetch_version(channel)(pb.FetchVersionRequest())
+        return stock, [part async for part in weights.read_parts(call)]
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -100,7 +99,7 @@ async def test_a_reader_that_pauses_receives_few_chunks_ahead(tmp_path):
             sent += 1
             yield reply
 
-    async with _serving(Stock(file), replies) as address, open_channel(address, bulk=True) as channel:
+    async with _serving(file, replies) as address, open_channel(address, bulk=True) as channel:
         call = weights.fetch_version(channel)(pb.FetchVersionRequest())
         for _ in range(16):
             await call.read()
