@@ -126,6 +126,7 @@ class Trainer:
             sequencer=sequencer,
             snapshots=snapshots,
             user_metadata=dict(user_metadata),
+            adapted_modules=made.modules,
         )
         await self._registry.add(record)
         self._start_run(record)

@@ -21,6 +21,7 @@ def run_to_proto(run: Run) -> pb.Run:
         create_time=timestamp_to_proto(run.create_time),
         user_metadata=run.user_metadata,
         trainable_parameters=run.trainable_parameters,
+        adapted_modules=run.adapted_modules,
     )
     put_parameters(message, run.parameters)
     return message
@@ -40,6 +41,7 @@ def run_from_proto(message: pb.Run) -> Run:
         create_time=timestamp_from_proto(message.create_time),
         trainable_parameters=message.trainable_parameters,
         user_metadata=dict(message.user_metadata),
+        adapted_modules=tuple(message.adapted_modules),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline import errors
-from paceline.types import ModelInfo, ModelRef, ServedModel
+from paceline.types import AdapterGroup, ModelCertificate, ModelInfo, ModelRef, PackingMode, ServedModel
 from paceline.types.v1 import model_pb2 as pb
 
 
@@ -70,6 +70,7 @@ def model_info_to_proto(info: ModelInfo) -> pb.ModelInfo:
         dtype=info.dtype,
         max_lora_rank=info.max_lora_rank,
         num_layers=info.num_layers,
+        certificate=None if info.certificate is None else _certificate_to_proto(info.certificate),
     )
 
 
@@ -82,4 +83,38 @@ def model_info_from_proto(message: pb.ModelInfo) -> ModelInfo:
         dtype=message.dtype,
         max_lora_rank=message.max_lora_rank,
         num_layers=message.num_layers,
+        certificate=_certificate_from_proto(message.certificate) if message.HasField("certificate") else None,
+    )
+
+
+def _certificate_to_proto(certificate: ModelCertificate) -> pb.ModelCertificate:
+    return pb.ModelCertificate(
+        packing=pb.PackingMode.ValueType(certificate.packing.value),
+        attention=certificate.attention,
+        reason=certificate.reason,
+        tokens=certificate.tokens,
+        logprob_difference=certificate.logprob_difference,
+        logprob_bound=certificate.logprob_bound,
+        gradient_difference=certificate.gradient_difference,
+        gradient_bound=certificate.gradient_bound,
+        seconds=certificate.seconds,
+        groups=[
+            pb.AdapterGroup(name=group.name, modules=group.modules, refusal=group.refusal)
+            for group in certificate.groups
+        ],
+    )
+
+
+def _certificate_from_proto(message: pb.ModelCertificate) -> ModelCertificate:
+    return ModelCertificate(
+        packing=PackingMode(message.packing),
+        attention=message.attention,
+        reason=message.reason,
+        tokens=message.tokens,
+        logprob_difference=message.logprob_difference,
+        logprob_bound=message.logprob_bound,
+        gradient_difference=message.gradient_difference,
+        gradient_bound=message.gradient_bound,
+        seconds=message.seconds,
+        groups=tuple(AdapterGroup(group.name, tuple(group.modules), group.refusal) for group in message.groups),
     )

@@ -4,7 +4,7 @@ Their wire form is in `paceline.types.v1` (generated).
 """
 
 from paceline.types.checkpoint import Checkpoint, CheckpointKind, Run, RunState
-from paceline.types.model import ModelInfo, ModelRef, ServedModel
+from paceline.types.model import AdapterGroup, ModelCertificate, ModelInfo, ModelRef, PackingMode, ServedModel
 from paceline.types.optimizers import (
     AdafactorParams,
     Adam8bitParams,
@@ -39,6 +39,7 @@ __all__ = [
     "Adam8bitParams",
     "AdamCpuParams",
     "AdamParams",
+    "AdapterGroup",
     "ApolloMiniParams",
     "ApolloParams",
     "Checkpoint",
@@ -47,10 +48,12 @@ __all__ = [
     "ForwardBackwardOutput",
     "FullParameters",
     "LoraConfig",
+    "ModelCertificate",
     "ModelInfo",
     "ModelRef",
     "OptimStepOutput",
     "OptimizerParams",
+    "PackingMode",
     "Reduction",
     "Run",
     "RunParameters",

@@ -51,6 +51,8 @@ class Run:
     create_time: datetime
     trainable_parameters: int
     user_metadata: dict[str, str] = field(default_factory=dict)
+    adapted_modules: tuple[str, ...] = ()
+    """Full names of the modules that have an adapter; empty for a full-parameter run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,50 @@ class ServedModel:
     """SHA-256 of the adapter's safetensors file; empty for the base model."""
 
 
+class PackingMode(Enum):
+    """How a base model's sequences go through the trainer's engine. The values are those of the wire."""
+
+    PACKED = 1
+    """Many sequences share a pass, of several runs too."""
+    ONE_SEQUENCE = 2
+    """One sequence is a pass: right, and slower. Runs take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterGroup:
+    """Modules that one of LoraConfig's groups stands for in a base model."""
+
+    name: str
+    """Field of LoraConfig: train_attn, train_mlp or train_unembed."""
+    modules: tuple[str, ...] = ()
+    """Last names of the modules that get an adapter; empty if the model has none that could."""
+    refusal: str = ""
+    """Why a run with this group in all layers is refused; empty if it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCertificate:
+    """What the trainer's engine measured at load: random tokens by stock transformers, and as runs are computed."""
+
+    packing: PackingMode
+    attention: str
+    """Name of the attention implementation: paceline_packed, or one of transformers' own."""
+    reason: str = ""
+    """Why sequences do not share passes; empty if they do."""
+    tokens: int
+    """Tokens that were compared."""
+    logprob_difference: float
+    """Root mean square of the differences between log-probabilities."""
+    logprob_bound: float
+    """What it may be: what rounding in the engine's dtype does to this model."""
+    gradient_difference: float
+    """Norm of the difference between gradients, by the norm of the gradient."""
+    gradient_bound: float
+    seconds: float
+    """Time that the check took."""
+    groups: tuple[AdapterGroup, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a service knows of a base model."""
@@ -54,3 +99,5 @@ class ModelInfo:
     """dtype of the base weights: float32, bfloat16 or float16."""
     max_lora_rank: int
     num_layers: int
+    certificate: ModelCertificate | None = None
+    """What the trainer's engine found when it loaded the model; None at samplers."""

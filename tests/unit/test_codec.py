@@ -19,14 +19,17 @@ from paceline.types import (
     Adam8bitParams,
     AdamCpuParams,
     AdamParams,
+    AdapterGroup,
     ApolloMiniParams,
     ApolloParams,
     Checkpoint,
     CheckpointKind,
     Datum,
     LoraConfig,
+    ModelCertificate,
     ModelInfo,
     ModelRef,
+    PackingMode,
     Reduction,
     Run,
     RunState,
@@ -60,7 +63,13 @@ refs = st.one_of(
     st.builds(ModelRef, checkpoint=words),
 )
 served = st.builds(ServedModel, texts, texts, larges, texts, texts)
-infos = st.builds(ModelInfo, texts, counts, counts, texts, counts, counts)
+groups = st.builds(AdapterGroup, texts, st.lists(texts, max_size=3).map(tuple), texts)
+certificates = st.builds(
+    ModelCertificate, packing=st.sampled_from(PackingMode), attention=texts, reason=texts, tokens=counts,
+    logprob_difference=reals, logprob_bound=reals, gradient_difference=reals, gradient_bound=reals, seconds=reals,
+    groups=st.lists(groups, max_size=3).map(tuple),
+)  # fmt: skip
+infos = st.builds(ModelInfo, texts, counts, counts, texts, counts, counts, st.none() | certificates)
 loras = st.builds(
     LoraConfig, counts, reals, reals, larges, st.booleans(), st.booleans(), st.booleans(),
     st.lists(counts, max_size=4).map(tuple), st.booleans(),
@@ -76,7 +85,7 @@ params = st.builds(
 )  # fmt: skip
 runs = st.builds(
     Run, texts, texts, loras, larges, larges, larges, st.sampled_from(RunState), texts, moments, larges,
-    st.dictionaries(texts, texts, max_size=3),
+    st.dictionaries(texts, texts, max_size=3), st.lists(texts, max_size=3).map(tuple),
 )  # fmt: skip
 checkpoints = st.builds(
     Checkpoint, texts, texts, st.sampled_from(CheckpointKind), texts, larges, larges, texts, moments,

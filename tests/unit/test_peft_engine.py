@@ -69,6 +69,12 @@ def reference_loss(directory, data):
     return run
 
 
+def test_a_run_tells_the_modules_that_it_adapts(make_engine):
+    engine = make_engine()
+    info = engine.create_run("run", LoraConfig(rank=4, train_attn=False, layers=(1,)))
+    assert info.modules == tuple(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down"))
+
+
 def test_describe(engine):
     info = engine.describe()
     assert (info.name, info.vocab_size, info.num_layers, info.dtype) == ("tiny", VOCAB_SIZE, 2, "float32")

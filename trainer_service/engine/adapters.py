@@ -28,6 +28,9 @@ _GROUPS = {
 """Flag of LoraConfig -> last names of the modules that it stands for in Llama and Qwen models."""
 
 
+_PEFT_PREFIX = "base_model.model."
+"""Before the names that modules have in the base model."""
+
 _NOBODY = "nobody"
 """Adapter with which PEFT wraps layers before there is a run."""
 
@@ -119,7 +122,12 @@ def layers_of(model: PreTrainedModel, run_id: str) -> Iterator[tuple[str, Adapte
     """Each adapted module of a run, by the name that it has in a PEFT model."""
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear) and run_id in module.lora_A:
-            yield f"base_model.model.{name}", module
+            yield f"{_PEFT_PREFIX}{name}", module
+
+
+def adapted_modules(model: PreTrainedModel, run_id: str) -> list[str]:
+    """Name the modules that have a run's adapter, as the base model names them."""
+    return [name.removeprefix(_PEFT_PREFIX) for name, _ in layers_of(model, run_id)]
 
 
 def adapter_parameters(model: PreTrainedModel, run_id: str) -> dict[str, nn.Parameter]:

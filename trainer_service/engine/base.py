@@ -24,6 +24,8 @@ class AdapterInfo:
     """A run's weights as the engine made them."""
 
     trainable_parameters: int
+    modules: tuple[str, ...] = ()
+    """Full names of the modules that have an adapter; empty for a model of the run's own."""
 
 
 @dataclass(frozen=True, slots=True)

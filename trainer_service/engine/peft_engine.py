@@ -103,7 +103,8 @@ class PeftEngine:
                 run = make_full_run(run_id, parameters, self._options)
         self._runs[run_id] = run
         self._pager.add(run)
-        return AdapterInfo(sum(weight.numel() for weight in run.weights.values()))
+        count = sum(weight.numel() for weight in run.weights.values())
+        return AdapterInfo(count, tuple(adapters.adapted_modules(self._model, run_id)))
 
     def delete_run(self, run_id: str) -> None:
         run = self._runs.pop(run_id, None)

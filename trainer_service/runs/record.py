@@ -52,6 +52,7 @@ class RunRecord:
     sequencer: Sequencer
     snapshots: SnapshotStore
     user_metadata: dict[str, str] = field(default_factory=dict)
+    adapted_modules: tuple[str, ...] = ()
     step: int = 0
     latest_version: int = 0
     next_version: int = 1
@@ -105,6 +106,7 @@ class RunRecord:
             create_time=self.create_time,
             trainable_parameters=self.trainable_parameters,
             user_metadata=self.user_metadata,
+            adapted_modules=self.adapted_modules,
         )
 
     def to_json(self) -> bytes:
@@ -120,6 +122,7 @@ class RunRecord:
             "request_id": self.request_id,
             "request_digest": self.request_digest,
             "user_metadata": self.user_metadata,
+            "adapted_modules": self.adapted_modules,
             "step": self.step,
             "version_limit": self.version_limit,
             "latest_state_checkpoint": self.latest_state_checkpoint,
@@ -146,6 +149,7 @@ class RunRecord:
             snapshots=snapshots,
             parameters=parameters,
             create_time=datetime.fromisoformat(facts.pop("create_time")),
+            adapted_modules=tuple(facts.pop("adapted_modules", ())),
             in_engine=False,
             next_version=facts["version_limit"] + 1,
             **facts,
