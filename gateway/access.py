@@ -21,6 +21,7 @@ _TRAINER = (
     "GetTokenizer",
     "CreateRun",
     "GetRun",
+    "AttachRun",
     "ListRuns",
     "DeleteRun",
     "ForwardBackward",

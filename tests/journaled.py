@@ -84,9 +84,9 @@ class JournaledRun:
     def start(self):
         self.sequencer.start(self.executor)
 
-    def send(self, seq_id, rate=1e-3, run_id="run"):
+    def send(self, seq_id, rate=1e-3, run_id="run", attachment=0):
         """Send a command, an OptimStep; return the task of its answer."""
-        request = pb.OptimStepRequest(run_id=run_id, seq_id=seq_id)
+        request = pb.OptimStepRequest(run_id=run_id, seq_id=seq_id, attachment=attachment)
         request.adamw.learning_rate = rate
         return asyncio.ensure_future(self.sequencer.execute(Command.of(request, "team")))
 

@@ -60,6 +60,7 @@ class ToyTrainer(TrainerServiceServicer):
         self.load_may_end.set()
         self.load_began = asyncio.Event()
         self.created: list[str] = []
+        self.attachments: list[str] = []
         self.requests: list[object] = []
         self.metadata: dict[str, str | bytes] = {}
         self._turn = asyncio.Condition()
@@ -76,6 +77,12 @@ class ToyTrainer(TrainerServiceServicer):
         if request.run_id != self.run_id:
             raise errors.RunNotFound("no such run", field="run_id", metadata={"run_id": request.run_id})
         return pb.GetRunResponse(run=codec.run_to_proto(self._run()))
+
+    async def AttachRun(self, request, context):
+        run = (await self.GetRun(request, context)).run
+        if request.request_id not in self.attachments:
+            self.attachments.append(request.request_id)
+        return pb.AttachRunResponse(run=run, attachment=len(self.attachments))
 
     async def ListRuns(self, request, context):
         number = int(request.page_token or 0)
@@ -101,6 +108,8 @@ class ToyTrainer(TrainerServiceServicer):
         self.requests.append(request)
         if refusals := self.refusals.get(seq_id):
             raise refusals.pop(0)
+        if 0 < request.attachment < len(self.attachments):
+            raise errors.ClientSuperseded("another client attached", field="attachment")
         async with self._turn:
             await self._wait_for_turn(seq_id, execute)
             if seq_id > self.last:

@@ -91,6 +91,11 @@ class TrainerServicer(TrainerServiceServicer):
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         return pb.GetRunResponse(run=run_to_proto(self._run(request.run_id).public()))
 
+    async def AttachRun(self, request: pb.AttachRunRequest, context: Context) -> pb.AttachRunResponse:
+        run = self._run(request.run_id)
+        attachment = await self._trainer.attach(run, request.request_id)
+        return pb.AttachRunResponse(run=run_to_proto(run.public()), attachment=attachment)
+
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         mine = self._registry.owned_by(current_identity())
         page, token = page_of(mine, lambda run: run.list_key, request.page_size, request.page_token)
@@ -148,11 +153,13 @@ class TrainerServicer(TrainerServiceServicer):
         """
         identity = current_identity()
         run = self._registry.get(request.run_id, identity)
+        command = Command.of(request, identity.tenant)
+        run.sequencer.check_client(command)
         if run.state is RunState.LOST:
             if not restores:
                 raise lost(run)
             await run.sequencer.rebase(request.seq_id)
-        return await run.sequencer.execute(Command.of(request, identity.tenant))
+        return await run.sequencer.execute(command)
 
 
 def _digest(request: Any) -> bytes:

@@ -133,6 +133,16 @@ class Trainer:
         _log.info("run made", run=run_id, kind=type(parameters).__name__, parameters=made.trainable_parameters)
         return record
 
+    async def attach(self, record: RunRecord, request_id: str) -> int:
+        """Make a client the one that trains a run, durably, and return its number; the same again for a repetition."""
+        validation.check_request_id(request_id)
+        if record.attached_by != request_id:
+            record.attachment, record.attached_by = record.attachment + 1, request_id
+            record.sequencer.attach(record.attachment)
+        attachment = record.attachment
+        await self._registry.persist(record)
+        return attachment
+
     async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:
         """Delete a run once its command in progress has ended."""
         async with record.recovering:

@@ -20,6 +20,7 @@ class Command(Protocol):
     """A request that takes a place in a run's order."""
 
     seq_id: int
+    attachment: int
 
 
 Request = TypeVar("Request", bound=Command)
@@ -36,8 +37,10 @@ class CommandQueue:
     sent: loading a checkpoint holds it until it is answered, and a custom loss until its second half is sent.
     """
 
-    def __init__(self, transport: Transport, last_seq_id: int) -> None:
+    def __init__(self, transport: Transport, last_seq_id: int, attachment: int) -> None:
+        """Take the commands after `last_seq_id`, as the client that AttachRun gave the number `attachment`."""
         self.turn = asyncio.Lock()
+        self._attachment = attachment
         self._transport = transport
         self._numbering = threading.Lock()
         self._next = last_seq_id + 1
@@ -82,7 +85,7 @@ class CommandQueue:
     async def _start(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request, seq_id: int
     ) -> asyncio.Task[Reply]:
-        request.seq_id = seq_id
+        request.seq_id, request.attachment = seq_id, self._attachment
         await self._room.acquire()
         call = await self._transport.start(method, request, self._transport.timeouts.training)
         call.add_done_callback(lambda _: self._room.release())

@@ -124,11 +124,14 @@ class ServiceClient(Catalog):
     create_training_client_from_state_with_optimizer = blocking(create_training_client_from_state_with_optimizer_async)
 
     async def get_training_client_async(self, run_id: str) -> TrainingClient:
-        """Attach to a run; its next command follows the last one executed. One client at a time may train a run.
+        """Attach to a run; its next command follows the last one that was accepted.
 
-        Errors: RunNotFound.
+        One client at a time trains a run: the newest. Commands that earlier ones send from now on are refused with
+        ClientSuperseded. To look at a run without training it use `get_run`. Errors: RunNotFound.
         """
-        return TrainingClient(self.transport, await self.get_run_async(run_id))
+        request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
+        reply = await self.transport.query(self.transport.trainer.AttachRun, request)
+        return TrainingClient(self.transport, codec.run_from_proto(reply.run), reply.attachment)
 
     get_training_client = blocking(get_training_client_async)
 
@@ -178,7 +181,7 @@ class ServiceClient(Catalog):
     async def _create_run(self, request: pb.CreateRunRequest) -> TrainingClient:
         request.request_id = uuid4().hex
         call = self.transport.call(self.transport.trainer.CreateRun, request, self.transport.timeouts.training)
-        return TrainingClient(self.transport, codec.run_from_proto((await self.transport.submit(call)).run))
+        return await self.get_training_client_async((await self.transport.submit(call)).run.run_id)
 
     async def _from_state(self, path: str, *, with_optimizer: bool) -> TrainingClient:
         client = await self._create_run(pb.CreateRunRequest(like_checkpoint=str(CheckpointPath.parse(path))))

@@ -54,14 +54,14 @@ class TrainingClient(Connected):
     A command that is refused (an error that is no Unavailable, Overloaded or SeqIdGap) counts as executed and later
     ones go on. A command that ends in Unavailable or TimedOut may or may not have been executed; if it was not, later
     ones end in SeqIdGap: attach to the run again with `ServiceClient.get_training_client`. Errors of all commands:
-    RunNotFound, RunStateLost, SeqIdReused (two clients train the same run), SeqIdExpired.
+    RunNotFound, RunStateLost, ClientSuperseded (another client attached to the run later, and trains it), SeqIdExpired.
     """
 
-    def __init__(self, transport: Transport, run: Run) -> None:
+    def __init__(self, transport: Transport, run: Run, attachment: int) -> None:
         super().__init__(transport)
         self.run_id = run.run_id
         self._base_model = run.base_model
-        self._queue = CommandQueue(transport, run.last_seq_id)
+        self._queue = CommandQueue(transport, run.last_seq_id, attachment)
 
     def forward(
         self,

@@ -77,6 +77,12 @@ class SeqIdExpired(FailedPrecondition):
     reason = "SEQ_ID_EXPIRED"
 
 
+class ClientSuperseded(FailedPrecondition):
+    """Another client attached to the run later; only that one's commands are taken."""
+
+    reason = "CLIENT_SUPERSEDED"
+
+
 class RunStateLost(FailedPrecondition):
     """The run's state was lost with the engine and its journal cannot be replayed.
 

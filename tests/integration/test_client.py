@@ -187,6 +187,16 @@ async def test_an_attached_client_continues_the_numbering(server, client, traini
     assert server.trainer.arrivals == [1, 2]
 
 
+async def test_the_older_of_two_clients_on_a_run_is_told_so_and_shares_no_step(server, client, training):
+    await training.forward_backward(make_data())
+    newer = await client.get_training_client_async(training.run_id)
+    first, second = training.optim_step(), newer.optim_step()
+    with pytest.raises(errors.ClientSuperseded, match="attached"):
+        await first
+    assert (await second).step == 1
+    assert server.trainer.executed == ["ForwardBackward", "OptimStep"]
+
+
 async def test_a_task_that_gives_up_waiting_leaves_the_command_to_its_end(server, training):
     server.trainer.load_may_end.clear()
     loaded = training.load_state("paceline://somewhere")

@@ -428,6 +428,24 @@ async def test_creating_a_run_twice_with_one_request_id_makes_one_run(caller):
         await caller.call("CreateRun", request)
 
 
+async def test_the_client_that_attached_last_trains_the_run(caller):
+    async def attach(request_id):
+        return await caller.call("AttachRun", pb.AttachRunRequest(run_id=caller.run_id, request_id=request_id))
+
+    first, second = await attach("first"), await attach("second")
+    assert (first.attachment, second.attachment) == (1, 2)
+    assert await attach("second") == second
+    await caller.command(
+        "ForwardBackward", pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="ppo"
+    )
+    step = pb.OptimStepRequest(run_id=caller.run_id, seq_id=caller.seq_id + 1, attachment=1)
+    step.adamw.learning_rate = 1e-3
+    with pytest.raises(errors.ClientSuperseded):
+        await caller.call("OptimStep", step)
+    step.attachment = 2
+    assert (await caller.call("OptimStep", step)).step == 1
+
+
 async def test_another_tenants_objects_look_absent(caller, channel, credential):
     checkpoint = await caller.save("mine")
     stranger = await Caller(channel, credential, "stranger").create_run()

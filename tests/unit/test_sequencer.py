@@ -1,13 +1,16 @@
 """A run's commands: in order of seq_id, each once."""
 
 import asyncio
+from datetime import UTC, datetime
 
 import pytest
 from journaled import JournaledRun, blocked, refusal
 
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import LoraConfig
 from trainer_service.engine.base import EngineDiedError
+from trainer_service.runs.record import RunRecord
 
 
 @pytest.fixture
@@ -176,3 +179,90 @@ async def test_a_draining_run_ends_what_executes_and_leaves_the_rest_to_the_next
 async def test_seq_id_zero_is_refused(run):
     with pytest.raises(errors.MissingField, match="seq_id"):
         await run.send(0)
+
+
+async def test_a_client_that_another_one_followed_is_refused_and_its_seq_id_is_free(run):
+    run.sequencer.attach(1)
+    await run.send(1, attachment=1)
+    run.sequencer.attach(2)
+    with pytest.raises(errors.ClientSuperseded) as caught:
+        await run.send(2, attachment=1)
+    assert caught.value.field == "attachment"
+    await run.send(2, attachment=2)
+    assert run.executor.ran == [1, 2]
+
+
+async def test_the_same_command_of_two_clients_is_not_joined(run):
+    run.sequencer.attach(1)
+    release = asyncio.Event()
+    run.executor.act[1] = blocked(release)
+    first = run.send(1, attachment=1)
+    await asyncio.sleep(0)
+    run.sequencer.attach(2)
+    with pytest.raises(errors.SeqIdReused):
+        await run.send(1, attachment=2)
+    release.set()
+    await first
+    with pytest.raises(errors.SeqIdReused):
+        await run.send(1, attachment=2)
+    assert run.executor.ran == [1]
+
+
+async def test_a_client_that_another_one_followed_still_gets_the_answers_of_what_was_accepted(run):
+    run.sequencer.attach(1)
+    release = asyncio.Event()
+    run.executor.act[2] = blocked(release)
+    answered, running = await run.send(1, attachment=1), run.send(2, attachment=1)
+    await asyncio.sleep(0)
+    run.sequencer.attach(2)
+    assert await run.send(1, attachment=1) == answered
+    again = run.send(2, attachment=1)
+    release.set()
+    assert await again == await running
+    assert run.executor.ran == [1, 2]
+
+
+async def test_what_waits_behind_a_gap_goes_with_its_client(run):
+    run.sequencer.attach(1)
+    waiting = run.send(2, attachment=1)
+    await asyncio.sleep(0)
+    run.sequencer.attach(2)
+    with pytest.raises(errors.ClientSuperseded):
+        await waiting
+    await asyncio.gather(run.send(1, attachment=2), run.send(2, attachment=2))
+    assert run.executor.ran == [1, 2]
+
+
+async def test_callers_that_did_not_attach_are_served_as_ever(run):
+    run.sequencer.attach(7)
+    first = await run.send(1)
+    assert await run.send(1) == first
+
+
+async def test_a_number_that_nobody_was_given_is_refused(run):
+    with pytest.raises(errors.InvalidArgument) as caught:
+        await run.send(1, attachment=1)
+    assert caught.value.field == "attachment"
+
+
+async def test_who_attached_last_outlives_the_service(run, tmp_path):
+    record = RunRecord(
+        run_id="run-" + "0" * 32,
+        tenant="team",
+        base_model="tiny",
+        parameters=LoraConfig(rank=4),
+        create_time=datetime(2030, 1, 1, tzinfo=UTC),
+        trainable_parameters=1,
+        request_id="made",
+        request_digest="f0",
+        sequencer=run.sequencer,
+        snapshots=None,
+        attachment=2,
+        attached_by="second",
+    )
+    again = JournaledRun(tmp_path / "again")
+    restored = RunRecord.from_json(record.to_json(), again.sequencer, None)
+    assert (restored.attachment, restored.attached_by) == (2, "second")
+    with pytest.raises(errors.ClientSuperseded):
+        await again.send(1, attachment=1)
+    await again.send(1, attachment=2)

@@ -43,6 +43,11 @@ class Answers:
             self._drop_reply(oldest)
             del self._records[oldest]
 
+    def knows(self, seq_id: int, digest: bytes) -> bool:
+        """Return whether this very command was executed, as far as that is remembered."""
+        record = self._records.get(seq_id)
+        return record is not None and record.digest == digest
+
     def facts(self, seq_id: int) -> Facts | None:
         """Return what the journal keeps with an answer; None when the answer is not known."""
         record = self._records.get(seq_id)

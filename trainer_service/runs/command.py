@@ -39,6 +39,11 @@ class Command:
     digest: bytes
     """SHA-256 that tells a repeated command from another one with the same seq_id."""
 
+    @property
+    def attachment(self) -> int:
+        """Which of the clients that attached to the run sent it; 0 is one that did not attach."""
+        return int(self.request.attachment)
+
     @classmethod
     def of(cls, request: Any, tenant: str) -> Command:
         """Make the command of a request, whose type is named for its RPC."""

@@ -60,6 +60,10 @@ class RunRecord:
     version_limit: int = 0
     """Version numbers up to this one may be in use; a run whose journal is lost goes on above it."""
     latest_state_checkpoint: str = ""
+    attachment: int = 0
+    """Number of the newest client that attached; 0 means that none did."""
+    attached_by: str = ""
+    """request_id of its AttachRun."""
     state: RunState = RunState.READY
     in_engine: bool = True
     """Whether the engine holds an adapter for it."""
@@ -124,6 +128,8 @@ class RunRecord:
             "user_metadata": self.user_metadata,
             "adapted_modules": self.adapted_modules,
             "step": self.step,
+            "attachment": self.attachment,
+            "attached_by": self.attached_by,
             "version_limit": self.version_limit,
             "latest_state_checkpoint": self.latest_state_checkpoint,
             "last_seq_id": self.sequencer.last_seq_id,
@@ -144,6 +150,7 @@ class RunRecord:
             raise ValueError("run.json was written by another version of this service")
         parameters = _take_parameters(facts)
         del facts["last_seq_id"]  # the journal knows better
+        sequencer.attach(facts.get("attachment", 0))
         return cls(
             sequencer=sequencer,
             snapshots=snapshots,

@@ -61,6 +61,8 @@ class Sequencer:
         self.answers = answers
         self.attempts: Counter[int] = Counter()
         """How often the engine died of a command."""
+        self.attachment = 0
+        """Number of the newest client that attached; new commands of those before it are refused."""
         self._max_attempts = max_attempts
         self._executed = last_seq_id
         self._failpoints = failpoints
@@ -86,17 +88,39 @@ class Sequencer:
         """Take in the next command of a journal that has no answer yet; later ones may have one."""
         self._waiting.restore(command)
 
+    def attach(self, attachment: int) -> None:
+        """Take new commands of this client from now on, and of none that attached before it.
+
+        What was accepted in order stays; what waits behind a gap is refused.
+        """
+        self.attachment = attachment
+        self._waiting.drop(lambda pending: pending.durable is None and self._is_late(pending.command), _superseded())
+
+    def check_client(self, command: Command) -> None:
+        """Raise ClientSuperseded for a command of a client that another one followed, unless it was accepted before.
+
+        Raises InvalidArgument for a number that no client was given.
+        """
+        if command.attachment > self.attachment:
+            raise errors.InvalidArgument("is not a number that AttachRun answered for this run", field="attachment")
+        if not self._is_late(command) or self.answers.knows(command.seq_id, command.digest):
+            return
+        pending = self._waiting.get(command.seq_id)
+        if pending is None or pending.command.digest != command.digest:
+            raise _superseded()
+
     async def execute(self, command: Command) -> Message:
         """Execute a command at its turn and return its answer; a repeated one gets the first answer.
 
         The command goes on when the caller leaves: another may ask for its answer. Raises what the command raised,
-        SeqIdReused, SeqIdExpired, DiskFull when it cannot be journaled, EngineUnavailable when the engine dies while it
-        waits, or SeqIdGap when those before it do not come in time.
+        ClientSuperseded, SeqIdReused, SeqIdExpired, DiskFull when it cannot be journaled, EngineUnavailable when the
+        engine dies while it waits, or SeqIdGap when those before it do not come in time.
         """
         if self._refusal is not None:
             raise self._refusal
         if command.seq_id == 0:
             raise errors.MissingField("is not set; a run's commands count from 1", field="seq_id")
+        self.check_client(command)
         pending = self._waiting.get(command.seq_id)
         if pending is None and command.seq_id <= self._executed:
             answer = self.answers.again(command.seq_id, command.digest, self._executed)
@@ -197,6 +221,10 @@ class Sequencer:
             await executor.close()
         await self.journal.close()
 
+    def _is_late(self, command: Command) -> bool:
+        """Whether a client sent it that another one followed. One that did not attach is never followed."""
+        return 0 < command.attachment < self.attachment
+
     def _advance(self) -> None:
         pending = self._waiting.get(self._executed + 1)
         is_idle = self._task is None or self._task.done()
@@ -294,3 +322,8 @@ class Sequencer:
         """Whether a command has no answer, and will have none unless it executes again."""
         pending = self._waiting.get(seq_id)
         return pending is not None and pending.turn is None
+
+
+def _superseded() -> errors.ClientSuperseded:
+    message = "another client attached to the run later and trains it now; train with that one, or attach again"
+    return errors.ClientSuperseded(message, field="attachment")
