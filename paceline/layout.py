@@ -6,18 +6,20 @@
     <root>/runs/<run_id>/versions/<n>/      a published version
 
 Each of the last three is a PEFT directory with a manifest.json. A directory is written under a temporary name,
-synced, and renamed; one that has its
-final name is complete.
+synced, and renamed; one that has its final name is complete. One that takes another's place is exchanged with it in one
+step; where the file system cannot do that, two renames follow each other, and `sweep` and `opened` know the state
+between them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -28,6 +30,8 @@ from paceline.types import CheckpointKind
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 MANIFEST_FILE = "manifest.json"
+RUN_FILE, DELETED_FILE = "run.json", "deleted.json"
+"""What a run is, and what it was where its checkpoints outlive it."""
 MODEL_FILE = "model.safetensors"
 """Weights of a full-parameter run."""
 ADAPTER_FILES = frozenset({WEIGHTS_FILE, CONFIG_FILE, MANIFEST_FILE})
@@ -36,6 +40,8 @@ ADAPTER_FILES = frozenset({WEIGHTS_FILE, CONFIG_FILE, MANIFEST_FILE})
 SCHEME = "paceline://"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _RUN_ID = re.compile(r"run-[0-9a-f]{32}")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,15 @@ class Volume:
         """Folder of a version."""
         return self.run(run_id) / "versions" / str(version)
 
+    def checkpoints(self, run_id: str = "") -> Iterator[CheckpointPath]:
+        """Find what has the name of a checkpoint, of one run or of all. What else lies there is left out."""
+        folders = [self.run(run_id)] if run_id else sorted(self.runs.glob("run-*"))
+        for folder in folders:
+            for kind in CheckpointKind if _RUN_ID.fullmatch(folder.name) else ():
+                for directory in sorted((folder / kind.folder).glob("*")):
+                    if _NAME.fullmatch(directory.name) and directory.is_dir():
+                        yield CheckpointPath(folder.name, kind, directory.name)
+
 
 @contextmanager
 def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True) -> Iterator[Path]:
@@ -126,13 +141,50 @@ def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True)
         yield staging
         if durable:
             _sync_files(staging)
-        _replace(staging, final)
+        replaced = _replace(staging, final)
         if durable:
             sync_directory(final.parent)
+        if replaced is not None:  # not before its successor is sure to have its name
+            shutil.rmtree(replaced)
     except OSError as error:
         raise translate(error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[Path]:
+    """Give a path to what is `directory` now, and stays that when another takes its name or its files are removed.
+
+    The path holds in this process, until the block ends. Raises FileNotFoundError, NotADirectoryError.
+    """
+    descriptor = _open_directory(directory)
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _open_directory(directory: Path) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    with suppress(FileNotFoundError):
+        return os.open(directory, flags)
+    # It may be between the two renames of `_replace`.
+    for old in directory.parent.glob(f".old-{'?' * 32}.{directory.name}"):
+        with suppress(FileNotFoundError):
+            return os.open(old, flags)
+    return os.open(directory, flags)
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Link every file of a directory into another, or copy where the file system cannot link."""
+    for path in source.iterdir():
+        try:
+            os.link(path, target / path.name)
+        except OSError as error:
+            if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}:
+                raise
+            shutil.copyfile(path, target / path.name)
 
 
 def write_file(final: Path, data: bytes) -> None:
@@ -151,10 +203,12 @@ def write_file(final: Path, data: bytes) -> None:
         staging.unlink(missing_ok=True)
 
 
-def remove_directory(final: Path) -> None:
-    """Remove a directory; readers see the whole directory or none."""
+def remove_directory(final: Path, *, durable: bool = False) -> None:
+    """Remove a directory; readers see the whole directory or none. With `durable` it does not come back."""
     trash = final.parent / f".old-{uuid4().hex}"
     final.rename(trash)
+    if durable:
+        sync_directory(final.parent)
     shutil.rmtree(trash)
 
 
@@ -177,16 +231,27 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _replace(staging: Path, final: Path) -> None:
+def _replace(staging: Path, final: Path) -> Path | None:
+    """Give `staging` the name `final`; return where that is which had it."""
     if not final.exists():
         staging.rename(final)
-        return
-    # A directory cannot be renamed over another; `sweep` puts the old one back if a crash comes between the two
-    # renames.
+        return None
+    if _exchange(staging, final):
+        return staging
     old = final.parent / f".old-{uuid4().hex}.{final.name}"
     final.rename(old)
     staging.rename(final)
-    shutil.rmtree(old)
+    return old
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; return whether the file system can. Raises OSError."""
+    if not _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        return True
+    error = ctypes.get_errno()
+    if error in {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}:
+        return False
+    raise OSError(error, os.strerror(error), str(one), None, str(other))
 
 
 def _sync_files(directory: Path) -> None:

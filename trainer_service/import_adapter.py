@@ -18,7 +18,6 @@ from paceline.types import Checkpoint, CheckpointKind, LoraConfig
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.peft_format import check_adapter_config
 from trainer_service.runs.record import RunOrigin
-from trainer_service.runs.registry import RUN_FILE
 
 _FILES = (layout.WEIGHTS_FILE, layout.CONFIG_FILE)
 
@@ -53,7 +52,7 @@ async def import_adapter(
 
 def _read_run(volume: layout.Volume, run_id: str) -> RunOrigin:
     try:
-        return RunOrigin.from_json((volume.run(run_id) / RUN_FILE).read_bytes())
+        return RunOrigin.from_json((volume.run(run_id) / layout.RUN_FILE).read_bytes())
     except FileNotFoundError:
         raise errors.RunNotFound("no such run on this volume; make one with the adapter's configuration") from None
 

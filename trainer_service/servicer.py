@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from hashlib import sha256
 from typing import Any, Protocol, cast
 
@@ -120,7 +121,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
         run_id = check_run_id(request.run_id) if request.run_id else ""
         kind = CheckpointKind(request.kind) if request.kind else None
-        found = self._checkpoints.find_all(current_identity(), run_id, kind)
+        found = await asyncio.to_thread(self._checkpoints.find_all, current_identity(), run_id, kind)
         page, token = page_of(found, _checkpoint_key, request.page_size, request.page_token)
         return pb.ListCheckpointsResponse(
             checkpoints=[checkpoint_to_proto(checkpoint) for checkpoint in page], next_page_token=token

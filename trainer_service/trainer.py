@@ -245,7 +245,11 @@ class Trainer:
             raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load weights alone", field="path")
         directory = record.snapshots.pinned(seq_id)
         if directory is None:
-            directory = await record.snapshots.pin(seq_id, await self._checkpoints.open(path, identity))
+
+            async def take(target: Path) -> None:
+                await self._checkpoints.take(path, identity, target)
+
+            directory = await record.snapshots.pin(seq_id, take)
         # Replays begin here: what was published before is never made again. What keeps it off the volume is logged.
         await asyncio.gather(self._publisher.settled(record.run_id), return_exceptions=True)
         fresh = not record.in_engine
@@ -278,8 +282,11 @@ class Trainer:
         """Delete checkpoints past their time to live, for ever."""
         while True:
             await asyncio.sleep(self._settings.expiry_check_seconds)
-            for path in await self._checkpoints.delete_expired(datetime.now(UTC)):
-                _log.info("checkpoint expired", path=path)
+            try:
+                for path in await self._checkpoints.delete_expired(datetime.now(UTC)):
+                    _log.info("checkpoint expired", path=path)
+            except OSError as error:  # of the volume as a whole, as when descriptors ran out
+                _log.error("checkpoints not expired; they are looked at again", error=str(error))
 
     @staticmethod
     def _check_ready(record: RunRecord) -> None:

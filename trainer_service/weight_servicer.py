@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from paceline import codec, errors, weights
+from paceline import codec, errors, layout, weights
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity, current_identity
 from paceline.types import CheckpointKind, ModelRef
@@ -67,14 +67,16 @@ class WeightServicer(WeightServiceServicer):
         identity = current_identity()
         directory = self._find(codec.model_ref_from_proto(request.model), identity)
         staged = self._publisher.staged_manifest(directory)
-        manifest = staged or weights.read_manifest(directory)
-        yield pb.FetchVersionResponse(manifest=manifest).SerializeToString()
-        file = directory / weights.weights_file(manifest)
         if staged is not None and request.accept_staged_path and identity.is_peer:
+            yield pb.FetchVersionResponse(manifest=staged).SerializeToString()
+            file = directory / weights.weights_file(staged)
             yield pb.FetchVersionResponse(staged_path=str(file)).SerializeToString()
             return
-        for reply in weights.read_replies(file):
-            yield reply
+        with layout.opened(directory) as opened:  # a checkpoint may be overwritten between its manifest and its weights
+            manifest = staged or weights.read_manifest(opened)
+            yield pb.FetchVersionResponse(manifest=manifest).SerializeToString()
+            for reply in weights.read_replies(opened / weights.weights_file(manifest)):
+                yield reply
 
     async def _join(self, requests: AsyncIterator[pb.WatchVersionsRequest], identity: Identity) -> Watcher:
         async for first in requests:

@@ -58,6 +58,7 @@ def checkpoint_to_proto(checkpoint: Checkpoint) -> pb.Checkpoint:
         sha256=checkpoint.sha256,
         create_time=timestamp_to_proto(checkpoint.create_time),
         expire_time=None if expire_time is None else timestamp_to_proto(expire_time),
+        damage=checkpoint.damage,
     )
 
 
@@ -74,4 +75,5 @@ def checkpoint_from_proto(message: pb.Checkpoint) -> Checkpoint:
         sha256=message.sha256,
         create_time=timestamp_from_proto(message.create_time),
         expire_time=timestamp_from_proto(message.expire_time) if expires else None,
+        damage=message.damage,
     )

@@ -71,3 +71,5 @@ class Checkpoint:
     create_time: datetime
     expire_time: datetime | None = None
     """When it is deleted by itself; None means never."""
+    damage: str = ""
+    """What is damaged, so that it cannot be loaded; empty when its manifest can be read."""

@@ -110,10 +110,10 @@ def write_manifest(directory: Path, manifest: pb.Manifest) -> None:
 
 def read_manifest(directory: Path) -> pb.Manifest:
     """Read a directory's manifest. Raises FileNotFoundError when there is none, ChecksumMismatch when it is damaged."""
-    text = (directory / MANIFEST_FILE).read_text()
+    text = (directory / MANIFEST_FILE).read_bytes()
     try:
         return json_format.Parse(text, pb.Manifest())
-    except json_format.ParseError as error:
+    except (json_format.ParseError, UnicodeDecodeError) as error:
         raise errors.ChecksumMismatch("the manifest is damaged; restore the directory from a backup") from error
 
 

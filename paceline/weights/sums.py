@@ -24,7 +24,7 @@ def find_damaged(directory: Path) -> str | None:
 
     Raises FileNotFoundError when one is gone, or the sums are.
     """
-    for line in (directory / SUMS_FILE).read_text().splitlines():
+    for line in (directory / SUMS_FILE).read_text(errors="replace").splitlines():
         digest, _, name = line.partition("  ")
         if hash_file(directory / Path(name).name) != digest:
             return name
@@ -36,7 +36,7 @@ def verify_model(directory: Path, manifest: pb.Manifest) -> str:
 
     Raises ChecksumMismatch, FileNotFoundError.
     """
-    lines = (directory / SUMS_FILE).read_text().splitlines()
+    lines = (directory / SUMS_FILE).read_text(errors="replace").splitlines()
     listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if {path.name for path in directory.iterdir()} != {*listed, SUMS_FILE}:
         raise errors.ChecksumMismatch("the model's directory does not hold the files that were saved")

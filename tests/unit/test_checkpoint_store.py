@@ -1,58 +1,74 @@
-"""Checkpoints may be deleted at any moment, also while another call looks at them."""
+"""Checkpoints may be overwritten, deleted or damaged at any moment, also while another call looks at them."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+import shutil
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from paceline import errors, layout
+from paceline import errors, layout, weights
 from paceline.layout import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.types import CheckpointKind
-from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.checkpoints.store import CheckpointStore, Writer
 
 OWNER = Identity("team")
 RUN_ID = "run-" + "0" * 32
 
 
-async def write_adapter(directory: Path) -> None:
-    save_file({"a": np.ones((4, 2), np.float32)}, directory / WEIGHTS_FILE)
+async def write_adapter(directory: Path, value: float = 1.0) -> None:
+    save_file({"a": np.full((4, 2), value, np.float32)}, directory / WEIGHTS_FILE)
     (directory / CONFIG_FILE).write_text(json.dumps({"r": 8}))
 
 
-async def save(store: CheckpointStore, name: str, *, overwrite: bool = False) -> CheckpointPath:
-    path = CheckpointPath(RUN_ID, CheckpointKind.SAMPLER, name)
+async def save(
+    store: CheckpointStore,
+    name: str,
+    *,
+    overwrite: bool = False,
+    write: Writer = write_adapter,
+    ttl_seconds: int | None = None,
+    kind: CheckpointKind = CheckpointKind.SAMPLER,
+    run_id: str = RUN_ID,
+) -> CheckpointPath:
+    path = CheckpointPath(run_id, kind, name)
     await store.save(
-        path, write_adapter, base_model="tiny", tenant="team", step=0, ttl_seconds=None, overwrite=overwrite
+        path, write, base_model="tiny", tenant="team", step=0, ttl_seconds=ttl_seconds, overwrite=overwrite
     )
     return path
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(layout.Volume(tmp_path))
+def volume(tmp_path: Path) -> layout.Volume:
+    volume = layout.Volume(tmp_path)
+    volume.run(RUN_ID).mkdir(parents=True)
+    (volume.run(RUN_ID) / layout.RUN_FILE).write_text(json.dumps({"tenant": "team"}))
+    return volume
 
 
-async def test_listing_leaves_out_what_is_being_deleted(store, tmp_path):
-    kept, going = await save(store, "kept"), await save(store, "going")
-    for file in layout.Volume(tmp_path).checkpoint(going).iterdir():
-        file.unlink()
-    assert [checkpoint.path for checkpoint in store.find_all(OWNER)] == [str(kept)]
+@pytest.fixture
+def store(volume) -> CheckpointStore:
+    return CheckpointStore(volume)
 
 
-@pytest.mark.parametrize("verb", ["open", "delete", "set_ttl"])
-async def test_a_checkpoint_that_goes_meanwhile_is_not_found(store, tmp_path, verb):
+def expiry_times(store: CheckpointStore) -> dict[str, datetime | None]:
+    return {checkpoint.name: checkpoint.expire_time for checkpoint in store.find_all(OWNER)}
+
+
+@pytest.mark.parametrize("verb", ["take", "delete", "set_ttl"])
+async def test_a_checkpoint_that_is_gone_is_not_found(store, volume, tmp_path, verb):
     path = await save(store, "going")
-    (layout.Volume(tmp_path).checkpoint(path) / MANIFEST_FILE).unlink()
-    arguments = (60,) if verb == "set_ttl" else ()
+    shutil.rmtree(volume.checkpoint(path))
+    arguments = {"take": (tmp_path,), "delete": (), "set_ttl": (60,)}
     with pytest.raises(errors.CheckpointNotFound):
-        await getattr(store, verb)(path, OWNER, *arguments)
+        await getattr(store, verb)(path, OWNER, *arguments[verb])
 
 
 async def test_two_who_delete_the_same_get_one_refusal(store):
@@ -73,3 +89,148 @@ async def test_listing_goes_on_while_checkpoints_come_and_go(store):
         await asyncio.sleep(0)
     await flight
     assert seen <= {0, 1}
+
+
+@pytest.mark.parametrize("kind", CheckpointKind)
+async def test_what_is_taken_while_it_is_overwritten_is_one_save(store, tmp_path, kind):
+    values = itertools.count()
+
+    async def write(directory: Path) -> None:
+        value = float(next(values))
+        await write_adapter(directory, value)
+        if kind is CheckpointKind.STATE:
+            save_file({"moment": np.full(2, value, np.float32)}, directory / "optimizer.safetensors")
+
+    async def overwrite() -> None:
+        for _ in range(20):
+            await save(store, "busy", write=write, kind=kind, overwrite=True)
+
+    path = await save(store, "busy", write=write, kind=kind)
+    overwriting = asyncio.create_task(overwrite())
+    for number in itertools.takewhile(lambda _: not overwriting.done(), itertools.count()):
+        target = tmp_path / f"taken-{number}"
+        target.mkdir()
+        await store.take(path, OWNER, target)
+        manifest = weights.read_manifest(target)
+        assert weights.hash_file(target / WEIGHTS_FILE) == manifest.model.sha256
+        if kind is CheckpointKind.STATE:
+            values_taken = [load_file(target / name) for name in (WEIGHTS_FILE, "optimizer.safetensors")]
+            assert values_taken[0]["a"][0, 0] == values_taken[1]["moment"][0]
+    await overwriting
+
+
+async def test_listing_shows_a_checkpoint_all_the_time_that_it_is_overwritten(store):
+    async def overwrite() -> None:
+        for _ in range(20):
+            await save(store, "busy", overwrite=True)
+
+    await save(store, "busy")
+    overwriting = asyncio.create_task(overwrite())
+    while not overwriting.done():
+        (checkpoint,) = await asyncio.to_thread(store.find_all, OWNER)
+        assert checkpoint.damage == ""
+    await overwriting
+
+
+async def test_an_overwrite_that_fails_leaves_the_old_checkpoint_and_its_time(store):
+    async def write_what_cannot_be_synced(directory: Path) -> None:
+        await write_adapter(directory)
+        (directory / "folder").mkdir()
+
+    await save(store, "kept")
+    await save(store, "timed", ttl_seconds=1_000)
+    before = expiry_times(store)
+    for name in ("kept", "timed"):
+        with pytest.raises(OSError, match="directory"):
+            await save(store, name, overwrite=True, ttl_seconds=1, write=write_what_cannot_be_synced)
+    assert expiry_times(store) == before
+    assert await store.delete_expired(datetime.now(UTC) + timedelta(seconds=60)) == []
+
+
+async def test_what_overwrites_has_a_time_of_its_own(store):
+    await save(store, "forever", ttl_seconds=1)
+    await save(store, "forever", overwrite=True)
+    await save(store, "short")
+    short = await save(store, "short", overwrite=True, ttl_seconds=10)
+    assert expiry_times(store)["forever"] is None
+    assert await store.delete_expired(datetime.now(UTC) + timedelta(seconds=60)) == [str(short)]
+    assert expiry_times(store) == {"forever": None}
+
+
+async def test_a_time_that_an_older_trainer_wrote_holds(store, volume):
+    path = await save(store, "old")
+    expiry = volume.checkpoint(path).parent / ".expires-old"
+    moment = datetime(2030, 1, 1, tzinfo=UTC)
+    expiry.write_text(moment.isoformat())
+    assert expiry_times(store) == {"old": moment}
+    assert await store.delete_expired(moment) == [str(path)]
+    assert not expiry.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "2026-13-01", '{"x": 3}', "\udcff"])
+async def test_a_damaged_time_keeps_its_checkpoint_and_lets_others_go(store, volume, text):
+    damaged = volume.checkpoint(await save(store, "damaged", ttl_seconds=1))
+    going = await save(store, "going", ttl_seconds=1)
+    (damaged.parent / ".expires-damaged").write_text(text, errors="surrogateescape")
+    assert await store.delete_expired(datetime.now(UTC) + timedelta(seconds=60)) == [str(going)]
+    assert expiry_times(store) == {"damaged": None}
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped": lambda directory: _flip(directory / MANIFEST_FILE),
+    "empty": lambda directory: (directory / MANIFEST_FILE).write_bytes(b""),
+    "not text": lambda directory: (directory / MANIFEST_FILE).write_bytes(b"\xff"),
+    "gone": lambda directory: (directory / MANIFEST_FILE).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_a_damaged_checkpoint_is_shown_to_its_owner_and_can_be_deleted_and_overwritten(
+    store, volume, tmp_path, damage
+):
+    paths = [await save(store, name) for name in ("first", "second", "whole")]
+    for path in paths[:2]:
+        DAMAGES[damage](volume.checkpoint(path))
+    (target := tmp_path / "target").mkdir()
+    listed = {checkpoint.path: checkpoint for checkpoint in store.find_all(OWNER)}
+    assert [bool(listed[str(path)].damage) for path in paths] == [True, True, False]
+    assert store.find_all(Identity("another")) == []
+    for verb in (store.delete, store.set_ttl):
+        with pytest.raises(errors.CheckpointNotFound):
+            await verb(paths[0], Identity("another"), *([60] if verb == store.set_ttl else []))
+    with pytest.raises(errors.ChecksumMismatch):
+        await store.take(paths[0], OWNER, target)
+    with pytest.raises(errors.ChecksumMismatch):
+        await store.set_ttl(paths[0], OWNER, 60)
+    await store.delete(paths[0], OWNER)
+    await save(store, "second", overwrite=True)
+    assert {checkpoint.path: checkpoint.damage for checkpoint in store.find_all(OWNER)} == {
+        str(path): "" for path in paths[1:]
+    }
+
+
+async def test_what_lies_among_checkpoints_and_is_none_is_left_out(store, volume):
+    kept = await save(store, "kept")
+    folder = volume.checkpoint(kept).parent
+    (folder / "file").write_text("")
+    (folder / "no name").mkdir()
+    (volume.runs / "run-backup" / "sampler" / "kept").mkdir(parents=True)
+    assert [checkpoint.path for checkpoint in store.find_all(OWNER)] == [str(kept)]
+    with pytest.raises(errors.CheckpointNotFound):
+        store.find(CheckpointPath(RUN_ID, CheckpointKind.SAMPLER, "file"), OWNER)
+
+
+async def test_a_checkpoint_is_its_runs_tenants_whatever_its_manifest_says(store, volume):
+    path = await save(store, "mine")
+    file = volume.checkpoint(path) / MANIFEST_FILE
+    file.write_text(file.read_text().replace('"team"', '"teal"'))
+    assert store.find_all(Identity("teal")) == []
+    assert store.find(path, OWNER) == volume.checkpoint(path)
+    (volume.run(RUN_ID) / layout.RUN_FILE).rename(volume.run(RUN_ID) / layout.DELETED_FILE)
+    assert store.find(path, OWNER) == volume.checkpoint(path)

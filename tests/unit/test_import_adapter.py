@@ -10,12 +10,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from paceline import errors
-from paceline.layout import CheckpointPath, Volume, new_run_id
+from paceline.layout import RUN_FILE, CheckpointPath, Volume, new_run_id
 from paceline.rpc.identity import Identity
 from paceline.types import CheckpointKind, LoraConfig
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.import_adapter import import_adapter, main
-from trainer_service.runs.registry import RUN_FILE
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
 FILES = {"adapter_model.safetensors", "adapter_config.json", "manifest.json"}
@@ -49,12 +48,12 @@ async def test_the_checkpoint_holds_the_adapter_alone_and_is_its_tenants(volume,
     made = await import_adapter(source, volume, run_id, "made")
     path = CheckpointPath(run_id, CheckpointKind.SAMPLER, "made")
     assert (made.path, made.step) == (str(path), 0)
-    directory = await CheckpointStore(volume).open(path, Identity("team"))
+    directory = CheckpointStore(volume).find(path, Identity("team"))
     assert {file.name for file in directory.iterdir()} == FILES
     weights = "adapter_model.safetensors"
     assert (directory / weights).read_bytes() == (source / weights).read_bytes()
     with pytest.raises(errors.CheckpointNotFound):
-        await CheckpointStore(volume).open(path, Identity("stranger"))
+        CheckpointStore(volume).find(path, Identity("stranger"))
 
 
 async def test_a_name_that_is_taken_is_replaced_only_if_asked(volume, run_id, source):

@@ -81,3 +81,39 @@ def test_a_full_disk_is_its_own_error(tmp_path):
     with pytest.raises(errors.DiskFull), layout.new_directory(tmp_path / "made"):
         raise OSError(errno.ENOSPC, "no space")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_opened_directory_stays_the_same_when_another_takes_its_name(tmp_path):
+    final = tmp_path / "made"
+    with layout.new_directory(final) as staging:
+        (staging / "file").write_text("first")
+    with layout.opened(final) as opened:
+        kept = (opened / "file").open()
+        with layout.new_directory(final, overwrite=True) as staging:
+            (staging / "file").write_text("second")
+        assert kept.read() == "first"
+        assert not (opened / "file").exists()
+    kept.close()
+    with layout.opened(final) as opened:
+        assert (opened / "file").read_text() == "second"
+
+
+def test_a_directory_between_two_renames_is_opened(tmp_path):
+    for name in ("one.two", "two"):
+        old = tmp_path / f".old-{'0' * 32}.{name}"
+        old.mkdir()
+        (old / "file").write_text(name)
+    for name in ("one.two", "two"):
+        with layout.opened(tmp_path / name) as opened:
+            assert (opened / "file").read_text() == name
+    with pytest.raises(FileNotFoundError), layout.opened(tmp_path / "none"):
+        pass
+
+
+def test_files_are_linked(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    for directory in (source, target):
+        directory.mkdir()
+    (source / "file").write_text("text")
+    layout.link_files(source, target)
+    assert (source / "file").samefile(target / "file")

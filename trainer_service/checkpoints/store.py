@@ -2,7 +2,10 @@
 
 A checkpoint is a directory with the adapter in PEFT's layout, or a whole model, and a manifest; a state checkpoint also
 holds optimizer, RNG and counters. Beside a state or a whole model stands SHA256SUMS over all of it (`sha256sum -c`
-checks it). When a checkpoint expires stands in a file beside it.
+checks it). It belongs to the tenant of its run.
+
+A checkpoint may be overwritten or deleted while another call reads it. What reads more than one of its files reads them
+from one opened directory, and begins again where that lost its name meanwhile: it sees one save, never two.
 """
 
 from __future__ import annotations
@@ -10,18 +13,26 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+import msgspec
 
 from paceline import errors, layout, weights
-from paceline.codec.times import timestamp_from_proto
 from paceline.layout import CheckpointPath
+from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import Checkpoint, CheckpointKind, ServedModel
+from trainer_service.checkpoints import expiry
 from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
 
 Writer = Callable[[Path], Awaitable[None]]
+T = TypeVar("T")
+
+_log = get_logger(__name__)
 
 
 async def _none_earlier() -> None:
@@ -34,6 +45,8 @@ class CheckpointStore:
     def __init__(self, volume: layout.Volume, failpoints: Failpoints = NO_FAILPOINTS) -> None:
         self._volume = volume
         self._failpoints = failpoints
+        self._locks: WeakValueDictionary[CheckpointPath, asyncio.Lock] = WeakValueDictionary()
+        """Held while something gets or loses a name."""
 
     async def save(
         self,
@@ -51,86 +64,103 @@ class CheckpointStore:
         """Let `write` fill a directory and make it the checkpoint `path`, durably and all at once.
 
         One that the same command, `seq_id`, made before a crash is returned as it is; 0 stands for no command.
-        `earlier` waits for those that must be there before it, which may have its name.
+        `earlier` waits for those that must be there before it, which may have its name. One that fails leaves what has
+        the name as it is.
         Raises CheckpointExists unless `overwrite`, DiskFull, OutOfRange for a TTL of 0.
         """
-        expire_time = _expiry(ttl_seconds)
+        expire_time = _expire_time(ttl_seconds)
         final = self._volume.checkpoint(path)
-        if seq_id and final.exists() and weights.read_manifest(final).seq_id == seq_id:
+        if seq_id and await asyncio.to_thread(_is_made_by, final, seq_id):
             return await asyncio.to_thread(_describe, path, final)
         _check_free(final, overwrite=overwrite)
-        async with staged_directory(final, overwrite=overwrite) as staging:
-            await write(staging)
-            model = ServedModel(base_model, path.run_id, checkpoint=str(path))
-            await asyncio.to_thread(_seal, staging, model, tenant, step, seq_id, path.kind)
-            await earlier()
-            _check_free(final, overwrite=overwrite)
-            self._failpoints.hit("before_checkpoint")
-            await asyncio.to_thread(_write_expiry, final, expire_time)
-        return await asyncio.to_thread(_describe, path, final)
+        async with AsyncExitStack() as naming:
+            async with staged_directory(final, overwrite=overwrite) as staging:
+                await write(staging)
+                model = ServedModel(base_model, path.run_id, checkpoint=str(path))
+                await asyncio.to_thread(_seal, staging, model, tenant, step, seq_id, path.kind)
+                await earlier()
+                await naming.enter_async_context(self._lock(path))
+                _check_free(final, overwrite=overwrite)
+                self._failpoints.hit("before_checkpoint")
+                await asyncio.to_thread(_write_expiry, staging, final, expire_time)
+            return await asyncio.to_thread(_describe, path, final)
 
-    async def open(self, path: CheckpointPath, identity: Identity, field: str = "path") -> Path:
-        """Return the directory of the caller's checkpoint, verified. Raises CheckpointNotFound, ChecksumMismatch."""
+    async def take(self, path: CheckpointPath, identity: Identity, target: Path, field: str = "path") -> None:
+        """Put the files of the caller's checkpoint into an empty directory: linked where that is possible, verified.
+
+        Raises CheckpointNotFound, ChecksumMismatch when it is damaged.
+        """
         directory = self.find(path, identity, field)
+
+        def link(source: Path) -> None:
+            for left in target.iterdir():
+                left.unlink()
+            layout.link_files(source, target)
+            _verify(target, path.kind)
+
         with _found(field):
-            await asyncio.to_thread(_verify, directory, path.kind)
-        return directory
+            await asyncio.to_thread(_read_whole, directory, link)
 
     def find(self, path: CheckpointPath, identity: Identity, field: str = "path") -> Path:
         """Return the directory of the caller's checkpoint. Raises CheckpointNotFound, also for another tenant's."""
         directory = self._volume.checkpoint(path)
-        with _found(field):
-            tenant = weights.read_manifest(directory).tenant
-        if not (identity.is_peer or tenant == identity.tenant):
+        with _found(field), layout.opened(directory) as opened:
+            is_mine = identity.is_peer or _owner(directory.parent.parent, opened) == identity.tenant
+        if not is_mine:
             raise errors.CheckpointNotFound("no such checkpoint", field=field)
         return directory
 
     def find_all(self, identity: Identity, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
-        """Return the caller's checkpoints, in no order."""
+        """Return the caller's checkpoints, in no order. Reads many files: not for the event loop."""
         found = []
-        for path in self._paths(run_id):
+        for path in self._volume.checkpoints(run_id):
             if kind not in {None, path.kind}:
                 continue
-            directory = self._volume.checkpoint(path)
-            with suppress(FileNotFoundError):  # deleted since its folder was listed
-                if identity.is_peer or weights.read_manifest(directory).tenant == identity.tenant:
-                    found.append(_describe(path, directory))
+            with suppress(errors.CheckpointNotFound, FileNotFoundError):  # another's, or deleted since it was listed
+                found.append(_describe(path, self.find(path, identity)))
         return found
 
     async def delete(self, path: CheckpointPath, identity: Identity) -> None:
-        """Delete the caller's checkpoint. Raises CheckpointNotFound."""
+        """Delete the caller's checkpoint, damaged or not, for good. Raises CheckpointNotFound."""
         directory = self.find(path, identity)
-        with _found("path"):
-            await asyncio.to_thread(layout.remove_directory, directory)
-        _expiry_file(directory).unlink(missing_ok=True)
+        async with self._lock(path):
+            with _found("path"):
+                await asyncio.to_thread(layout.remove_directory, directory, durable=True)
+            await asyncio.to_thread(expiry.forget, directory)
 
     async def set_ttl(self, path: CheckpointPath, identity: Identity, ttl_seconds: int | None) -> Checkpoint:
-        """Set when the caller's checkpoint expires; None means never. Raises CheckpointNotFound, OutOfRange."""
-        expire_time = _expiry(ttl_seconds)
+        """Set when the caller's checkpoint expires; None means never.
+
+        Raises CheckpointNotFound, OutOfRange, ChecksumMismatch when it is damaged.
+        """
+        expire_time = _expire_time(ttl_seconds)
         directory = self.find(path, identity)
-        with _found("path"):
-            await asyncio.to_thread(_write_expiry, directory, expire_time)
-            return _describe(path, directory)
+        async with self._lock(path):
+            with _found("path"):
+                made = await asyncio.to_thread(_read_whole, directory, weights.summarize)
+                await asyncio.to_thread(expiry.write, directory, made.digest, expire_time)
+                return await asyncio.to_thread(_describe, path, directory)
 
     async def delete_expired(self, now: datetime) -> list[str]:
-        """Delete every checkpoint whose time has come; return their paths."""
-        expired = []
-        for path in self._paths(""):
+        """Delete every checkpoint whose time has come; return their paths. One that cannot be deleted is logged."""
+        deleted = []
+        for path in await asyncio.to_thread(self._with_expiry):
             directory = self._volume.checkpoint(path)
-            expire_time = _read_expiry(directory)
-            if expire_time is not None and expire_time <= now:
-                with suppress(FileNotFoundError):  # deleted by its owner meanwhile
-                    await asyncio.to_thread(layout.remove_directory, directory)
-                _expiry_file(directory).unlink(missing_ok=True)
-                expired.append(str(path))
-        return expired
+            async with self._lock(path):
+                try:
+                    if await asyncio.to_thread(_is_expired, directory, now):
+                        await asyncio.to_thread(layout.remove_directory, directory, durable=True)
+                        await asyncio.to_thread(expiry.forget, directory)
+                        deleted.append(str(path))
+                except (OSError, errors.PacelineError) as error:
+                    _log.warning("checkpoint not expired", path=str(path), error=str(error))
+        return deleted
 
-    def _paths(self, run_id: str) -> Iterator[CheckpointPath]:
-        folders = [self._volume.run(run_id)] if run_id else sorted(self._volume.runs.glob("run-*"))
-        for folder in folders:
-            for kind in CheckpointKind:
-                for directory in sorted((folder / kind.folder).glob("[!.]*")):
-                    yield CheckpointPath(folder.name, kind, directory.name)
+    def _with_expiry(self) -> list[CheckpointPath]:
+        return [path for path in self._volume.checkpoints() if expiry.is_known(self._volume.checkpoint(path))]
+
+    def _lock(self, path: CheckpointPath) -> asyncio.Lock:
+        return self._locks.setdefault(path, asyncio.Lock())
 
 
 @asynccontextmanager
@@ -156,11 +186,56 @@ async def staged_directory(final: Path, *, overwrite: bool = False, durable: boo
 
 @contextmanager
 def _found(field: str) -> Iterator[None]:
-    """Turn the absence of a checkpoint's files, which may be deleted at any moment, into CheckpointNotFound."""
+    """Turn the absence of a checkpoint, which may be deleted at any moment, into CheckpointNotFound."""
     try:
         yield
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise errors.CheckpointNotFound("no such checkpoint", field=field) from error
+
+
+def _read_whole(directory: Path, read: Callable[[Path], T]) -> T:
+    """Return what `read` makes of a checkpoint's files, all of one save.
+
+    Raises FileNotFoundError when there is no such checkpoint, ChecksumMismatch when it is damaged.
+    """
+    while True:
+        with layout.opened(directory) as opened:
+            try:
+                return read(opened)
+            except (FileNotFoundError, errors.ChecksumMismatch) as error:
+                if not opened.samefile(directory):
+                    continue  # overwritten meanwhile
+                if isinstance(error, errors.ChecksumMismatch):
+                    raise
+                message = "a file of the checkpoint is missing; load another checkpoint"
+                raise errors.ChecksumMismatch(message, field="path") from error
+
+
+class _Run(msgspec.Struct, frozen=True):
+    tenant: str
+
+
+def _owner(run: Path, checkpoint: Path) -> str | None:
+    """Return whose a checkpoint is: its run's tenant; where no file of the run says that, its manifest's."""
+    for name in (layout.RUN_FILE, layout.DELETED_FILE):
+        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return msgspec.json.decode((run / name).read_bytes(), type=_Run).tenant
+    with suppress(OSError, errors.ChecksumMismatch):
+        return weights.summarize(checkpoint).tenant
+    return None
+
+
+def _is_made_by(directory: Path, seq_id: int) -> bool:
+    """Whether command `seq_id` made the checkpoint. One that is damaged may be overwritten like any other."""
+    try:
+        return _read_whole(directory, weights.summarize).seq_id == seq_id
+    except (FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
+        return False
+
+
+def _is_expired(directory: Path, now: datetime) -> bool:
+    moment = expiry.read(directory, _read_whole(directory, weights.summarize).digest)
+    return moment is not None and moment <= now
 
 
 def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: int, kind: CheckpointKind) -> None:
@@ -168,6 +243,14 @@ def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: i
     weights.write_manifest(directory, manifest)
     if kind is CheckpointKind.STATE or weights.is_model(manifest):
         weights.write_sums(directory, manifest)
+
+
+def _write_expiry(staging: Path, final: Path, moment: datetime | None) -> None:
+    """Say when what is in `staging` expires, before it is `final`; for what is `final` now nothing changes."""
+    present = None
+    with suppress(FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
+        present = _read_whole(final, weights.summarize).digest
+    expiry.write(final, weights.summarize(staging).digest, moment, present)
 
 
 def _verify(directory: Path, kind: CheckpointKind) -> None:
@@ -179,18 +262,46 @@ def _verify(directory: Path, kind: CheckpointKind) -> None:
 
 
 def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
-    manifest = weights.read_manifest(directory)
-    return Checkpoint(
-        path=str(path),
-        run_id=path.run_id,
-        kind=path.kind,
-        name=path.name,
-        step=manifest.step,
-        size_bytes=sum(file.stat().st_size for file in directory.iterdir()),
-        sha256=manifest.model.sha256,
-        create_time=timestamp_from_proto(manifest.create_time),
-        expire_time=_read_expiry(directory),
-    )
+    """Describe a checkpoint, damaged or not. Raises FileNotFoundError when there is none."""
+
+    def describe(opened: Path) -> Checkpoint:
+        made = weights.summarize(opened)
+        return Checkpoint(
+            path=str(path),
+            run_id=path.run_id,
+            kind=path.kind,
+            name=path.name,
+            step=made.step,
+            size_bytes=_size_of(opened),
+            sha256=made.sha256,
+            create_time=made.create_time,
+            expire_time=expiry.read(directory, made.digest),
+        )
+
+    try:
+        return _read_whole(directory, describe)
+    except errors.ChecksumMismatch as damage:
+        return _describe_damaged(path, directory, damage.message)
+
+
+def _describe_damaged(path: CheckpointPath, directory: Path, damage: str) -> Checkpoint:
+    with layout.opened(directory) as opened:
+        changed = datetime.fromtimestamp(opened.stat().st_mtime, UTC)
+        return Checkpoint(
+            path=str(path),
+            run_id=path.run_id,
+            kind=path.kind,
+            name=path.name,
+            step=0,
+            size_bytes=_size_of(opened),
+            sha256="",
+            create_time=changed,
+            damage=damage,
+        )
+
+
+def _size_of(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:
@@ -198,27 +309,9 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
         raise errors.CheckpointExists("a checkpoint of this name exists; choose another or overwrite", field="name")
 
 
-def _expiry(ttl_seconds: int | None) -> datetime | None:
+def _expire_time(ttl_seconds: int | None) -> datetime | None:
     if ttl_seconds is None:
         return None
     if not 0 < ttl_seconds <= 100 * 365 * 86400:
         raise errors.OutOfRange("must be 1 second to 100 years; leave it unset for never", field="ttl_seconds")
     return datetime.now(UTC) + timedelta(seconds=ttl_seconds)
-
-
-def _expiry_file(directory: Path) -> Path:
-    return directory.parent / f".expires-{directory.name}"
-
-
-def _write_expiry(directory: Path, expire_time: datetime | None) -> None:
-    if expire_time is None:
-        _expiry_file(directory).unlink(missing_ok=True)
-    else:
-        layout.write_file(_expiry_file(directory), expire_time.isoformat().encode())
-
-
-def _read_expiry(directory: Path) -> datetime | None:
-    try:
-        return datetime.fromisoformat(_expiry_file(directory).read_text())
-    except FileNotFoundError:
-        return None

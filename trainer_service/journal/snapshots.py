@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,12 +84,15 @@ class SnapshotStore:
         for directory in old:
             layout.remove_directory(directory)
 
-    async def pin(self, seq_id: int, directory: Path) -> Path:
-        """Keep a checkpoint as it is now for the replay of the command that loads it; return where. Raises DiskFull."""
+    async def pin(self, seq_id: int, take: Callable[[Path], Awaitable[None]]) -> Path:
+        """Keep the checkpoint that `take` puts into a directory for the replay of the command that loads it.
+
+        Returns where. Raises what `take` raised, or DiskFull.
+        """
         pinned = self._loads / str(seq_id)
         if not pinned.exists():
             async with staged_directory(pinned) as staging:
-                await asyncio.to_thread(_link_files, directory, staging)
+                await take(staging)
         return pinned
 
     def pinned(self, seq_id: int) -> Path | None:
@@ -108,11 +109,3 @@ def _seal(directory: Path, facts: Facts, answers: list[AnswerRecord]) -> None:
     (directory / _FACTS).write_bytes(msgspec.json.encode(facts))
     (directory / _ANSWERS).write_bytes(MAGIC + b"".join(map(encode, answers)))
     write_sums(directory)
-
-
-def _link_files(source: Path, target: Path) -> None:
-    for path in source.iterdir():
-        try:
-            os.link(path, target / path.name)
-        except OSError:  # some volumes have no hard links
-            shutil.copyfile(path, target / path.name)

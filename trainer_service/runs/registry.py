@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from paceline import errors, layout
+from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import RunState
@@ -18,7 +19,6 @@ from trainer_service.runs.record import RunOrigin, RunRecord
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.storage import Past, RunStorage
 
-RUN_FILE, DELETED_FILE = "run.json", "deleted.json"
 _CLOSE_SECONDS = 5.0
 
 _log = get_logger(__name__)

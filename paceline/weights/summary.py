@@ -1,0 +1,49 @@
+"""What lists and owners' checks need of a manifest, read without its tensors."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from paceline import errors
+from paceline.layout import MANIFEST_FILE
+
+
+class _Model(msgspec.Struct, frozen=True):
+    sha256: str = ""
+
+
+class _Manifest(msgspec.Struct, frozen=True, rename="camel"):
+    model: _Model
+    create_time: datetime
+    tenant: str = ""
+    step: int = 0
+    seq_id: int = 0
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """A manifest's facts."""
+
+    sha256: str
+    """Of the weights."""
+    tenant: str
+    step: int
+    seq_id: int
+    """Of the command that made it."""
+    create_time: datetime
+    digest: str
+    """SHA-256 of the manifest itself, by which one save is told from the next of its name."""
+
+
+def summarize(directory: Path) -> Summary:
+    """Read the facts of a directory's manifest. Raises FileNotFoundError, ChecksumMismatch when it is damaged."""
+    text = (directory / MANIFEST_FILE).read_bytes()
+    try:
+        read = msgspec.json.decode(text, type=_Manifest, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise errors.ChecksumMismatch("the manifest is damaged; restore the directory from a backup") from error
+    created = read.create_time.astimezone(UTC)
+    return Summary(read.model.sha256, read.tenant, read.step, read.seq_id, created, sha256(text).hexdigest())
