@@ -203,12 +203,11 @@ def write_file(final: Path, data: bytes) -> None:
         staging.unlink(missing_ok=True)
 
 
-def remove_directory(final: Path, *, durable: bool = False) -> None:
-    """Remove a directory; readers see the whole directory or none. With `durable` it does not come back."""
+def remove_directory(final: Path) -> None:
+    """Remove a directory, durably; readers see the whole directory or none."""
     trash = final.parent / f".old-{uuid4().hex}"
     final.rename(trash)
-    if durable:
-        sync_directory(final.parent)
+    sync_directory(final.parent)  # or it may come back without some of its files
     shutil.rmtree(trash)
 
 

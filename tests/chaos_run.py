@@ -122,14 +122,19 @@ class Client:
             self.answers[seq_id] = error.reason
 
     async def _until_answered(self, method, request):
-        while True:
-            try:
-                return await getattr(self.stub, method)(request, timeout=30)
-            except grpc.aio.AioRpcError as failure:
-                error = error_from_rpc(failure)
-            if not isinstance(error, (errors.Unavailable, errors.SeqIdGap, errors.TimedOut)):
-                raise error
-            await asyncio.sleep(0.02)
+        return await until_answered(self.stub, method, request)
+
+
+async def until_answered(stub: TrainerServiceStub, method: str, request):
+    """Send a request until it is answered; return the reply. Raises what it is refused with."""
+    while True:
+        try:
+            return await getattr(stub, method)(request, timeout=30)
+        except grpc.aio.AioRpcError as failure:
+            error = error_from_rpc(failure)
+        if not isinstance(error, (errors.Unavailable, errors.SeqIdGap, errors.TimedOut)):
+            raise error
+        await asyncio.sleep(0.02)
 
 
 @dataclass

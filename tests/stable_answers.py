@@ -8,6 +8,7 @@ VOLATILE = {
     "stage_milliseconds",
     "total_milliseconds",
     "create_time",
+    "expire_time",
     "size_bytes",
     "sha256",
     "run",

@@ -99,6 +99,7 @@ def _end_with_parent(alive: int, forks: set[int]) -> None:
 
 
 def _serve(path: str, ready: int, alive: int) -> None:
+    import file_recorder  # noqa: F401
     import grpc  # noqa: F401
     import peft  # noqa: F401
     import torch
@@ -162,6 +163,7 @@ def _run(message: dict, files: list[int]) -> None:
     os.chdir(message["cwd"])
     status = 1
     try:
+        sys.modules["file_recorder"].record_me()
         if message["kind"] == "service":
             os.dup2(files[0], 1)
             os.dup2(files[0], 2)

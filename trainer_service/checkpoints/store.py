@@ -125,7 +125,7 @@ class CheckpointStore:
         directory = self.find(path, identity)
         async with self._lock(path):
             with _found("path"):
-                await asyncio.to_thread(layout.remove_directory, directory, durable=True)
+                await asyncio.to_thread(layout.remove_directory, directory)
             await asyncio.to_thread(expiry.forget, directory)
 
     async def set_ttl(self, path: CheckpointPath, identity: Identity, ttl_seconds: int | None) -> Checkpoint:
@@ -149,7 +149,7 @@ class CheckpointStore:
             async with self._lock(path):
                 try:
                     if await asyncio.to_thread(_is_expired, directory, now):
-                        await asyncio.to_thread(layout.remove_directory, directory, durable=True)
+                        await asyncio.to_thread(layout.remove_directory, directory)
                         await asyncio.to_thread(expiry.forget, directory)
                         deleted.append(str(path))
                 except (OSError, errors.PacelineError) as error:
