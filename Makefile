@@ -1,6 +1,7 @@
 # Every target is one line that calls a tool or a script. `make` alone lists them.
 .DEFAULT_GOAL := help
-PYTHON ?= python3.11
+# Empty: the first of python3.11, python3.12, python3.13 and python3 that will do.
+PYTHON ?=
 GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
@@ -10,8 +11,8 @@ RUN := $(VENV)/bin
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml scripts/install.sh
-	@scripts/install.sh $(PYTHON) $(VENV)
+$(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml scripts/install.sh scripts/check_install.py
+	@scripts/install.sh $(VENV) $(PYTHON)
 
 $(VENV)/trl: requirements/bench.txt $(VENV)/.installed
 	@$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ -r $< && touch $@

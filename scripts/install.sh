@@ -1,18 +1,38 @@
 #!/usr/bin/env bash
 # Make a virtual environment with exactly the pinned packages, and this project in it.
-#   scripts/install.sh PYTHON VENV
+#   scripts/install.sh VENV [PYTHON]
+# VENV/.installed is there when it is done, and only when torch and vLLM can be imported.
 set -euo pipefail
-python=$1 venv=$2
-command -v "$python" >/dev/null || python=python3
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
-    { echo "Paceline needs Python 3.11 to 3.13; call make with PYTHON=<one of them>" >&2; exit 1; }
-if [ "$(uname -s)" = Linux ] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
-    echo "vLLM's CPU build needs the library libnuma.so.1; install the package libnuma1 (Debian) or numactl-libs" >&2
+venv=$1 python=${2:-}
+
+fail() {
+    printf '%s\n' "$@" >&2
     exit 1
+}
+will_do() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+install() { # arguments of `pip install`
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: Location' >&2)
+}
+
+if [ -z "$python" ]; then
+    for python in python3.11 python3.12 python3.13 python3; do will_do "$python" && break; done
 fi
-echo "Installing into $venv (about 2.5 GB; once)"
+will_do "$python" || fail "Paceline needs Python 3.11, 3.12 or 3.13, which $python is not; call make with PYTHON=<one of them>"
+if [ "$(uname -s)" = Linux ] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+    fail "vLLM's CPU build needs the library libnuma.so.1; install the package libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora)"
+fi
+
+echo "Installing into $venv, once: 2.5 GB, or 6.5 GB where pip finds no CPU build of torch (see README.md)"
+rm -f "$venv/.installed"
 "$python" -m venv "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt -r requirements/dev.txt 2> >(grep -v '^WARNING: Location' >&2)
+# torch goes first and brings what it needs, which differs by build. Of the builds of one version pip prefers the one with a
+# suffix, +cpu, where it finds it: where it is set up to look, and in PIP_EXTRA_INDEX_URL.
+install --constraint requirements/cpu.txt torch
+install --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 # The environment has all that the build needs, so nothing is fetched for it.
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . 2> >(grep -v '^WARNING: Location' >&2)
+install --no-deps --no-build-isolation --editable .
+"$venv/bin/python" scripts/check_install.py ||
+    fail "The installation in $venv is of no use, for the reason above; mend that and call make again"
 touch "$venv/.installed"

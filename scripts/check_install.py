@@ -1,0 +1,37 @@
+"""Check that an installation for CPUs can serve: torch and vLLM import, with vLLM's kernels for this processor.
+
+    python scripts/check_install.py
+
+Exit status 1, and one line that says why, where they do not.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+# vLLM tells of kernels that it cannot load in a warning, and goes on without them.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def main() -> None:
+    """Import both, and say which torch it is."""
+    for name in ("torch", "vllm", "vllm.platforms"):
+        try:
+            import_module(name)
+        except Exception as error:
+            raise SystemExit(f"{name} cannot be imported: {type(error).__name__}: {error}") from None
+
+    import torch  # noqa: PLC0415
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    if not current_platform.is_cpu():
+        raise SystemExit(f"vLLM's CPU build is needed, and what is installed serves {current_platform.device_type}")
+    current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "rms_norm"):  # noqa: SLF001
+        raise SystemExit(f"vLLM's kernels do not load on this processor beside torch {torch.__version__}; see above")
+    print(f"torch {torch.__version__} and vLLM's CPU build import")
+
+
+if __name__ == "__main__":
+    main()
