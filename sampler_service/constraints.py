@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,9 @@ from paceline.types import SamplingParams
 MAX_CONSTRAINT_LENGTH = 2**16
 """Longest schema or regular expression, in characters."""
 
+MAX_NESTING = 128
+"""Most objects and arrays of a schema that lie in one another."""
+
 _NOT_ENFORCED = frozenset({"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "$dynamicRef"})
 """Keywords of JSON Schema that xgrammar reads past."""
 
@@ -20,6 +24,9 @@ _NEED_A_TYPE = frozenset(
      "format", "uniqueItems", "minItems", "maxItems", "minProperties", "maxProperties"}
 )  # fmt: skip
 """Keywords that xgrammar reads past where the schema beside them names no type."""
+
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{\]}]', re.DOTALL)
+_DEPTH = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 _SCHEMA = frozenset({"items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"})
 _SCHEMA_LIST = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
@@ -45,6 +52,9 @@ def check_constraint(params: SamplingParams) -> None:
 
 
 def _check_schema(text: str) -> None:
+    # Parsers give up at depths that differ by version, some by ending the process: the depth is counted first.
+    if _nesting(text) > MAX_NESTING:
+        raise _refused(f"is nested too deeply; at most {MAX_NESTING} objects and arrays may lie in one another")
     try:
         schema = json.loads(text)
         if not isinstance(schema, dict):
@@ -53,8 +63,15 @@ def _check_schema(text: str) -> None:
             _check_keywords(part)
     except ValueError as error:
         raise _refused("is not JSON") from error
-    except RecursionError as error:
-        raise _refused("is nested too deeply") from error
+
+
+def _nesting(text: str) -> int:
+    """Count how deep brackets lie in one another, outside strings; in text that is no JSON, too."""
+    depth = deepest = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        depth += _DEPTH.get(found[0], 0)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _check_keywords(schema: dict[str, Any]) -> None:

@@ -92,6 +92,8 @@ def test_parameters_that_cannot_be_honoured_are_refused(fields, error, field):
         ("[]", "must be a JSON object"),
         ("true", "must be a JSON object"),
         ('{"items":' * 6000, "nested too deeply"),
+        ('{"items":' * 128 + "[]" + "}" * 128, "nested too deeply"),
+        ('{"enum":' + "[" * 128 + "]" * 128 + "}", "nested too deeply"),
         ('{"not": {"type": "string"}}', "has not, which is not enforced"),
         ('{"properties": {"a": {"anyOf": [{"if": {}, "then": {}}]}}}', "has if, which is not enforced"),
         ('{"type": "object", "patternProperties": {"a": {"dependentRequired": {}}}}', "dependentRequired"),
@@ -105,6 +107,18 @@ def test_a_schema_that_would_not_be_enforced_whole_is_refused(schema, what):
     with pytest.raises(errors.InvalidArgument, match=what) as failure:
         check_sample(with_params(json_schema=schema), LIMITS)
     assert failure.value.field == "params.json_schema"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"items":' * 127 + "{}" + "}" * 127,
+        '{"const": "' + "[{" * 200 + '\\\\\\"' + "[{" * 200 + '"}',
+    ],
+    ids=["as deep as may be", "brackets in strings"],
+)
+def test_a_schema_that_is_not_too_deep_is_taken(schema):
+    check_sample(with_params(json_schema=schema), LIMITS)
 
 
 def test_the_seed_of_the_last_sample_must_fit():
