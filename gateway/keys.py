@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,6 +118,9 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
     staging = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            if path.exists():
+                # Who could read the keys before, such as a gateway that runs as another user, reads these.
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             file.write(dump_keys(keys))
             file.flush()
             os.fsync(file.fileno())

@@ -2,9 +2,9 @@
 
     python scripts/make_secrets.py [DIRECTORY]
 
-credential   shared by the gateway and the services
-keys.json    the gateway's API keys, as hashes
-api_key      the one key that keys.json begins with, for the client
+credential       shared by the gateway and the services
+keys/keys.json   the gateway's API keys, as hashes, in a folder of its own, which the gateway sees
+api_key          the one key that keys.json begins with, for the client
 
 More keys: `python -m gateway.keys add`.
 """
@@ -22,15 +22,17 @@ DIRECTORY = Path(__file__).resolve().parent.parent / "deploy" / "secrets"
 
 def make_secrets(directory: Path) -> list[Path]:
     """Write the files that are missing and return them."""
-    # Containers mount the files and read them as another user. On this machine the folder keeps others out.
+    # Containers mount what is in it and read it as another user. On this machine the folder keeps others out.
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
     made = []
     if not (directory / "credential").exists():
         made += [_write(directory / "credential", secrets.token_urlsafe(32))]
-    if not (directory / "keys.json").exists():
-        made += [_write(directory / "api_key", add_key(directory / "keys.json", "default", "default"))]
-        made += [_share(directory / "keys.json")]
+    keys = directory / "keys" / "keys.json"
+    if not keys.exists():
+        keys.parent.mkdir(exist_ok=True)
+        keys.parent.chmod(0o755)
+        made += [_write(directory / "api_key", add_key(keys, "default", "default")), _share(keys)]
     return made
 
 

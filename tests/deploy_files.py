@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,12 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 SERVICES = tuple(SETTINGS)
 GRPC_SERVICES = {name: f"paceline.{name}.v1.{name.capitalize()}Service" for name in SERVICES}
 USER = 10001
+
+
+def make_secrets(directory: Path) -> dict[str, str]:
+    """Make the secrets of a deployment as `make proto` does; return the text of each file by its path."""
+    subprocess.run([sys.executable, ROOT / "scripts" / "make_secrets.py", directory], check=True, capture_output=True)
+    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*") if path.is_file()}
 
 
 @dataclass(frozen=True, slots=True)

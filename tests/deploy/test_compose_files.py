@@ -20,9 +20,13 @@ from deploy_files import (
     image_environment,
     instructions,
     load,
+    make_secrets,
     port,
     settings_of,
 )
+
+from gateway.keys import KeyRing, add_key, remove_key
+from paceline.rpc.identity import Identity
 
 FILES = ("compose.yaml", "compose.cpu.yaml")
 each_file = pytest.mark.parametrize("file", FILES)
@@ -96,10 +100,32 @@ def test_healthcheck_asks_the_health_port_for_the_service(file: str, service: st
 def test_volumes_and_secrets_that_services_use_are_declared(file: str) -> None:
     document = load(ROOT / file)
     for spec in compose_services(file).values():
-        sources = [volume.split(":")[0] for volume in spec.get("volumes", [])]
+        sources = [volume.split(":")[0] for volume in spec.get("volumes", []) if isinstance(volume, str)]
         assert {source for source in sources if not source.startswith(".")} <= set(document["volumes"])
         assert all((ROOT / source).exists() for source in sources if source.startswith("."))
         assert set(spec.get("secrets", [])) <= set(document["secrets"])
+
+
+@each_file
+def test_a_key_that_is_removed_is_refused_at_once(
+    file: str, monkeypatch: pytest.MonkeyPatch, credential: Path, tmp_path: Path
+) -> None:
+    keys_file = settings_of(compose_container(file, "gateway"), monkeypatch, credential).keys_file
+    (mount,) = [volume for volume in compose_services(file)["gateway"]["volumes"] if isinstance(volume, dict)]
+    # Removing a key puts another file in place, which a mount of the file itself would not show.
+    assert Path(mount["target"]) == keys_file.parent
+    assert mount["read_only"]
+
+    make_secrets(tmp_path / "secrets")
+    assert mount["source"].startswith("./deploy/secrets/")
+    mounted = tmp_path / mount["source"].removeprefix("./deploy/") / keys_file.name
+    ring = KeyRing(mounted)
+    token = add_key(mounted, "team-a", "laptop")
+    assert ring.identify(token) == Identity("team-a", "laptop")
+    remove_key(mounted, "laptop")
+    assert ring.identify(token) is None
+    # The container reads it as another user.
+    assert mounted.stat().st_mode & 0o777 == 0o644
 
 
 @each_file

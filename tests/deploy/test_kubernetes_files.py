@@ -193,3 +193,12 @@ def test_selectors_match_the_pods(service: str) -> None:
     budgets = objects(service, "PodDisruptionBudget")
     assert all(budget["spec"]["selector"]["matchLabels"] == labels for budget in budgets)
     assert bool(budgets) == (service == "gateway")
+
+
+def test_a_key_that_is_removed_is_refused(monkeypatch: pytest.MonkeyPatch, credential: Path) -> None:
+    """Kubernetes brings a changed secret into its pods, but for what is mounted with subPath."""
+    container = kubernetes_container("gateway")
+    mounts = {mount["name"]: mount for mount in container_of(container.spec)["volumeMounts"]}
+    assert not any("subPath" in mount for mount in mounts.values())
+    keys_file = settings_of(container, monkeypatch, credential).keys_file
+    assert Path(mounts["keys"]["mountPath"]) == keys_file.parent

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from deploy_files import ROOT, compose_services, load
+from deploy_files import ROOT, compose_services, load, make_secrets
 
 from gateway.keys import KeyRing
 
-
-def make_secrets(directory: Path) -> dict[str, str]:
-    subprocess.run([sys.executable, ROOT / "scripts" / "make_secrets.py", directory], check=True, capture_output=True)
-    return {path.name: path.read_text() for path in directory.iterdir()}
+KEYS = "keys/keys.json"
 
 
 def test_gateway_knows_the_key_that_is_made(tmp_path: Path) -> None:
     made = make_secrets(tmp_path / "secrets")
-    identity = KeyRing(tmp_path / "secrets" / "keys.json").identify(made["api_key"].strip())
+    identity = KeyRing(tmp_path / "secrets" / KEYS).identify(made["api_key"].strip())
     assert identity is not None
     assert identity.tenant == "default"
-    assert made["api_key"].strip() not in made["keys.json"]
+    assert made["api_key"].strip() not in made[KEYS]
 
 
 def test_secrets_that_exist_stay(tmp_path: Path) -> None:
@@ -33,20 +28,21 @@ def test_a_lost_credential_is_made_again_without_touching_the_keys(tmp_path: Pat
     (tmp_path / "credential").unlink()
     after = make_secrets(tmp_path)
     assert after["credential"] != before["credential"]
-    assert after["keys.json"] == before["keys.json"]
+    assert after[KEYS] == before[KEYS]
 
 
 def test_containers_can_read_the_files_and_other_users_of_the_machine_cannot(tmp_path: Path) -> None:
     make_secrets(tmp_path / "secrets")
     assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o700
-    assert all(path.stat().st_mode & 0o777 == 0o644 for path in (tmp_path / "secrets").iterdir())
+    for path in (tmp_path / "secrets").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644)
 
 
 def test_every_secret_that_compose_mounts_is_made(tmp_path: Path) -> None:
     made = set(make_secrets(tmp_path))
     for file in ("compose.yaml", "compose.cpu.yaml"):
         declared = load(ROOT / file)["secrets"]
-        assert {Path(secret["file"]).name for secret in declared.values()} <= made
+        assert {str(Path(secret["file"]).relative_to("deploy/secrets")) for secret in declared.values()} <= made
         assert all(name in made for spec in compose_services(file).values() for name in spec.get("secrets", []))
 
 
