@@ -22,7 +22,7 @@ from budgets import budget
 import paceline
 from paceline import AdamParams, Datum, SamplingParams
 from paceline.local import local_services
-from paceline.up_plan import UpOptions
+from paceline.up.plan import UpOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from make_model import default_directory, make_model

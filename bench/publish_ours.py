@@ -28,7 +28,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import AdamParams, Datum, LoraConfig
 from paceline.types.v1 import model_pb2, sampling_pb2
-from paceline.up_plan import UpOptions, make_plans, read_or_make_key
+from paceline.up.plan import UpOptions, make_plans, read_or_make_key
 
 TENANT = "bench"
 _GROUP_SECONDS = 300.0

@@ -17,7 +17,7 @@ from soak_score import Sampled
 
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.types.v1 import sampling_pb2
-from paceline.up_plan import UpOptions
+from paceline.up.plan import UpOptions
 from paceline.weights import read_manifest
 
 RUNS, RANK = 4, 16

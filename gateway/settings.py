@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from paceline.settings import PeerSettings, UpstreamTls
+from paceline.settings import Address, PeerSettings, UpstreamTls
 
 
 class GatewaySettings(PeerSettings, UpstreamTls):
@@ -16,8 +16,8 @@ class GatewaySettings(PeerSettings, UpstreamTls):
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_GATEWAY_", cli_prog_name="python -m gateway")
 
-    listen: str = "127.0.0.1:50050"
-    health_listen: str = "127.0.0.1:50150"
+    listen: Address = "127.0.0.1:50050"
+    health_listen: Address = "127.0.0.1:50150"
     trainer: str = "127.0.0.1:50051"
     """Address of the trainer."""
     samplers: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)

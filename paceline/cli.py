@@ -26,17 +26,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="stream",
         help="how versions reach the sampler",
     )
-    up.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="dtype of both services")
+    up.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="dtype of both services; auto: float32 on CPUs, bfloat16 on GPUs",
+    )
     up.add_argument("--max-lora-rank", type=int, default=32, help="largest rank of an adapter")
     up.add_argument("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
-    options = parser.parse_args(arguments)
+    up.add_argument("--until-eof", action="store_true", help="end when standard input does, too")
+    options = vars(parser.parse_args(arguments))
+    del options["command"]
+    return _up(until_eof=options.pop("until_eof"), **options)
 
+
+def _up(*, until_eof: bool, **options: str) -> int:
     # Needs the server extra, which clients lack.
-    from paceline.up import up as run_up  # noqa: PLC0415
-    from paceline.up_plan import UpOptions  # noqa: PLC0415
+    from paceline.up import up  # noqa: PLC0415
+    from paceline.up.errors import CannotStart  # noqa: PLC0415
+    from paceline.up.plan import UpOptions  # noqa: PLC0415
 
-    fields = {name: value for name, value in vars(options).items() if name != "command"}
-    return run_up(UpOptions(**fields))
+    try:
+        up(UpOptions(**options), until_eof=until_eof)  # type: ignore[arg-type] # argparse gives max_lora_rank as int
+    except CannotStart as failure:
+        print(failure, file=sys.stderr)  # noqa: T201 # the last line, for people and for paceline.local
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The three services as a child of this process: for scripts, benches and notebooks.
 
-with local_services(UpOptions(model="..."), Path("services.log")) as services:
-client = paceline.ServiceClient(services.address, services.api_key)
+::
+
+    with local_services(UpOptions(model="..."), Path("services.log")) as services:
+        client = paceline.ServiceClient(services.address, services.api_key)
 """
 
 from __future__ import annotations
@@ -13,13 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from time import monotonic
+from typing import IO
 
-from paceline.rpc.health import wait_until_serving
-from paceline.up_plan import Plan, UpOptions, make_plans, read_or_make_key
+from paceline.up import UP
+from paceline.up.errors import CannotStart
+from paceline.up.plan import UpOptions, read_or_make_key
 
 _START_SECONDS = 600.0
-_LOG_END = 4000
+_STOP_SECONDS = 90.0
+"""Longer than `paceline up` takes at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,36 +39,61 @@ class LocalServices:
 
 @contextmanager
 def local_services(
-    options: UpOptions, log: Path, starting: Callable[[str], object] = lambda _: None
+    options: UpOptions, log: Path, tell: Callable[[str], object] = lambda _: None
 ) -> Iterator[LocalServices]:
-    """Run `paceline up` until the block ends; its output goes to `log`.
+    """Run `paceline up` until the block, or this process, ends; its output goes to `log`.
 
-    `starting` is told the name of each service that is waited for. Raises RuntimeError, with the end of the log, when
-    one does not start.
+    `tell` is called with each line of it until all services are ready. Raises CannotStart, with the reason, when they
+    do not start.
     """
-    state = Path(options.state).resolve()
-    key_file = read_or_make_key(state)
+    key_file = read_or_make_key(Path(options.state).resolve())
     flags = [f"--{field.name.replace('_', '-')}={getattr(options, field.name)}" for field in fields(options)]
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        # In a session of its own, so that Ctrl-C reaches it through this process alone.
-        command = [sys.executable, "-m", "paceline.cli", "up", *flags]
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    command = [sys.executable, "-m", "paceline.cli", "up", "--until-eof", *flags]
+    pipe = subprocess.PIPE
+    # In a session of its own, so that Ctrl-C reaches it through this process alone; its input ends with this process.
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        _wait_until_up(_follow(process, log), tell)
+        yield LocalServices(options.address, key_file.read_text().strip())
+    finally:
+        _stop(process)
+
+
+def _follow(process: subprocess.Popen[bytes], log: Path) -> SimpleQueue[str | None]:
+    """Write what a process says to a file, and pass it on line by line; None is its end."""
+    lines: SimpleQueue[str | None] = SimpleQueue()
+
+    def read(output: IO[bytes]) -> None:
+        with log.open("wb", buffering=0) as file:
+            for line in output:
+                file.write(line)
+                lines.put(line.decode(errors="replace").rstrip())
+        lines.put(None)
+
+    if process.stdout is None:
+        raise RuntimeError("the process was started without a pipe")
+    Thread(target=read, args=(process.stdout,), daemon=True).start()
+    return lines
+
+
+def _wait_until_up(lines: SimpleQueue[str | None], tell: Callable[[str], object]) -> None:
+    deadline, said = monotonic() + _START_SECONDS, ""
+    while not said.startswith(UP):
         try:
-            for plan in make_plans(options, state):
-                starting(plan.name)
-                _wait_until_serving(plan, process, log)
-            yield LocalServices(options.address, key_file.read_text().strip())
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
+            line = lines.get(timeout=max(0.0, deadline - monotonic()))
+        except Empty:
+            raise CannotStart(f"not ready after {_START_SECONDS:.0f} s; the last line was: {said}") from None
+        if line is None:
+            raise CannotStart(said or "`paceline up` ended without a word")
+        said = line
+        tell(said)
 
 
-def _wait_until_serving(plan: Plan, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = monotonic() + _START_SECONDS
-
-    def is_over() -> bool:
-        return process.poll() is not None or monotonic() > deadline
-
-    if not wait_until_serving(plan.health, plan.service, is_over):
-        raise RuntimeError(f"the {plan.name} did not start:\n{log.read_text(errors='replace')[-_LOG_END:]}")
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
@@ -22,6 +23,22 @@ _AREAS = ("PACELINE_TRAINER_", "PACELINE_SAMPLER_", "PACELINE_GATEWAY_", "PACELI
 S = TypeVar("S", bound="ServiceSettings")
 
 
+def _check_address(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address} is no address; write host:port")
+    return address
+
+
+def _upper(value: object) -> object:
+    return value.upper() if isinstance(value, str) else value
+
+
+Address = Annotated[str, AfterValidator(_check_address)]
+"""host:port; port 0 means any free one."""
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]
+
+
 class ServiceSettings(BaseSettings):
     """What every service can be told. Each field is an environment variable (prefix + name) and a flag (--name)."""
 
@@ -34,11 +51,11 @@ class ServiceSettings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    listen: str = "127.0.0.1:0"
+    listen: Address = "127.0.0.1:0"
     """Address of the service, host:port."""
-    health_listen: str = "127.0.0.1:0"
+    health_listen: Address = "127.0.0.1:0"
     """Address of grpc.health.v1, always plaintext and without a credential, as probes need it."""
-    metrics_listen: str = ""
+    metrics_listen: Literal[""] | Address = ""
     """Address of Prometheus metrics over HTTP; empty means none."""
     reflection: bool = True
     """Serve gRPC reflection."""
@@ -46,7 +63,7 @@ class ServiceSettings(BaseSettings):
     """How long calls in progress may take to end after SIGTERM."""
     max_message_bytes: int = Field(32 << 20, ge=1 << 20)
     """Largest message that is taken."""
-    log_level: str = "INFO"
+    log_level: LogLevel = "INFO"
     log_format: LogFormat = "auto"
     """json, console, or auto: console on a terminal, JSON elsewhere."""
     tls_cert: Path | None = None
@@ -108,8 +125,24 @@ class UpstreamTls(BaseModel):
 def load_settings(cls: type[S], arguments: Sequence[str] | None = None) -> S:
     """Read settings from the environment and the command line; exit with a message on a bad or unknown variable."""
     check_environment(cls, os.environ)
-    try:
+    with _sentences():
         return CliApp.run(cls, cli_args=None if arguments is None else list(arguments))
+
+
+def settings_of(cls: type[S], environment: Mapping[str, str]) -> S:
+    """Read settings from variables that another process will have; exit with a message on a bad value."""
+    prefix = str(cls.model_config.get("env_prefix", ""))
+    values: dict[str, Any] = {
+        name.removeprefix(prefix).lower(): text for name, text in environment.items() if name.startswith(prefix)
+    }
+    with _sentences():
+        return cls(**values)
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    try:
+        yield
     except ValidationError as error:
         raise SystemExit("\n".join(map(_describe, error.errors()))) from None
 

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from paceline.settings import PeerSettings, UpstreamTls
+from paceline.settings import Address, PeerSettings, UpstreamTls
 from sampler_service.engine.options import EngineOptions
 
 
@@ -18,8 +18,8 @@ class SamplerSettings(PeerSettings, UpstreamTls):
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_SAMPLER_", cli_prog_name="python -m sampler_service")
 
-    listen: str = "127.0.0.1:50052"
-    health_listen: str = "127.0.0.1:50152"
+    listen: Address = "127.0.0.1:50052"
+    health_listen: Address = "127.0.0.1:50152"
     trainer: str = "127.0.0.1:50051"
     """Address of the trainer, whose versions are followed."""
     engine: Literal["vllm", "hf"] = "vllm"

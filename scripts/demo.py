@@ -15,7 +15,8 @@ from make_model import default_directory, make_model
 from rich.console import Console
 
 from paceline.local import LocalServices, local_services
-from paceline.up_plan import UpOptions
+from paceline.up.errors import CannotStart
+from paceline.up.plan import UpOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".paceline" / "demo"
@@ -29,12 +30,13 @@ def main(arguments: list[str]) -> int:
     with console.status("making the embedded model (once)") as status:
         model = make_model(default_directory())
         options = UpOptions(str(model), state=str(STATE), address=ADDRESS, max_lora_rank=16)
-        log = STATE / "services.log"
-        starting = lambda name: status.update(f"starting the {name} (log: {log})")  # noqa: E731
-        with local_services(options, log, starting) as services:
-            status.stop()
-            console.print(f"trainer, sampler and gateway are up after {perf_counter() - start:.0f} s")
-            code = run_loop(services, arguments)
+        try:
+            with local_services(options, STATE / "services.log", status.update) as services:
+                status.stop()
+                console.print(f"trainer, sampler and gateway are up after {perf_counter() - start:.0f} s")
+                code = run_loop(services, arguments)
+        except CannotStart as failure:
+            sys.exit(str(failure))
     console.print(f"done in {perf_counter() - start:.0f} s")
     return code
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ports import free_service_ports
 
 from paceline.rpc.health import wait_until_serving
-from paceline.up_plan import Plan, UpOptions, make_plans, read_or_make_key
+from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
 
 START_SECONDS = 180.0
 

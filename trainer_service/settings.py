@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from paceline.settings import PeerSettings
+from paceline.settings import Address, PeerSettings
 
 
 class TrainerSettings(PeerSettings):
@@ -17,8 +17,8 @@ class TrainerSettings(PeerSettings):
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_TRAINER_", cli_prog_name="python -m trainer_service")
 
-    listen: str = "127.0.0.1:50051"
-    health_listen: str = "127.0.0.1:50151"
+    listen: Address = "127.0.0.1:50051"
+    health_listen: Address = "127.0.0.1:50151"
     model: str
     """Base model: a local directory or a Hugging Face id."""
     model_name: str = ""
@@ -66,7 +66,7 @@ class TrainerSettings(PeerSettings):
     """Compute each decoder layer again in the backward pass: less memory, a forward pass more."""
     compile: bool = False
     """Compile the element-wise parts of the layers; on a CPU this takes a C++ compiler."""
-    group_listen: str = "127.0.0.1:0"
+    group_listen: Address = "127.0.0.1:0"
     """Where samplers whose bridge is collective meet the trainer: an address that they reach; port 0: any free one.
 
     What goes over the group is neither encrypted nor authenticated: use a network that nobody else is on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from paceline.up_plan import UpOptions, make_plans
+from paceline.up.plan import UpOptions, make_plans
 from sampler_service.engine.factory import create_service_engine
 from sampler_service.settings import SamplerSettings
 from trainer_service.settings import TrainerSettings
@@ -36,11 +36,10 @@ def test_a_model_in_parts_is_not_lent():
         _ = settings.engine_options
 
 
-def test_up_gives_both_services_one_directory_and_asks_for_a_dtype(tmp_path):
-    trainer, sampler, _ = make_plans(UpOptions("tiny", bridge="shared", dtype="float32"), tmp_path)
+def test_up_gives_both_services_one_directory_and_one_dtype(tmp_path):
+    trainer, sampler, _ = make_plans(UpOptions("tiny", bridge="shared"), tmp_path)
     directory = trainer.environment["PACELINE_TRAINER_BASE_DIR"]
     assert sampler.environment["PACELINE_SAMPLER_BASE_DIR"] == directory
-    other, _, _ = make_plans(UpOptions("tiny", bridge="shared", dtype="float32"), tmp_path / "other")
+    assert trainer.environment["PACELINE_TRAINER_DTYPE"] == sampler.environment["PACELINE_SAMPLER_DTYPE"] != "auto"
+    other, _, _ = make_plans(UpOptions("tiny", bridge="shared"), tmp_path / "other")
     assert other.environment["PACELINE_TRAINER_BASE_DIR"] != directory
-    with pytest.raises(ValueError, match="--dtype"):
-        make_plans(UpOptions("tiny", bridge="shared"), tmp_path)

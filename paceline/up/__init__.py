@@ -1,0 +1,55 @@
+"""`paceline up`: the three services on one machine, each on its own cores or GPUs, watched, and stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from paceline.machine import visible_gpus
+from paceline.up.checks import check_model, check_ports, read_settings
+from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
+from paceline.up.supervisor import Supervisor
+
+UP = "Paceline is up"
+"""What the line begins with that tells that all services are ready."""
+
+
+def up(options: UpOptions, *, until_eof: bool = False) -> None:
+    """Run the services until Ctrl-C or SIGTERM, with `until_eof` also until the end of standard input.
+
+    Raises CannotStart when what is asked for cannot be started, or a service was given up.
+    """
+    state = Path(options.state).resolve()
+    plans = make_plans(options, state, os.environ)
+    check_model(options.model)
+    key_file = read_or_make_key(state)
+    check_ports(read_settings(plans, os.environ))
+    _say(_shares(plans, os.environ))
+    _say(f"their logs are in {state / 'logs'}")
+
+    def announce() -> None:
+        _say(f"{UP}; Ctrl-C stops it. In another terminal:")
+        _say(f"  export PACELINE_ADDRESS={options.address}")
+        _say(f"  export PACELINE_API_KEY=$(cat {key_file})")
+
+    supervisor = Supervisor(plans, state / "logs", _say, announce)
+    asyncio.run(supervisor.run(until_eof=until_eof))
+
+
+def _shares(plans: Sequence[Plan], environment: Mapping[str, str]) -> str:
+    """Say what of the machine each service has, and what nobody has."""
+    has = ", ".join(f"{plan.name}: {plan.share}" for plan in plans if plan.share)
+    used = {gpu for plan in plans for gpu in plan.environment.get("CUDA_VISIBLE_DEVICES", "").split(",")}
+    idle = [gpu for gpu in visible_gpus(environment) if gpu not in used]
+    if not idle:
+        return f"starting {has}"
+    more = "PACELINE_TRAINER_RANKS and PACELINE_SAMPLER_TENSOR_PARALLEL_SIZE give more than one to a service"
+    return f"starting {has}; idle: GPU {', '.join(idle)} ({more})"
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,85 @@
+"""What is looked at before anything is started: settings, ports, the model. Each raises CannotStart: one sentence."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from paceline.settings import ServiceSettings, check_environment, settings_of
+from paceline.up.errors import CannotStart
+from paceline.up.plan import Plan
+
+
+def read_settings(plans: Sequence[Plan], given: Mapping[str, str]) -> list[ServiceSettings]:
+    """Read the settings that each service would; `given` is this process's environment, with variables for them."""
+    ours = {name: value for name, value in given.items() if name.startswith("PACELINE_")}
+    return [_read(plan, {**ours, **plan.environment}) for plan in plans]
+
+
+def _read(plan: Plan, environment: Mapping[str, str]) -> ServiceSettings:
+    cls = _settings_class(plan)
+    try:
+        check_environment(cls, environment)
+        return settings_of(cls, environment)
+    except SystemExit as refused:
+        raise CannotStart(f"{plan.name}: {'; '.join(str(refused).splitlines())}") from None
+
+
+def _settings_class(plan: Plan) -> type[ServiceSettings]:
+    # By name, since nothing in this package imports a service.
+    module = import_module(f"{plan.module}.settings")
+    cls: type[ServiceSettings] = getattr(module, f"{plan.name.capitalize()}Settings")
+    return cls
+
+
+def check_ports(settings: Sequence[ServiceSettings]) -> None:
+    """See that nobody listens where the services will."""
+    for service in settings:
+        for address in (service.listen, service.health_listen, service.metrics_listen):
+            if address:
+                _check_port(address)
+
+
+def _check_port(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _name, place in found:
+            with socket.socket(family, kind, protocol) as probe:
+                # As the services do: a port whose last connections are still being closed is free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise CannotStart(
+                f"another process listens on {address}; end it, or choose other ports with --address"
+            ) from None
+        raise CannotStart(f"cannot listen on {address}: {error.strerror}; choose another --address") from None
+
+
+def check_model(model: str) -> None:
+    """See that there is such a model: a directory with a configuration, or one that the Hugging Face hub gives."""
+    path = Path(model).expanduser()
+    if path.exists():
+        if not (path / "config.json").is_file():
+            raise CannotStart(f"--model {model}: {path.resolve()} has no config.json; name a directory of a model")
+        return
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise CannotStart(f"--model {model}: there is no directory {path.resolve()}")
+    _check_hub(model)
+
+
+def _check_hub(model: str) -> None:
+    # What the services load models with.
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+
+    try:
+        hf_hub_download(model, "config.json")
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
+        raise CannotStart(
+            f"--model {model}: there is no such directory, and the Hugging Face hub gave none ({reason})"
+        ) from None

@@ -1,0 +1,183 @@
+"""What `paceline up` starts: one plan per service, with its settings, its cores or its GPUs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token
+from paceline.machine import visible_gpus
+from paceline.up.errors import CannotStart
+from paceline.up.shares import Share, share_cores, share_gpus
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What `paceline up` can be told; see its help."""
+
+    model: str
+    model_name: str = ""
+    state: str = ".paceline"
+    address: str = "127.0.0.1:50050"
+    engine: str = "vllm"
+    bridge: str = "stream"
+    dtype: str = "auto"
+    max_lora_rank: int = 32
+    log_level: str = "INFO"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one service is started."""
+
+    name: str
+    module: str
+    environment: Mapping[str, str]
+    health: str
+    """Address of its health service."""
+    service: str
+    """Full name of the gRPC service that must be ready."""
+    cores: frozenset[int] = frozenset()
+    """Cores that it may use; empty means all."""
+    share: str = ""
+    """What it has of the machine, in words."""
+
+
+_FLAGS = {"listen": "--address", "health_listen": "--address", "trainer": "--address", "samplers": "--address",
+          "model": "--model", "model_name": "--model-name", "base_dir": "--bridge shared", "credential": "--state",
+          "credential_file": "--state", "keys_file": "--state", "insecure": "--state"}  # fmt: skip
+"""Settings by which the services find and trust each other, and the flag that they follow from."""
+
+_DRAIN_SECONDS = 5
+"""Whoever waits here pressed Ctrl-C."""
+
+
+def read_or_make_key(state: Path) -> Path:
+    """Return the file with the API key, made on first use together with the gateway's file of keys."""
+    state.mkdir(parents=True, exist_ok=True)
+    key_file = state / "api_key"
+    if not key_file.exists():
+        _write_secret(key_file, new_token())
+    digest = hash_token(key_file.read_text().strip())
+    _write_secret(state / "keys.json", dump_keys([ApiKey("up", "default", digest)]))
+    if not (state / "credential").exists():
+        _write_secret(state / "credential", secrets.token_urlsafe(32))
+    return key_file
+
+
+def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None = None) -> list[Plan]:
+    """Plan the services in the order in which they are started. Ports follow from the gateway's.
+
+    Variables PACELINE_<SERVICE>_* in `given` go to their services, and win over what is planned here; without `given`
+    there are none. Raises CannotStart for an address that has no place for all ports, for variables of what only this
+    function may say, and when there are fewer GPUs than asked for.
+    """
+    given = _without_ours(os.environ) if given is None else given
+    _refuse_own_variables(given)
+    addresses = _addresses(options.address)
+    listen, health = addresses["listen"], addresses["health"]
+    is_shared = options.bridge == "shared"
+    gpus = visible_gpus(given)
+    shares = _share_machine(gpus, given, together=is_shared)
+
+    def plan(name: str, module: str, service: str, settings: Mapping[str, str]) -> Plan:
+        common = {
+            "listen": listen[name],
+            "health_listen": health[name],
+            "credential_file": str(state / "credential"),
+            "log_level": options.log_level,
+            "log_format": "console",
+            "drain_seconds": str(_DRAIN_SECONDS),
+        }
+        prefix = f"PACELINE_{name.upper()}_"
+        share = shares[name]
+        variables = {prefix + key.upper(): value for key, value in {**common, **settings}.items()}
+        chosen = {key: value for key, value in given.items() if key.startswith(prefix)}
+        environment = {**share.environment, **variables, **chosen}
+        return Plan(name, module, environment, health[name], service, share.cores, share.name)
+
+    model = {
+        "model": options.model,
+        "model_name": options.model_name or Path(options.model).name,
+        "dtype": _dtype(options.dtype, gpus),
+        "checkpoint_dir": str(state / "checkpoints"),
+        "scratch_dir": str(state / "scratch"),
+        "max_lora_rank": str(options.max_lora_rank),
+    }
+    sampler = {"trainer": listen["trainer"], "engine": options.engine, "bridge": options.bridge}
+    base = {"base_dir": str(_base_directory(state))} if is_shared else {}
+    gateway = {"trainer": listen["trainer"], "samplers": listen["sampler"], "keys_file": str(state / "keys.json")}
+    return [
+        plan("trainer", "trainer_service", "paceline.trainer.v1.TrainerService", {**model, **base}),
+        plan("sampler", "sampler_service", "paceline.sampler.v1.SamplerService", {**model, **sampler, **base}),
+        plan("gateway", "gateway", "paceline.gateway.v1.GatewayService", gateway),
+    ]
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return this process's environment without Paceline's variables: each service gets those of its plan."""
+    return _without_ours(os.environ)
+
+
+def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith("PACELINE_")}
+
+
+def _refuse_own_variables(given: Mapping[str, str]) -> None:
+    for service in ("TRAINER", "SAMPLER", "GATEWAY"):
+        for setting, flag in _FLAGS.items():
+            if (name := f"PACELINE_{service}_{setting.upper()}") in given:
+                raise CannotStart(
+                    f"`paceline up` sets {name} itself, following {flag}; unset the variable, or start the services "
+                    "by hand"
+                )
+
+
+def _addresses(address: str) -> Mapping[str, Mapping[str, str]]:
+    host, _, port = address.rpartition(":")
+    names = ("gateway", "trainer", "sampler")
+    highest = 65535 - 100 - len(names) + 1
+    if not host or not port.isdecimal() or not 0 < int(port) <= highest:
+        raise CannotStart(f"--address {address}: write host:port, with a port from 1 to {highest}")
+    return {
+        "listen": {name: f"{host}:{int(port) + offset}" for offset, name in enumerate(names)},
+        "health": {name: f"127.0.0.1:{int(port) + offset + 100}" for offset, name in enumerate(names)},
+    }
+
+
+def _dtype(asked: str, gpus: Sequence[str]) -> str:
+    """Return the one dtype of both services: two that differ in it differ by 4e-2 in log-probabilities."""
+    if asked != "auto":
+        return asked
+    return "bfloat16" if gpus else "float32"
+
+
+def _base_directory(state: Path) -> Path:
+    """Return where the sampler lends its base weights, the same for a state directory each time."""
+    return Path("/dev/shm") / f"paceline-base-{sha256(str(state.resolve()).encode()).hexdigest()[:16]}"  # noqa: S108
+
+
+def _share_machine(gpus: Sequence[str], given: Mapping[str, str], *, together: bool) -> dict[str, Share]:
+    if gpus:
+        ranks = _count(given, "PACELINE_TRAINER_RANKS")
+        parallel = _count(given, "PACELINE_SAMPLER_TENSOR_PARALLEL_SIZE")
+        parallel *= _count(given, "PACELINE_SAMPLER_PIPELINE_PARALLEL_SIZE")
+        trainer, sampler = share_gpus(gpus, ranks, parallel, together=together)
+    else:
+        trainer, sampler = share_cores(sorted(os.sched_getaffinity(0)))
+    return {"trainer": trainer, "sampler": sampler, "gateway": Share()}
+
+
+def _count(given: Mapping[str, str], name: str) -> int:
+    """Read a number of GPUs; what is none is left to the service's settings to refuse."""
+    text = given.get(name, "1")
+    return int(text) if text.isdecimal() and int(text) > 0 else 1
+
+
+def _write_secret(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)

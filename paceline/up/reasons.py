@@ -1,0 +1,34 @@
+"""Why a service ended, in one line, from what it wrote."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+_READ_BYTES = 1 << 20
+_LONGEST = 400
+
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+_PREFIX = re.compile(r"^(?:\([^()]*\) *)?(?:ERROR|CRITICAL) [\d:. -]+\[[^\]]*\] ")
+"""What vLLM writes before each line of its logs."""
+_RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Refused|Exit|Interrupt)\b(?:: .+)?$")
+_NOISE = re.compile(r"^(?:\s|Traceback |During handling|The above exception|[^ ]*: \w*Warning: )")
+
+
+def reason_of(status: int, log: Path, start: int) -> str:
+    """Say why a process ended with this status; `start` is where in the log its own lines begin.
+
+    The first error that it, or a process of its own, printed a traceback of is the cause of those that follow. Without
+    any, the last line is what it said when it left.
+    """
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"{name}, mostly the kernel, out of memory" if name == "SIGKILL" else name
+    with log.open("rb") as file:
+        file.seek(start)
+        text = file.read(_READ_BYTES).decode(errors="replace")
+    lines = [_PREFIX.sub("", _COLORS.sub("", line)).rstrip() for line in text.splitlines()]
+    raised = [line for line in lines if _RAISED.match(line)]
+    said = [line for line in lines if line and not _NOISE.match(line)]
+    return (raised[:1] or said[-1:] or ["it wrote nothing"])[0][:_LONGEST]

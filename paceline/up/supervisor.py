@@ -1,0 +1,212 @@
+"""Starts services, watches their processes, starts again what dies, gives up what keeps dying, and stops them all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from paceline.rpc.health import wait_until_serving
+from paceline.up.errors import CannotStart
+from paceline.up.orphans import adopt_orphans, end_orphans
+from paceline.up.plan import Plan, inherited_environment
+from paceline.up.reasons import reason_of
+
+_MOST_FAILURES = 3
+"""Deaths in a row after which a service is given up."""
+_STEADY_SECONDS = 10.0
+"""How long a service must have been ready for its next death to be the first of a row."""
+_RESTART_SECONDS = 1.0
+_STOP_SECONDS = 20.0
+"""How long a service may take to stop: calls in progress end, runs are saved."""
+_BROKEN_STOP_SECONDS = 5.0
+"""The same where nobody was ever served."""
+_KILL_SECONDS = 5.0
+
+
+class Supervisor:
+    """Runs one process per plan, each with a log file of its own that does not depend on this process.
+
+    `run` ends within `_STOP_SECONDS` + `_KILL_SECONDS` per service of the first signal, and at once after a second.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        logs: Path,
+        say: Callable[[str], None],
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take `say`, which is told what happens, a line each, and `on_ready`, called once when all have been ready."""
+        self._plans, self._logs, self._say, self._on_ready = plans, logs, say, on_ready
+        self._running: dict[str, _Service] = {}
+        self._not_ready = {plan.name for plan in plans}
+        """Those that have not been ready yet."""
+        self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
+        self._failure = ""
+
+    async def run(self, *, until_eof: bool = False) -> None:
+        """Run the services until a signal, or the end of standard input. Raises CannotStart when one is given up."""
+        self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        adopt_orphans()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._stop)
+        if until_eof:
+            loop.add_reader(sys.stdin.fileno(), self._read_input)
+        keepers = [asyncio.create_task(self._keep(plan)) for plan in self._plans]
+        stopping = asyncio.create_task(self._stopping.wait())
+        # A keeper that ends first failed by itself; the others are stopped, and then its error is raised.
+        await asyncio.wait({stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+        self._stopping.set()
+        for plan in reversed(self._plans):
+            await self._end(plan.name)
+        await asyncio.gather(*keepers)
+        if self._failure:
+            raise CannotStart(self._failure)
+
+    def _stop(self) -> None:
+        if self._stopping.is_set():
+            self._hurrying.set()
+        self._stopping.set()
+
+    def _read_input(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self._stopping.set()
+
+    async def _keep(self, plan: Plan) -> None:
+        """Run one service until all are stopped or it is given up; start it again when it dies."""
+        log = self._logs / f"{plan.name}.log"
+        _keep_previous(log)
+        failures = 0
+        while not self._stopping.is_set():
+            service = self._running[plan.name] = _Service.start(plan, log)
+            ready_seconds = await self._watch(service)
+            if not await end_orphans(self._pids, _KILL_SECONDS):
+                self._say(f"processes that the {plan.name} started do not end")
+            if self._stopping.is_set():
+                return
+            failures = 1 if ready_seconds >= _STEADY_SECONDS else failures + 1
+            reason = f"{reason_of(service.status, log, service.log_start)} (log: {log})"
+            if failures == _MOST_FAILURES:
+                self._failure = f"the {plan.name} ended {failures} times in a row: {reason}"
+                self._stopping.set()
+                return
+            self._say(f"the {plan.name} ended and is started again: {reason}")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _RESTART_SECONDS)
+
+    async def _watch(self, service: _Service) -> float:
+        """Wait for a service's end; return for how long it was ready."""
+        serving = asyncio.create_task(self._until_serving(service.plan))
+        await asyncio.wait({serving, service.ended}, return_when=asyncio.FIRST_COMPLETED)
+        if service.ended.done():
+            serving.cancel()
+            return 0.0
+        ready_at = monotonic()
+        self._announce(service)
+        await asyncio.wait({service.ended})
+        return monotonic() - ready_at
+
+    async def _until_serving(self, plan: Plan) -> None:
+        ended = False
+
+        def give_up() -> bool:
+            return ended
+
+        try:
+            await asyncio.to_thread(wait_until_serving, plan.health, plan.service, give_up)
+        finally:
+            ended = True
+
+    def _announce(self, service: _Service) -> None:
+        if self._stopping.is_set():
+            return
+        self._say(f"the {service.plan.name} is ready after {monotonic() - service.started:.0f} s")
+        if self._not_ready:
+            self._not_ready.discard(service.plan.name)
+            if not self._not_ready:
+                self._on_ready()
+
+    async def _end(self, name: str) -> None:
+        """Stop one service, and kill it when it takes too long."""
+        service = self._running.get(name)
+        if service is None or service.ended.done():
+            return
+        service.process.terminate()
+        seconds = _BROKEN_STOP_SECONDS if self._not_ready else _STOP_SECONDS
+        hurrying = asyncio.create_task(self._hurrying.wait())
+        either: set[asyncio.Future[Any]] = {service.ended, hurrying}
+        await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        if not service.ended.done():
+            service.process.kill()
+            await asyncio.wait({service.ended}, timeout=_KILL_SECONDS)
+
+    def _pids(self) -> set[int]:
+        return {service.process.pid for service in self._running.values() if not service.ended.done()}
+
+
+@dataclass(slots=True)
+class _Service:
+    """A service's process."""
+
+    plan: Plan
+    process: subprocess.Popen[bytes]
+    ended: asyncio.Future[None]
+    log_start: int
+    """Where in the log its lines begin."""
+    started: float
+
+    @classmethod
+    def start(cls, plan: Plan, log: Path) -> _Service:
+        with os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
+            log_start = output.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-m", plan.module],
+                env={**inherited_environment(), **plan.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C comes here alone; the services are told in order
+            )
+        if plan.cores:
+            with suppress(ProcessLookupError):  # It has ended already, and is not asked for anything here.
+                os.sched_setaffinity(process.pid, plan.cores)
+        return cls(plan, process, _end_of(process), log_start, monotonic())
+
+    @property
+    def status(self) -> int:
+        """Exit status; negative is the signal."""
+        return self.process.wait()
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[None]:
+    """Return what is done when a process ends, whoever holds its pipes."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    descriptor = os.pidfd_open(process.pid)
+
+    def over() -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        process.wait()
+        ended.set_result(None)
+
+    loop.add_reader(descriptor, over)
+    return ended
+
+
+def _keep_previous(log: Path) -> None:
+    """Begin a new log, and keep the one before it."""
+    if log.exists():
+        log.replace(log.with_suffix(".previous.log"))

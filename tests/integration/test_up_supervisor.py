@@ -1,0 +1,137 @@
+"""The supervisor of `paceline up` watches processes, starts them again, gives up, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import wait_for
+from ports import free_port
+
+TESTS = Path(__file__).resolve().parents[1]
+SECONDS = 120
+"""Far longer than anything here takes."""
+
+
+class Running:
+    """A supervisor of toy services, as a process."""
+
+    def __init__(self, folder: Path, services: dict[str, str], **options: object) -> None:
+        self.folder = folder
+        environments = {
+            name: {"TOY_DOES": does, "TOY_HEALTH": f"127.0.0.1:{free_port()}", "TOY_PIDS": str(folder / name)}
+            for name, does in services.items()
+        }
+        given = {"services": environments, "logs": str(folder / "logs"), "until_eof": False, "stop_seconds": 30.0}
+        (folder / "plans.json").write_text(json.dumps(given | options))
+        with (folder / "said").open("w") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "toy_up", str(folder / "plans.json")],
+                env=os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
+                stdin=subprocess.PIPE,
+                stderr=said,
+            )
+
+    def said(self) -> str:
+        return (self.folder / "said").read_text()
+
+    def wait_said(self, pattern: str) -> None:
+        wait_for(lambda: re.search(pattern, self.said(), re.DOTALL), SECONDS, self.said)
+
+    def services(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "toy_service" in child.cmdline()]
+
+    def left(self, name: str) -> list[int]:
+        return [int(line) for line in (self.folder / name).read_text().split()]
+
+    def wait(self) -> int:
+        return self.process.wait(SECONDS)
+
+
+@contextmanager
+def supervising(folder: Path, services: dict[str, str], **options: object):
+    running = Running(folder, services, **options)
+    try:
+        yield running
+    finally:
+        running.process.send_signal(signal.SIGTERM)
+        running.process.send_signal(signal.SIGTERM)
+        running.wait()
+        running.process.stdin.close()
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_service_is_started_again_and_what_it_left_is_ended(tmp_path):
+    with supervising(tmp_path, {"sampler": "leaves,serves"}) as running:
+        running.wait_said("up")
+        (service,), (orphan,) = running.services(), running.left("sampler")
+        service.kill()
+        running.wait_said("ended and is started again: SIGKILL.*ready")
+        assert not is_alive(orphan)
+        assert [pid for pid in running.left("sampler") if is_alive(pid)] == running.left("sampler")[1:]
+        running.process.send_signal(signal.SIGINT)
+        assert running.wait() == 0
+        assert not any(map(is_alive, running.left("sampler")))
+
+
+def test_a_service_that_dies_three_times_in_a_row_is_given_up_with_its_reason_in_one_line(tmp_path):
+    with supervising(tmp_path, {"trainer": "breaks", "sampler": "leaves,serves"}) as running:
+        assert running.wait() == 1
+        *before, last = running.said().splitlines()
+        log = tmp_path / "logs" / "trainer.log"
+        reason = "ImportError: libcudnn.so.9: cannot open shared object file"
+        assert last == f"the trainer ended 3 times in a row: {reason} (log: {log})"
+        assert sum("is started again" in line for line in before) == 2
+        assert log.read_text().count("a first line") == 3
+        assert not any(map(is_alive, running.left("sampler")))
+
+
+def test_a_service_that_does_not_stop_is_killed(tmp_path):
+    with supervising(tmp_path, {"sampler": "stubborn,leaves,serves"}, stop_seconds=0.1) as running:
+        running.wait_said("up")
+        running.process.send_signal(signal.SIGINT)
+        assert running.wait() == 0
+        assert not any(map(is_alive, running.left("sampler")))
+
+
+def test_a_second_signal_does_not_wait(tmp_path):
+    with supervising(tmp_path, {"sampler": "stubborn,serves"}, stop_seconds=1e6) as running:
+        running.wait_said("up")
+        running.process.send_signal(signal.SIGINT)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait() == 0
+
+
+def test_services_end_with_standard_input_where_that_is_asked_for(tmp_path):
+    with supervising(tmp_path, {"sampler": "serves"}, until_eof=True) as running:
+        running.wait_said("up")
+        running.process.stdin.close()
+        assert running.wait() == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_logs_are_files_of_their_own_and_the_ones_before_are_kept(tmp_path, again):
+    logs = tmp_path / "logs"
+    if again:
+        logs.mkdir()
+        (logs / "sampler.log").write_text("an earlier one")
+    with supervising(tmp_path, {"sampler": "serves"}) as running:
+        running.wait_said("up")
+        running.process.send_signal(signal.SIGINT)
+        assert running.wait() == 0
+    assert "a first line" in (logs / "sampler.log").read_text()
+    assert stat.S_IMODE((logs / "sampler.log").stat().st_mode) == 0o600
+    assert [path.read_text() for path in logs.glob("*.previous.log")] == ["an earlier one"] * again
