@@ -29,8 +29,9 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, LoraConfig
 from trainer_service.checkpoints.store import staged_directory
 from trainer_service.disk import DiskGuard
+from trainer_service.engine.link import Captured
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.process import Captured, EngineProcess
+from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import Facts

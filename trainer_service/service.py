@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -18,9 +19,11 @@ from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.server import Readiness
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from paceline.types import ModelInfo
+from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
 from trainer_service.engine.process import EngineProcess
+from trainer_service.engine.watchdog import Patience
 from trainer_service.failpoints import Failpoints
 from trainer_service.hardware import choose_options
 from trainer_service.lent_base import LentBase
@@ -39,8 +42,8 @@ from trainer_service.weight_servicer import WeightServicer
 
 _log = get_logger(__name__)
 
-_RESTART_SECONDS = 1.0
-"""Between attempts to start the engine again."""
+_RESTART_SECONDS, _MOST_RESTART_SECONDS = 1.0, 30.0
+"""Between attempts to start the engine again: after the first, and at most."""
 
 
 class TrainerService:
@@ -59,7 +62,11 @@ class TrainerService:
         self._feed = Feed()
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
         self._group = BroadcastGroup(group, self._feed)
-        self._engine = EngineProcess(choose_options(settings), on_exit=self._engine_exited)
+        self._engine = EngineProcess(
+            choose_options(settings),
+            on_exit=self._engine_exited,
+            patience=Patience(settings.engine_silence_seconds, settings.engine_stall_seconds),
+        )
         self._base = LentBase(settings.base_dir)
         self._publisher = Publisher(
             self._engine.save_adapter,
@@ -166,17 +173,22 @@ class TrainerService:
         if self._readiness is None:
             return
         await self._readiness.set(False)
-        while True:
-            try:
-                model = await self._load_engine(self._engine.restart)
-                break
-            except errors.PacelineError as error:
-                _log.warning("engine not started; trying again", reason=error.reason, error=error.message)
-            await asyncio.sleep(_RESTART_SECONDS)
+        model = await self._restarted()
         self._restarting = False
         _log.info("engine ready", model=model.name, dtype=model.dtype)
         await self._readiness.set(True)
         await self._recovery.recover_all(self._registry)
+
+    async def _restarted(self) -> ModelInfo:
+        """Start the engine again, however long that takes: what keeps it from starting may pass."""
+        for failures in itertools.count(1):
+            try:
+                return await self._load_engine(self._engine.restart)
+            except Exception as error:
+                seconds = backoff(failures, _RESTART_SECONDS, _MOST_RESTART_SECONDS)
+                _log.warning("engine not started; trying again", error=repr(error), failures=failures, seconds=seconds)
+            await asyncio.sleep(seconds)
+        raise AssertionError("counting came to an end")
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)

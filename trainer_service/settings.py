@@ -85,8 +85,12 @@ class TrainerSettings(PeerSettings):
     """Bytes of journal after which it is saved."""
     snapshot_seconds: float = Field(120.0, gt=0)
     """Seconds of execution after which it is saved: what a replay may take."""
-    max_attempts: int = Field(2, ge=1)
-    """How often the engine may die of a command before the command is refused."""
+    max_attempts: int = Field(5, ge=1)
+    """How often the engine may die of a command that has no answer before the command is refused."""
+    engine_silence_seconds: float = Field(60.0, gt=0)
+    """How long the engine's process may give no sign of life before it is killed and another started."""
+    engine_stall_seconds: float = Field(900.0, gt=0)
+    """How long one pass or command of the engine may take before it counts as hanging, and the engine is replaced."""
     min_free_bytes: int = Field(256 << 20, ge=0)
     """Bytes of the checkpoint volume that commands, checkpoints and versions leave free for answers and small files."""
     failpoints: str = ""

@@ -31,6 +31,7 @@ from trainer_service.engine.base import EngineDiedError
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.process import EngineProcess
+from trainer_service.engine.watchdog import Patience
 
 LORA = LoraConfig(rank=4, dropout=0.1, layers=(0, 1))
 ADAM = AdamParams(learning_rate=1e-2)
@@ -230,6 +231,31 @@ async def test_a_killed_engine_is_an_error_and_restarts(options):
     assert len(exits) == 1, "closing is no death"
     with pytest.raises(EngineUnavailable):
         await engine.create_run("run", LORA)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_that_is_stopped_is_killed_and_its_calls_fail_as_of_a_death(options):
+    exits = []
+    async with EngineProcess(options, on_exit=exits.append, patience=Patience(5.0, 900.0)) as engine:
+        await engine.create_run("run", LORA)
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineUnavailable):
+            await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+        await engine.restart()
+        assert exits == [-signal.SIGKILL]
+        await engine.create_run("run", LORA)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_whose_loop_hangs_is_killed_and_the_command_is_charged(options, tmp_path):
+    async with EngineProcess(options) as engine:
+        await engine.create_run("run", LORA)
+        await engine.save_state("run", tmp_path)
+        (tmp_path / "trainer_state.json").unlink()
+        os.mkfifo(tmp_path / "trainer_state.json")  # whoever reads it waits for a writer
+        engine._link._watchdog._patience = Patience(60.0, 5.0)  # the start took as long as it took
+        with pytest.raises(EngineDiedError):
+            await engine.load_state("run", tmp_path, with_optimizer=True)
 
 
 async def outcomes(calls):

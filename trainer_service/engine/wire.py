@@ -240,7 +240,14 @@ class Captured(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-Report = Began | Captured | Reply
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The engine's process lives."""
+
+    progress: int
+    """Another number than before where its loop has moved on."""
+
+
+Report = Began | Captured | Reply | Beat
 """What the engine sends."""
 
 

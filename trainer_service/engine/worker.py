@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from time import sleep
 from typing import NoReturn
 
 import msgspec
@@ -23,6 +25,7 @@ from trainer_service.failpoints import Failpoints
 _log = logging.getLogger(__name__)
 
 _NOTHING = msgspec.Raw(wire.encode(None))
+_BEAT_SECONDS = 1.0
 
 
 class Worker:
@@ -47,11 +50,14 @@ class Worker:
         self._unfinished: SimpleQueue[tuple[wire.Request, wire.Unfinished]] = SimpleQueue()
         self._sending = threading.Lock()
         self._failpoints = Failpoints("")
+        self._progress = 0
+        """Counted up by the loop with all that it does, so that beats tell whether it moves on."""
 
     def serve(self) -> NoReturn:
         """Answer commands for ever. The process ends, whatever it is doing, when the other end closes."""
         self._intake.start()
         threading.Thread(target=self._finish, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
         try:
             while True:
                 self._turn()
@@ -61,6 +67,7 @@ class Worker:
             os._exit(1)
 
     def _turn(self) -> None:
+        self._progress += 1
         self._take()
         if self._jobs:
             for job in self._engine.advance(self._announce):
@@ -91,10 +98,12 @@ class Worker:
     def _execute(self, request: wire.Request, command: wire.Start | wire.Command) -> None:
         if isinstance(command, wire.READING) and not self._ranks.leads:
             return
+        self._progress += 1
         self._send(wire.Began([request.id]))
         self._answer(request, lambda: self._result(command))
 
     def _announce(self, run_ids: Sequence[str]) -> None:
+        self._progress += 1
         self._send(wire.Began([self._jobs[run_id].id for run_id in run_ids]))
         for run_id in run_ids:
             self._failpoints.hit(f"engine_pass_{run_id}")
@@ -103,6 +112,14 @@ class Worker:
         while True:
             request, rest = self._unfinished.get()
             self._answer(request, rest.finish, "_written")
+
+    def _beat(self) -> NoReturn:
+        while True:
+            try:
+                self._send(wire.Beat(self._progress))
+            except OSError:
+                sys.exit()  # Ends this thread. The pipe is closed, and whoever reads from it ends the process.
+            sleep(_BEAT_SECONDS)
 
     def _result(self, command: wire.Start | wire.Command) -> wire.Result | wire.Unfinished:
         if isinstance(command, wire.Start):

@@ -18,7 +18,7 @@ from paceline.types import FullParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints.store import staged_directory
 from trainer_service.engine.base import PublishedAs
-from trainer_service.engine.process import Captured
+from trainer_service.engine.link import Captured
 from trainer_service.failpoints import Failpoints
 from trainer_service.publish.feed import AckPolicy, Feed
 from trainer_service.publish.group import BroadcastGroup

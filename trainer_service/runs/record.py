@@ -67,6 +67,10 @@ class RunRecord:
     state: RunState = RunState.READY
     in_engine: bool = True
     """Whether the engine holds an adapter for it."""
+    is_restored: bool = True
+    """Whether it is as the engine that runs now should hold it; false from the engine's death to the replay's end."""
+    shown: Facts | None = None
+    """What held before the replay that is going on, which is what clients see meanwhile."""
     recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while its state is being rebuilt."""
     persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -97,16 +101,17 @@ class RunRecord:
         self.step, self.next_version = facts.step, facts.next_version
 
     def public(self) -> Run:
-        """Return what clients see."""
+        """Return what clients see: never the past, which a replay goes through."""
+        facts = self.shown or self.facts()
         return Run(
             run_id=self.run_id,
             base_model=self.base_model,
             parameters=self.parameters,
-            step=self.step,
+            step=facts.step,
             last_seq_id=self.sequencer.last_seq_id,
-            latest_version=self.latest_version,
+            latest_version=facts.latest_version,
             state=self.state,
-            latest_state_checkpoint=self.latest_state_checkpoint,
+            latest_state_checkpoint=facts.latest_state_checkpoint,
             create_time=self.create_time,
             trainable_parameters=self.trainable_parameters,
             user_metadata=self.user_metadata,
@@ -127,7 +132,7 @@ class RunRecord:
             "request_digest": self.request_digest,
             "user_metadata": self.user_metadata,
             "adapted_modules": self.adapted_modules,
-            "step": self.step,
+            "step": (self.shown or self.facts()).step,
             "attachment": self.attachment,
             "attached_by": self.attached_by,
             "version_limit": self.version_limit,
@@ -158,6 +163,7 @@ class RunRecord:
             create_time=datetime.fromisoformat(facts.pop("create_time")),
             adapted_modules=tuple(facts.pop("adapted_modules", ())),
             in_engine=False,
+            is_restored=False,
             next_version=facts["version_limit"] + 1,
             **facts,
         )

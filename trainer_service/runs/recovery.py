@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import Counter
 from collections.abc import Iterable
 
 from paceline import errors
 from paceline.log import get_logger
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import RunState
+from trainer_service.backoff import backoff
 from trainer_service.engine.base import EngineDiedError
 from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import Failpoints
@@ -21,6 +24,12 @@ from trainer_service.runs.storage import Past, RunStorage
 from trainer_service.runs.turn import Turn
 
 _log = get_logger(__name__)
+
+
+_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
+"""Between attempts to restore a run: after the first that failed, and at most."""
+_TRANSIENT = (errors.Unavailable, errors.DiskFull, errors.OutOfMemory)
+"""What a command that succeeded before may fail of for a while. The run waits, and is lost of none of them."""
 
 
 class ReplayFailedError(Exception):
@@ -45,6 +54,8 @@ class Recovery:
         self._verbs = verbs
         self._policy = policy
         self._failpoints = failpoints
+        self._deaths: Counter[str] = Counter()
+        """How often in a row the engine died while it executed a run's answered commands again, by run."""
 
     def start(self, run: RunRecord) -> None:
         """Let a new run's commands execute."""
@@ -59,17 +70,30 @@ class Recovery:
         await asyncio.gather(*map(self._try_recover, runs))
 
     async def _try_recover(self, run: RunRecord) -> None:
-        async with run.recovering:
-            try:
-                await self.recover(run)
-            except errors.EngineUnavailable:
-                _log.warning("engine died while a run was restored", run=run.run_id)
-            except Exception:
-                _log.exception("run not restored", run=run.run_id)
+        """Restore a run unless that was done, is another engine's to do, or the run is gone; try until it is.
+
+        A run whose replay the engine died of lets the others go first, for longer each time.
+        """
+        await asyncio.sleep(backoff(self._deaths[run.run_id] - 1, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
+        for failures in itertools.count(1):
+            async with run.recovering:
+                if run.is_restored or run.sequencer.is_closed:
+                    return
+                try:
+                    await self.recover(run)
+                    del self._deaths[run.run_id]
+                    return
+                except errors.EngineUnavailable:
+                    _log.warning("engine died while a run was restored", run=run.run_id)
+                    return
+                except Exception:
+                    _log.exception("run not restored; trying again", run=run.run_id)
+            await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
 
     async def recover(self, run: RunRecord) -> None:
         """Rebuild a run's state and let its commands go on, or declare it lost. Raises EngineUnavailable."""
         await run.sequencer.recover()
+        run.shown = run.shown or run.facts()
         executor = self._executor(run)
         try:
             past = await asyncio.to_thread(self._storage.read, run.run_id)
@@ -84,6 +108,7 @@ class Recovery:
         if run.state is RunState.LOST:
             for seq_id in run.sequencer.overtaken:
                 await run.sequencer.replay(seq_id, executor)
+        run.shown, run.is_restored = None, True
         run.sequencer.start(executor)
 
     async def _rebuild(self, run: RunRecord, past: Past, executor: RunExecutor) -> None:
@@ -113,15 +138,15 @@ class Recovery:
         if not _changes_state(command, before):
             await self._remake_version(run, command, before)
             return
-        if run.sequencer.is_poisoned(command):
-            raise ReplayFailedError(f"the engine dies of command {command.seq_id}")
         try:
             await self._verbs.execute(run, command, Turn())
         except EngineDiedError:
-            await run.sequencer.count_death(command)
+            # It was answered, so it is never given up: the engine executed it before.
+            self._deaths[run.run_id] += 1
             raise
-        except errors.EngineUnavailable:
-            raise
+        except _TRANSIENT as error:
+            if before.failure is None or before.failure.reason != error.reason:
+                raise
         except errors.PacelineError as error:
             if before.failure is None or before.failure.reason != error.reason:
                 raise ReplayFailedError(f"command {command.seq_id} now fails: {error}") from error

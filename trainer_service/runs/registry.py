@@ -117,7 +117,7 @@ class RunRegistry:
     def hold_all(self, error: errors.PacelineError) -> None:
         """Note that the engine is gone and the state of every run with it: commands wait until that is rebuilt."""
         for record in self._runs.values():
-            record.in_engine = False
+            record.in_engine = record.is_restored = False
             record.sequencer.hold(error)
 
     def drain(self) -> None:

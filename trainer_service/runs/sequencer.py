@@ -72,7 +72,8 @@ class Sequencer:
         self._task: asyncio.Task[None] | None = None
         self._finishing: set[asyncio.Task[None]] = set()
         self._refusal: errors.PacelineError | None = None
-        self._is_closed = False
+        self.is_closed = False
+        """Whether it takes no more commands, for good."""
 
     @property
     def last_seq_id(self) -> int:
@@ -208,9 +209,9 @@ class Sequencer:
 
     async def close(self, error: errors.PacelineError) -> None:
         """Drain, and wait for what has started."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self.drain(error)
         executor, self._executor = self._executor, None
         self._waiting.notify()

@@ -1,0 +1,89 @@
+"""What a trainer does when its engine, or the machine, gives it trouble: it waits, tries again, and loses nothing."""
+
+import resource
+
+import grpc
+import pytest
+from cluster import wait_for
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from warm_trainer import SERVICE, WarmRun, WarmTrainer
+
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+
+pytestmark = [pytest.mark.services, pytest.mark.xdist_group("recovery")]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    trainer = WarmTrainer(tmp_path_factory.mktemp("recovery"))
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def trainer(warm, tmp_path):
+    """A trainer on a volume of its own."""
+    warm.volume = tmp_path / "volume"
+    warm.environment["PACELINE_TRAINER_CHECKPOINT_DIR"] = str(warm.volume)
+    warm.log = tmp_path / "trainer.log"
+    yield warm
+    if not warm.service.wait(0.01):
+        warm.kill()
+
+
+def test_an_engine_that_dies_again_and_again_while_a_run_is_replayed_costs_it_nothing(trainer):
+    assert trainer.start()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        answers = [run.step() for _ in range(3)]
+        trainer.kill()
+        trainer.start(failpoints="engine_OptimStep:2+")
+        wait_for(lambda: trainer.text().count("engine died while a run was restored") >= 3, 120, trainer.text)
+        trainer.kill()
+        assert trainer.start()
+        found = run.get()
+        assert (found.step, found.state) == (3, pb.RUN_STATE_READY)
+        run.seq_id = 4
+        assert run.step() == answers[2]
+        assert run.step().step == 4
+
+
+def test_a_run_that_is_replayed_is_shown_as_it_was_before(trainer):
+    assert trainer.start()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        for _ in range(10):
+            run.step()
+        trainer.kill_engine()
+        seen = set()
+        wait_for(lambda: seen.add(run.get().step) or "run restored" in trainer.text(), 120, trainer.text)
+        assert seen == {10}
+        assert run.step().step == 11
+
+
+def test_an_engine_that_cannot_be_started_is_tried_again_and_the_service_is_not_ready_meanwhile(trainer):
+    assert trainer.start()
+    with (
+        trainer.connect() as stub,
+        grpc.insecure_channel(f"127.0.0.1:{trainer.health}") as channel,
+    ):
+        health = HealthStub(channel)
+
+        def is_serving():
+            status = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60).status
+            return status == health_pb2.HealthCheckResponse.SERVING
+
+        run = WarmRun(stub)
+        answer = run.step()
+        assert is_serving()
+        limits = resource.prlimit(trainer.service.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(trainer.service.pid, resource.RLIMIT_NOFILE, (8, limits[1]))  # fewer than it has open
+        trainer.kill_engine()
+        wait_for(lambda: trainer.text().count("engine not started") >= 2, 120, trainer.text)
+        assert not is_serving()
+        resource.prlimit(trainer.service.pid, resource.RLIMIT_NOFILE, limits)
+        wait_for(is_serving, 120, trainer.text)
+        run.seq_id = 0
+        assert run.step() == answer
+        assert run.step().step == 2
