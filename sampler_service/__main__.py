@@ -17,9 +17,13 @@ def main() -> None:
     settings = load_settings(SamplerSettings)
     registry = CollectorRegistry()
     engine = create_service_engine(settings.engine, settings.bridge, settings.serves, settings.engine_options)
+    if settings.engine == "vllm":
+        from sampler_service.engine.vllm_forks import start_fork_server  # noqa: PLC0415
+
+        start_fork_server()
     uvloop.run(serve(SamplerService(settings, engine, registry), settings, registry))
 
 
-# Engines start processes by spawn, which imports this module again.
+# Engines start processes that import this module again.
 if __name__ == "__main__":
     main()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,16 +27,8 @@ def reference(model_path: Path) -> Reference:
     return Reference(model_path)
 
 
-@pytest.fixture(scope="session")
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        yield
-
-
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=["hf", "vllm", "vllm stock"])
-async def engine(request: pytest.FixtureRequest, model_path: Path, environment: None) -> AsyncIterator[SamplerEngine]:
+async def engine(request: pytest.FixtureRequest, model_path: Path, vllm_here: None) -> AsyncIterator[SamplerEngine]:
     kind, _, apply = request.param.partition(" ")
     engine = create_engine(kind, replace(options_for(model_path), apply=apply or "direct"))
     await engine.start()

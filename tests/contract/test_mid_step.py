@@ -63,7 +63,7 @@ class Vllm:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def vllm(model_path, environment):
+async def vllm(model_path, vllm_here):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         patch.setenv("TORCH_COMPILE_DISABLE", "1")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def ways(model_path, environment):
+async def ways(model_path, vllm_here):
     """One engine that copies into slots, one that leaves loading to vLLM: two slots, four adapters in memory."""
     async with AsyncExitStack() as stack:
         engines = []

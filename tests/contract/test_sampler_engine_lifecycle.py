@@ -15,7 +15,7 @@ from sampler_service.engine.factory import create_engine
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_vllm_that_died_is_reported_as_unavailable(model_path, environment):
+async def test_vllm_that_died_is_reported_as_unavailable(model_path, vllm_here):
     before = descendants()
     engine = create_engine("vllm", options_for(model_path))
     await engine.start()
@@ -34,7 +34,7 @@ async def test_vllm_that_died_is_reported_as_unavailable(model_path, environment
 
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
-async def test_stopping_ends_requests_as_aborted_and_later_ones_as_unavailable(kind, model_path, environment):
+async def test_stopping_ends_requests_as_aborted_and_later_ones_as_unavailable(kind, model_path, vllm_here):
     engine = create_engine(kind, options_for(model_path))
     await engine.start()
     async with aclosing(engine.generate(ask(num_samples=2, ignore_eos=True))) as deltas:

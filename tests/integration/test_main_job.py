@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Cluster
+from descendants import descendants
 from tiny_models import make_tiny_llama
 
 from paceline import AdamParams, Datum, SamplingParams, errors
@@ -140,7 +141,11 @@ def test_a_killed_sampler_comes_back_with_the_version_and_the_client_goes_on(clu
     published = training.publish_weights(wait_for="all").result()
     sampling = at(service, published.model)
     before = sampling.sample(PROMPT, 1, PARAMS).result()
-    cluster.sampler.kill()
+    (engine,) = descendants("EngineCore", cluster.sampler.process.pid)
+    assert engine.parent() == descendants("ForkServer", cluster.sampler.process.pid)[0]
+    cluster.sampler.process.kill()
+    engine.wait(60)  # the kernel ends it: nobody else is left to
+    cluster.sampler.process.wait()
     pending = sampling.sample(PROMPT, 1, PARAMS)
     train(training)
     cluster.sampler.start()

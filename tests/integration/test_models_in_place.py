@@ -12,10 +12,8 @@ pytest_plugins = ["sampler_fixtures"]
 
 @pytest.mark.parametrize("bridge", ["stream", "volume"])
 async def test_a_published_model_is_served_by_the_engine_that_is_there(
-    bridge, model, volume, trainer, port, tmp_path, monkeypatch
+    bridge, model, volume, trainer, port, tmp_path, vllm_here
 ):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     async with sampling(model, port, tmp_path, bridge=bridge, serves="models", engine="vllm") as client:
         base, _ = await client.logprobs(base_ref())
         assert close(base, expected(model))

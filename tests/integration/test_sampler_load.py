@@ -39,15 +39,12 @@ class Setup:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def setup(tmp_path_factory):
+async def setup(tmp_path_factory, vllm_here):
     folder = tmp_path_factory.mktemp("load")
     model, volume = make_tiny_llama(folder / "model"), Volume(folder / "volume")
     trainer, engine = Trainer(volume), {"engine": "vllm", "kv_cache_gib": 1, "enforce_eager": True}
     limits = {"max_active_versions": SLOTS, "max_loaded_versions": IN_MEMORY, "max_disk_versions": ON_DISK}
     async with AsyncExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         port = await stack.enter_async_context(serving(trainer))
         vllm = sampling(model, port, folder, scratch_dir=folder / "scratch", **engine, **limits)
         yield Setup(await stack.enter_async_context(vllm), trainer, volume, model)

@@ -84,9 +84,7 @@ async def ends_on(client, version):
     ],
     indirect=["cluster"],
 )
-async def test_each_ends_on_the_newest_version_by_itself(cluster, engine, training, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+async def test_each_ends_on_the_newest_version_by_itself(cluster, engine, training, vllm_here):
     async with AsyncExitStack() as stack:
         trainer_port = port_of(cluster, "trainer")
         network = await stack.enter_async_context(CutProxy(trainer_port).running())

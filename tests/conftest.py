@@ -1,0 +1,58 @@
+"""What tests of every folder start from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from warm_processes import VARIABLE, WarmProcesses
+
+from paceline.machine import count_gpus
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the processes that services are forked from ready, once for all of xdist's workers."""
+    if hasattr(config, "workerinput") or count_gpus():  # no GPU's driver survives a fork
+        return
+    directory = TemporaryDirectory()
+    warm = WarmProcesses(Path(directory.name))
+    os.environ[VARIABLE] = directory.name
+
+    def close() -> None:
+        del os.environ[VARIABLE]
+        warm.close()
+        directory.cleanup()
+
+    config.add_cleanup(close)
+
+
+@pytest.fixture(scope="session")
+def vllm_here() -> Iterator[None]:
+    """vLLM starts in this process: in a second or two, by a fork, and with one thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file on one of xdist's workers, and those of every engine: what they share is made once."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            of_engines = item.path.parent.name == "contract"
+            item.add_marker(pytest.mark.xdist_group("engines" if of_engines else item.path.stem))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start what vLLM's engines are forked from, where a test needs one, before tests start threads."""
+    if any("vllm_here" in getattr(item, "fixturenames", ()) for item in session.items):
+        from sampler_service.engine.vllm_forks import start_fork_server
+
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # which takes what engines write, too
+        start_fork_server()
+        capture.suspend_global_capture()
