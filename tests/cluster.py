@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ports import free_service_ports
+from warm_processes import VARIABLE, WarmPopen, start_warm
 
 from paceline.rpc.health import wait_until_serving
 from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
@@ -27,7 +28,7 @@ class ServiceProcess:
 
     plan: Plan
     log: Path
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen | WarmPopen | None = None
 
     def start(self) -> None:
         """Start it and return when it is ready."""
@@ -36,15 +37,19 @@ class ServiceProcess:
 
     def spawn(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", self.plan.module],
-                env={**environment, **self.plan.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        environment |= self.plan.environment
+        if warm := environment.get(VARIABLE):
+            self.process = start_warm(Path(warm), self.plan.module, environment, self.log)
+        else:
+            with self.log.open("ab") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", self.plan.module],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
         if self.plan.cores:
             os.sched_setaffinity(self.process.pid, self.plan.cores)
 

@@ -1,9 +1,9 @@
-"""Trainer processes that start in a fraction of a second, so that a test can kill many.
+"""Service processes that start in a fraction of a second, so that tests can start and kill many.
 
-A process that has imported everything waits at a socket and forks the service or its engine when asked. They are the
-real programs, `python -m trainer_service` and `python -m trainer_service.engine`, in processes of their own; only the
-interpreter's start and the imports are shared. The service starts its engine as always, by executing sys.executable:
-that is a script here, which asks for a fork and ends as the fork ends.
+For each service a process that imports what the service imports, when it is first asked, waits at a socket and forks
+the service whenever it is asked. These are the real programs, `python -m trainer_service` and the like, in processes of
+their own; only the interpreter's start and the imports are shared. The trainer starts its engine as always, by
+executing sys.executable: that is a script there, which asks for a fork and ends as the fork ends.
 """
 
 import json
@@ -15,41 +15,67 @@ import sys
 import threading
 from array import array
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
-_VARIABLE = "WARM_PROCESSES_SOCKET"
+VARIABLE = "WARM_PROCESSES"
+"""The directory of the sockets, in the environment of the tests and of what they start."""
+
+_ENGINE = "trainer_service.engine"
+_PROGRAMS = {
+    "trainer_service": (
+        f"{_ENGINE}.__main__",
+        "file_recorder",
+        "grpc",
+        "peft",
+        "transformers.models.llama.modeling_llama",
+    ),
+    "sampler_service": ("sampler_service.engine.hf_engine", "sampler_service.engine.vllm_forks", "setproctitle"),
+    "gateway": (),
+}
+"""What a service's process has imported besides the service itself."""
 
 
 class WarmProcesses:
-    """The forking process, as a test holds it."""
+    """The forking processes, as whoever ends them holds them."""
 
     def __init__(self, directory: Path) -> None:
-        self.path = str(directory / "warm.sock")
-        stand_in = directory / "warm.sock.python"
+        self.directory = directory
+        stand_in = directory / "python"
         here = str(Path(__file__).parent)
         stand_in.write_text(
-            f"#!{sys.executable} -SE\nimport sys\nsys.path.insert(0, {here!r})\n"
-            "from warm_processes import stand_in\nstand_in(int(sys.argv[-1]))\n"
+            f"#!{sys.executable} -SE\nimport os, sys\n"
+            f"if sys.argv[1:3] != ['-m', {_ENGINE!r}]:\n"
+            f"    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
+            f"sys.path.insert(0, {here!r})\nfrom warm_processes import stand_in\nstand_in(int(sys.argv[-1]))\n"
         )
         stand_in.chmod(0o755)
-        ready_read, ready_write = os.pipe()
         alive_read, self._alive = os.pipe()  # closed when this process ends, whatever ends it
-        self._server = subprocess.Popen(
-            [sys.executable, __file__, "serve", self.path, str(ready_write), str(alive_read)],
-            pass_fds=[ready_write, alive_read],
-        )
-        os.close(ready_write)
+        self._servers = [self._serve(name, alive_read) for name in _PROGRAMS]
         os.close(alive_read)
-        assert os.read(ready_read, 1) == b"1"
 
     def start(self, environment: dict[str, str], log: Path) -> "WarmProcess":
-        """Start the service."""
-        with log.open("ab") as file:
-            return WarmProcess(_ask(self.path, "service", {**environment, _VARIABLE: self.path}, [file.fileno()]))
+        """Start the trainer."""
+        return WarmProcess(_ask_for_service(self.directory, "trainer_service", environment, log))
 
     def close(self) -> None:
         os.close(self._alive)
-        self._server.wait()
+        for server in self._servers:
+            server.wait()
+
+    def _serve(self, program: str, alive: int) -> subprocess.Popen:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(self.directory / f"{program}.sock"))
+        listener.listen(64)
+        with listener:
+            descriptors = (listener.fileno(), alive)
+            command = [sys.executable, __file__, program, *map(str, descriptors)]
+            return subprocess.Popen(command, pass_fds=descriptors)
+
+
+def start_warm(directory: Path, program: str, environment: dict[str, str], log: Path) -> "WarmPopen":
+    """Start a service, whose output goes to the end of `log`, from the processes of whoever made the directory."""
+    return WarmPopen(_ask_for_service(directory, program, environment, log))
 
 
 class WarmProcess:
@@ -58,6 +84,7 @@ class WarmProcess:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self.pid = int(connection.recv(64))
+        self.returncode: int | None = None
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -68,11 +95,14 @@ class WarmProcess:
 
     def wait(self, seconds: float) -> bool:
         """Whether it ended within `seconds`."""
-        self._connection.settimeout(seconds)
-        try:
-            return bool(self._connection.recv(64))
-        except TimeoutError:
-            return False
+        return self._has_ended(seconds)
+
+    def _has_ended(self, seconds: float | None) -> bool:
+        if self.returncode is None:
+            self._connection.settimeout(seconds)
+            with suppress(TimeoutError, BlockingIOError):
+                self.returncode = int(self._connection.recv(64))
+        return self.returncode is not None
 
     def engines(self) -> list[int]:
         """Process ids of what it started."""
@@ -82,10 +112,35 @@ class WarmProcess:
             return []
 
 
-def _ask(path: str, kind: str, environment: dict[str, str], files: list[int]) -> socket.socket:
+class WarmPopen(WarmProcess):
+    """The same with the methods of a Popen."""
+
+    def poll(self) -> int | None:
+        self._has_ended(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._has_ended(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _ask_for_service(directory: Path, program: str, environment: dict[str, str], log: Path) -> socket.socket:
+    with log.open("ab") as file:
+        return _ask(directory, program, program, {**environment, VARIABLE: str(directory)}, [file.fileno()])
+
+
+def _ask(directory: Path, server: str, program: str, environment: dict[str, str], files: list[int]) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(path)
-    message = json.dumps({"kind": kind, "environment": environment, "cwd": str(Path.cwd())}).encode()
+    connection.connect(str(directory / f"{server}.sock"))
+    message = json.dumps({"program": program, "environment": environment, "cwd": str(Path.cwd())}).encode()
     connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))])
     return connection
 
@@ -98,26 +153,14 @@ def _end_with_parent(alive: int, forks: set[int]) -> None:
     os._exit(0)
 
 
-def _serve(path: str, ready: int, alive: int) -> None:
-    import file_recorder  # noqa: F401
-    import grpc  # noqa: F401
-    import peft  # noqa: F401
-    import torch
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import trainer_service.__main__
-    import trainer_service.engine.__main__  # noqa: F401
-
-    torch.set_num_threads(1)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
-    listener.listen(64)
-    os.write(ready, b"1")
+def _serve(program: str, listener: socket.socket, alive: int) -> None:
     forks: set[int] = set()
     threading.Thread(target=_end_with_parent, args=(alive, forks), daemon=True).start()
     while True:
         connection, _ = listener.accept()
         message, files = _receive(connection)
+        for module in (f"{program}.__main__", *_PROGRAMS[program]):
+            import_module(module)
         pid = os.fork()
         if pid == 0:
             listener.close()
@@ -125,6 +168,9 @@ def _serve(path: str, ready: int, alive: int) -> None:
             os.close(alive)
             _run(message, files)
         forks.add(pid)
+        if message["program"] != _ENGINE:
+            with suppress(PermissionError, ProcessLookupError):
+                os.setpgid(pid, pid)  # before whoever asked can kill the group
         for file in files:
             os.close(file)
         connection.send(str(pid).encode())
@@ -158,34 +204,47 @@ def _end_with(connection: socket.socket, pid: int) -> None:
 
 
 def _run(message: dict, files: list[int]) -> None:
+    """Be the program, in this fork."""
+    program, environment = message["program"], message["environment"]
     os.environ.clear()
-    os.environ.update(message["environment"])
+    os.environ.update(environment)
     os.chdir(message["cwd"])
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     status = 1
     try:
-        sys.modules["file_recorder"].record_me()
-        if message["kind"] == "service":
+        if recorder := sys.modules.get("file_recorder"):
+            recorder.record_me()
+        if program == _ENGINE:
+            os.dup2(files[1], 2)
+            sys.argv = [program, "--fd", str(files[0])]
+        else:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(files[0], 1)
             os.dup2(files[0], 2)
-            sys.executable = os.environ[_VARIABLE] + ".python"
-            sys.argv = ["trainer_service"]
-            sys.modules["trainer_service.__main__"].main()
-        else:
-            os.dup2(files[1], 2)
-            sys.argv = ["trainer_service.engine", "--fd", str(files[0])]
-            sys.modules["trainer_service.engine.__main__"].main()
+            sys.argv = [program]
+        if program == "trainer_service":
+            sys.executable = str(Path(environment[VARIABLE]) / "python")
+        sys.modules[f"{program}.__main__"].main()
         status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else bool(end.code)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
     except BaseException:
         import traceback
 
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
 
 
 def stand_in(descriptor: int) -> None:
-    """Be the engine for the service that started this process."""
-    connection = _ask(os.environ[_VARIABLE], "engine", dict(os.environ), [descriptor, 2])
+    """Be the trainer's engine for the service that started this process."""
+    directory = Path(os.environ[VARIABLE])
+    connection = _ask(directory, "trainer_service", _ENGINE, dict(os.environ), [descriptor, 2])
     os.close(descriptor)
     connection.recv(64)
     status = int(connection.recv(64) or 1)
@@ -196,4 +255,9 @@ def stand_in(descriptor: int) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path.cwd()))
-    _serve(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    if sys.argv[1] == "sampler_service":
+        # Titles are written over a process's arguments and environment, which are found while these are as they were.
+        from setproctitle import setproctitle
+
+        setproctitle("warm sampler_service")
+    _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
