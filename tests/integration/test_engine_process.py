@@ -81,10 +81,12 @@ def files(directory):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_command_answers_as_in_this_process(options, process, tmp_path):
-    local, remote = PeftEngine(options), process
+async def test_every_command_answers_as_in_this_process(options, engine, tmp_path):
+    local, remote = PeftEngine(options), engine
     assert remote.describe() == local.describe()
-    assert await remote.create_run("run", LORA) == local.create_run("run", LORA)
+    local.create_run("run", LORA)
+    assert await remote.create_run("own", LORA) == local.create_run("own", LORA)
+    await remote.delete_run("own")
     for seed in range(2):
         for forward_only in (False, True):
             arguments = ("run", make_data(seed=seed), "ppo", {"clip_high_threshold": 1.3})

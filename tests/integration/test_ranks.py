@@ -6,6 +6,7 @@ import asyncio
 import os
 import select
 import signal
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,18 @@ async def pair(options, process):
     await process.create_run("run", LORAS["all"])
     yield process, one
     await process.delete_run("run")
+
+
+@asynccontextmanager
+async def both_have(pair, *names):
+    """Give both engines runs of these LORAS until the block ends, however it ends."""
+    two, one = pair
+    async with AsyncExitStack() as stack:
+        for name in names:
+            one.create_run(name, LORAS[name])
+            await two.create_run(name, LORAS[name])
+            stack.push_async_callback(two.delete_run, name)
+        yield
 
 
 async def both(pair, command, *arguments, **settings):
@@ -134,15 +147,12 @@ async def test_two_ranks_train_as_one(pair, tmp_path):
 
 @pytest.mark.parametrize("name", [*LORAS][1:])
 async def test_ranks_stay_together_whatever_a_run_trains(pair, tmp_path, name):
-    two, one = pair
-    one.create_run(name, LORAS[name])
-    await two.create_run(name, LORAS[name])
-    for lengths in (LENGTHS, (7,)):  # A single datum leaves the second rank nothing.
-        await train_alike(pair, make_data(lengths), name)
-        await step_alike(pair, name)
-        await train_alike(pair, make_data(lengths))
-    assert_close(*await saved(pair, tmp_path, run_id=name))
-    await two.delete_run(name)
+    async with both_have(pair, name):
+        for lengths in (LENGTHS, (7,)):  # A single datum leaves the second rank nothing.
+            await train_alike(pair, make_data(lengths), name)
+            await step_alike(pair, name)
+            await train_alike(pair, make_data(lengths))
+        assert_close(*await saved(pair, tmp_path, run_id=name))
 
 
 async def test_several_targets_and_packs_without_any_go_side_by_side(pair):
@@ -176,19 +186,14 @@ async def test_a_checkpoint_of_either_loads_in_the_other(pair, tmp_path):
 
 
 async def test_runs_side_by_side_stay_their_own(pair):
-    two, one = pair
     names = [*LORAS][1:]
-    for name in names:
-        one.create_run(name, LORAS[name])
-        await two.create_run(name, LORAS[name])
-    for _ in range(2):
-        await asyncio.gather(
-            *(train_alike(pair, make_data(LENGTHS, seed=seed), name) for seed, name in enumerate([*names, "run"]))
-        )
-        for name in names:
-            await step_alike(pair, name)
-    for name in names:
-        await two.delete_run(name)
+    async with both_have(pair, *names):
+        for _ in range(2):
+            await asyncio.gather(
+                *(train_alike(pair, make_data(LENGTHS, seed=seed), name) for seed, name in enumerate([*names, "run"]))
+            )
+            for name in names:
+                await step_alike(pair, name)
 
 
 async def test_what_fails_on_one_rank_fails_on_both_and_changes_nothing(pair, tmp_path):
