@@ -145,7 +145,7 @@ class SamplerServicer(Base):
         start = perf_counter()
         entry = await self._registry.install(staged)
         milliseconds = 1e3 * (perf_counter() - start)
-        self._resolver.announced(entry.served.run_id, entry.served.version)
+        self._resolver.pushed(entry.served.run_id, entry.served.version)
         self._registry.retire_superseded(entry.served.run_id)
         return pb.UpdateWeightsResponse(acknowledgement=acknowledge(entry, self._info.sampler_id, milliseconds))
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import grpc
 
@@ -40,6 +41,7 @@ class WeightServicer(WeightServiceServicer):
         self._publisher = publisher
         self._registry = registry
         self._checkpoints = checkpoints
+        self._instance = uuid4().hex
 
     async def WatchVersions(
         self, request_iterator: AsyncIterator[pb.WatchVersionsRequest], context: Context
@@ -85,8 +87,9 @@ class WeightServicer(WeightServiceServicer):
                 raise errors.MissingCredential("versions are announced to samplers alone")
             if first.WhichOneof("message") == "hello" and first.hello.sampler_id:
                 hello = first.hello
-                held = {(held.run_id, held.version) for held in hello.held}
-                watcher = Watcher(hello.sampler_id, held, hello.joins_group, hello.links_staged)
+                held = {(held.run_id, held.version): held.sha256 for held in hello.held}
+                watcher = Watcher(hello.sampler_id, held, hello.joins_group, hello.links_staged, hello.instance)
+                watcher.outbox.put_nowait(pb.WatchVersionsResponse(welcome=pb.Welcome(trainer_instance=self._instance)))
                 await self._feed.join(watcher)
                 return watcher
             break
@@ -122,7 +125,10 @@ class WeightServicer(WeightServiceServicer):
 
 
 async def _outbox(watcher: Watcher, listening: asyncio.Task[None]) -> AsyncIterator[pb.WatchVersionsResponse]:
-    """Yield what the watcher is to be told until it leaves; raises what went wrong with what it said."""
+    """Yield what the watcher is to be told until it leaves.
+
+    Raises what went wrong with what it said, and the error with which its watch is to end.
+    """
     while True:
         next_response = asyncio.create_task(watcher.outbox.get())
         try:
@@ -130,6 +136,9 @@ async def _outbox(watcher: Watcher, listening: asyncio.Task[None]) -> AsyncItera
             if not next_response.done():
                 listening.result()
                 return
-            yield next_response.result()
+            response = next_response.result()
+            if isinstance(response, errors.PacelineError):
+                raise response
+            yield response
         finally:
             next_response.cancel()

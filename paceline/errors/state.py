@@ -65,6 +65,12 @@ class VersionExists(Conflict):
     reason = "VERSION_EXISTS"
 
 
+class SamplerExists(Conflict):
+    """Another sampler watches the trainer under this name, or this one does by a newer watch."""
+
+    reason = "SAMPLER_EXISTS"
+
+
 class FailedPrecondition(PacelineError):
     """The run is not in a state for this."""
 

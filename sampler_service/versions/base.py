@@ -47,6 +47,10 @@ class Versions(Protocol):
         """Load weights that were pushed. Their files are its own from here on, also when this raises."""
         ...
 
+    def displace(self, served: ServedModel) -> None:
+        """Let go of other content than this under its number: from here on nobody begins with it."""
+        ...
+
     def unload(self, ref: ModelRef, tenant: str) -> None:
         """Let weights go once their last request ends."""
         ...

@@ -124,6 +124,15 @@ class InPlaceSlot:
         await staged.discard()
         raise errors.Unsupported("this sampler's weights are written in place; nothing is pushed to it", field="model")
 
+    def displace(self, served: ServedModel) -> None:
+        """Forget other content than this under its number; what was just written has none that is known yet."""
+        entry = self._entry
+        if entry is None or VersionKey.of(entry.served) != VersionKey.of(served):
+            return
+        if entry.staged.sha256 not in {"", served.sha256}:
+            _log.warning("weights displaced", run=served.run_id, version=served.version, announced=served.sha256)
+            self._release()
+
     def unload(self, ref: ModelRef, tenant: str) -> None:
         raise errors.Unsupported("this sampler has one set of weights; publish another version", field="model")
 

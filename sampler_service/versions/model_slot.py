@@ -77,7 +77,8 @@ class ModelSlot:
         self._idle = asyncio.Event()
         self._idle.set()
         self._switching: asyncio.Task[None] | None = None
-        self._refused: set[VersionKey] = set()
+        self._refused: dict[VersionKey, str] = {}
+        """What the engine did not load, with its SHA-256."""
         self._flights: Flights[StagedAdapter] = Flights()
         self._wanted: Counter[VersionKey] = Counter()
         """How many wait for weights, or change to them; until nobody does, their files stay."""
@@ -121,6 +122,16 @@ class ModelSlot:
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
         await staged.discard()
         raise errors.Unsupported("this sampler serves whole models, which are not pushed", field="model")
+
+    def displace(self, served: ServedModel) -> None:
+        """Forget other content than this under its number; requests in progress end on it."""
+        key = VersionKey.of(served)
+        if self._refused.get(key, served.sha256) != served.sha256:
+            del self._refused[key]
+        if self._entry is not None and key == self._key and self._entry.staged.sha256 != served.sha256:
+            _log.warning("model displaced", weights=str(key.ref()), announced=served.sha256)
+            self._release()
+            self._key = None
 
     def unload(self, ref: ModelRef, tenant: str) -> None:
         raise errors.Unsupported("this sampler has one model; load another in its place", field="model")
@@ -262,7 +273,7 @@ class ModelSlot:
         except errors.PacelineError as error:
             failure = error
             if isinstance(error, errors.ModelNotLoadable):
-                self._refused.add(head.key)
+                self._refused[head.key] = head.staged.sha256 if head.staged else ""
         except Exception:
             _log.exception("model not changed", weights=str(head.key.ref()))
             failure = errors.Internal("the model could not be changed")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from paceline import errors
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, check_run_id
-from paceline.rpc.identity import Identity
+from paceline.rpc.identity import PEER_TENANT, Identity
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef
 from paceline.weights import Piece, read_tensor_entries
@@ -52,6 +52,7 @@ class PushReceiver:
     async def _check_owner(self, manifest: weights_pb.Manifest, identity: Identity) -> None:
         """Services push for any tenant; a tenant only its own, where the trainer says whose run it is."""
         if identity.is_peer:
+            await self._check_same(manifest)
             return
         ref = ModelRef(run_id=manifest.model.run_id)
         if manifest.tenant != identity.tenant:
@@ -62,6 +63,21 @@ class PushReceiver:
             return
         if owned.tenant != identity.tenant:
             raise foreign(ref)
+        await self._check_same(manifest)
+
+    async def _check_same(self, manifest: weights_pb.Manifest) -> None:
+        """Refuse other content than the trainer has under this number; a trainer that is away has none.
+
+        Raises VersionExists.
+        """
+        model = manifest.model
+        try:
+            known = await self._trainer.describe(ModelRef(run_id=model.run_id, version=model.version), PEER_TENANT)
+        except (errors.NotFound, errors.TrainerUnavailable):
+            return
+        if known.model.sha256 != model.sha256:
+            message = f"the trainer has {known.model.sha256} under this number; push another number"
+            raise errors.VersionExists(message, field="manifest.model.version")
 
 
 async def _manifest(parts: Parts) -> weights_pb.Manifest:

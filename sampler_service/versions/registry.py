@@ -30,7 +30,9 @@ _log = get_logger(__name__)
 class VersionRegistry:
     """Loads versions on demand, each once, and unloads those that nothing needs.
 
-    What is loaded never changes: a key stands for one content. When the engine is full, the version that was used
+    What is loaded never changes: a key stands for one content. Where the trainer has other content under a number, as
+    after its volume was restored, its content takes the place of what is here; requests in progress end on what they
+    began with. When the engine is full, the version that was used
     longest ago gives way, and waits on disk.
     """
 
@@ -54,6 +56,8 @@ class VersionRegistry:
         self._entries: OrderedDict[VersionKey, LoadedVersion] = OrderedDict()
         self._unverified: set[LoadedVersion] = set()
         """In the engine, and nobody's to ask for yet."""
+        self._displaced: set[LoadedVersion] = set()
+        """In the engine until their last request ends, and nobody's to ask for any more."""
         self._departures = Departures()
         self._adapter_ids = count(1)
         self._changing = asyncio.Lock()
@@ -118,13 +122,30 @@ class VersionRegistry:
             raise absent(ref)
         self._retire_all(lambda served: VersionKey.of(served) in mine)
 
+    def displace(self, served: ServedModel) -> None:
+        """Let go of other content than this under its number: from here on nobody begins with it."""
+        key = VersionKey.of(served)
+        entry = self._entries.get(key)
+        if entry is not None and entry.staged.sha256 != served.sha256:
+            _log.warning("version displaced", weights=str(key.ref()), had=entry.staged.sha256, announced=served.sha256)
+            del self._entries[key]
+            self._displaced.add(entry)
+            self._retire(entry)
+        for staged in self._disk.remove(lambda one: VersionKey.of(one) == key and one.sha256 != served.sha256):
+            self._unloading.spawn(self._release(staged))
+
     def forget_run(self, run_id: str) -> None:
         """Let everything of a deleted run go, as requests end."""
         self._retire_all(lambda served: run_of(served) == run_id)
 
     def retire_superseded(self, run_id: str) -> None:
-        """Let all but the newest versions of a run go; one that is asked for later comes back."""
-        versions = sorted({served.version for served in self.held() if served.run_id == run_id}, reverse=True)
+        """Let all but the newest versions of a run go; one that is asked for later comes back.
+
+        Numbers above the newest are of another time, or were pushed before it: they go first.
+        """
+        newest = self._resolver.newest(run_id)
+        held = {served.version for served in self.held() if served.run_id == run_id}
+        versions = sorted(held, key=lambda version: (version <= newest, version), reverse=True)
         superseded = set(versions[self._limits.keep_per_run :]) - {0}
         self._retire_all(lambda served: served.run_id == run_id and served.version in superseded)
 
@@ -180,6 +201,7 @@ class VersionRegistry:
                 if not isinstance(error, errors.ChecksumMismatch):
                     raise
                 _log.warning("version damaged on disk; it is fetched again", weights=str(key.ref()))
+        self._check_room()
         with self._metrics.fetch_seconds.time():
             staged = await self._bridge.fetch(key.ref(), tenant)
         return await self.install(staged)
@@ -234,14 +256,29 @@ class VersionRegistry:
         return LoadedVersion(served, tenant, adapter, staged, times)
 
     async def _make_room(self) -> None:
-        while len(self._entries) + len(self._unverified) + len(self._departures) >= self._limits.max_loaded:
+        while self._taken() >= self._limits.max_loaded:
             if self._departures:
                 await self._departures.next()
                 continue
-            idle = next((entry for entry in self if not entry.requests_in_flight), None)
+            idle = self._find_idle()
             if idle is None:
-                raise errors.Overloaded(f"all {len(self._entries)} versions that fit are in use; try again")
+                raise self._full()
             await self._unload(idle, may_wait=not idle.retired)
+
+    def _taken(self) -> int:
+        """Return how many places of the engine are taken."""
+        return len(self._entries) + len(self._displaced) + len(self._unverified) + len(self._departures)
+
+    def _find_idle(self) -> LoadedVersion | None:
+        return next((entry for entry in (*self._displaced, *self) if not entry.requests_in_flight), None)
+
+    def _check_room(self) -> None:
+        """Refuse, before anything travels, a version that could not be loaded. Raises Overloaded."""
+        if self._taken() >= self._limits.max_loaded and not self._departures and self._find_idle() is None:
+            raise self._full()
+
+    def _full(self) -> errors.Overloaded:
+        return errors.Overloaded(f"all {self._limits.max_loaded} versions that fit are in use; try again")
 
     def _retire_all(self, is_meant: Callable[[ServedModel], bool]) -> None:
         for entry in self:
@@ -258,8 +295,11 @@ class VersionRegistry:
         if entry.retired and not entry.requests_in_flight:
             self._unloading.spawn(self._unload_idle(entry))
 
+    def _is_here(self, entry: LoadedVersion) -> bool:
+        return entry in self._displaced or self._entries.get(VersionKey.of(entry.served)) is entry
+
     async def _unload_idle(self, entry: LoadedVersion) -> None:
-        if self._entries.get(VersionKey.of(entry.served)) is entry and not entry.requests_in_flight:
+        if self._is_here(entry) and not entry.requests_in_flight:
             await self._unload(entry)
 
     async def _unload(self, entry: LoadedVersion, *, may_wait: bool = False) -> None:
@@ -267,7 +307,10 @@ class VersionRegistry:
 
         With `may_wait` its files wait on disk until it is asked for again.
         """
-        del self._entries[VersionKey.of(entry.served)]
+        if entry in self._displaced:
+            self._displaced.remove(entry)
+        else:
+            del self._entries[VersionKey.of(entry.served)]
         waits = False
         try:
             with self._departures.one():
@@ -280,7 +323,9 @@ class VersionRegistry:
         try:
             await staged.discard()
         finally:
-            self.listeners.tell_released(served_model(staged.manifest))
+            served = served_model(staged.manifest)
+            if self._staged(VersionKey.of(served)) is None:  # else other content took its place, and is held
+                self.listeners.tell_released(served)
 
     async def _bring_back(self, entry: LoadedVersion) -> None:
         """Fetch what was lost; only when that fails is the trainer told that it is held no more."""

@@ -6,11 +6,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from time import perf_counter
+from uuid import uuid4
 
 import grpc
 
 from paceline import errors
 from paceline.log import get_logger
+from paceline.rpc.status import error_from_rpc
 from paceline.types import ServedModel
 from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
@@ -26,6 +28,9 @@ from sampler_service.versions.trainer_link import TrainerLink
 
 _FIRST_DELAY, _LAST_DELAY = 0.1, 2.0
 """Seconds between attempts to reach the trainer: doubled each time, with jitter."""
+
+_FIRST_RETRY, _LAST_RETRY = 0.2, 5.0
+"""Seconds between attempts to load a version that there is no room for: doubled each time."""
 
 _CONCURRENT_LOADS = 4
 """A trainer that restarts announces every run at once."""
@@ -54,6 +59,7 @@ class VersionWatcher:
         self._registry = registry
         self._resolver = resolver
         self._sampler_id = sampler_id
+        self._instance = uuid4().hex
         self._metrics = metrics
         self._needs_volume = needs_volume
         self._offers = offers
@@ -90,7 +96,8 @@ class VersionWatcher:
             async for message in call:
                 self._hear(message)
         except grpc.aio.AioRpcError as failure:
-            return failure.code().name
+            error = error_from_rpc(failure)
+            return f"{error.reason}: {error.message}" if isinstance(error, errors.Conflict) else failure.code().name
         finally:
             self._outbox = None
             if self._offers is not None:
@@ -104,15 +111,20 @@ class VersionWatcher:
         held = [served for served in self._registry.held() if served.version]
         return pb.Hello(
             sampler_id=self._sampler_id,
-            held=[pb.HeldVersion(run_id=served.run_id, version=served.version) for served in held],
+            held=[
+                pb.HeldVersion(run_id=served.run_id, version=served.version, sha256=served.sha256) for served in held
+            ],
             joins_group=self._group is not None,
             links_staged=self._offers is not None,
+            instance=self._instance,
         )
 
     def _hear(self, message: pb.WatchVersionsResponse) -> None:
         match message.WhichOneof("message"):
             case "announcement":
                 self._announced(message.announcement)
+            case "welcome":
+                self._resolver.welcomed(message.welcome.trainer_instance)
             case "run_deleted":
                 self._resolver.forget(message.run_deleted.run_id)
                 self._registry.forget_run(message.run_deleted.run_id)
@@ -128,11 +140,12 @@ class VersionWatcher:
     def _announced(self, announcement: pb.Announcement) -> None:
         """Start loading an announced version if it can be had and was not superseded before."""
         served, arrival = served_model(announcement.manifest), perf_counter()
+        self._registry.displace(served)
         if self._offers is not None:
             self._offers.announced(announcement.manifest)
         if self._group is not None and announcement.broadcast_generation:
             self._group.expect(announcement, self._send)
-        newest, on_volume = self._resolver.newest(served.run_id), bool(announcement.volume_path)
+        newest, on_volume = self._resolver.last_announced(served.run_id), bool(announcement.volume_path)
         if self._needs_volume and not on_volume:
             return
         self._resolver.announced(served.run_id, served.version)
@@ -155,13 +168,12 @@ class VersionWatcher:
     async def _apply(self, served: ServedModel, arrival: float) -> None:
         key = VersionKey.of(served)
         try:
-            async with self._slots:
-                entry = self._registry.find(key) or await self._registry.fetch(key)
+            entry = await self._load(served)
         except errors.PacelineError as error:
-            self._refuse(served, error.reason)
+            self._refuse(served, error)
         except Exception:
             _log.exception("version not loaded", run=served.run_id, version=served.version)
-            self._refuse(served, errors.Internal.reason)
+            self._refuse(served, errors.Internal("the version could not be loaded; see the sampler's log"))
         else:
             self._acknowledge(entry, perf_counter() - arrival)
             self._registry.retire_superseded(served.run_id)
@@ -169,6 +181,35 @@ class VersionWatcher:
             self._awaited.discard(key)
             if self._group is not None:
                 self._group.drop(key)
+
+    async def _load(self, served: ServedModel) -> LoadedVersion:
+        """Load what was announced. Where there is no room, the trainer is told so and it is tried again.
+
+        Raises EngineUnavailable when a newer version came before there was room, and as `fetch`.
+        """
+        delay = _FIRST_RETRY
+        while True:
+            try:
+                async with self._slots:
+                    return await self._exactly(served)
+            except errors.Exhausted as error:
+                if served.version < self._resolver.last_announced(served.run_id):
+                    message = "a newer version came before there was room for this one"
+                    raise errors.EngineUnavailable(message) from error
+                self._refuse(served, error, pending=True)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LAST_RETRY)
+
+    async def _exactly(self, served: ServedModel) -> LoadedVersion:
+        """Load the content that was announced, and no other under its number. Raises ChecksumMismatch."""
+        key = VersionKey.of(served)
+        for _ in range(2):  # A fetch that began before the announcement may bring what was there then.
+            entry = self._registry.find(key) or await self._registry.fetch(key)
+            if entry.staged.sha256 == served.sha256:
+                return entry
+            self._registry.displace(served)
+        message = f"the bytes that came are {entry.staged.sha256}, and {served.sha256} was announced"
+        raise errors.ChecksumMismatch(message, field="model.sha256")
 
     def _loaded(self, entry: LoadedVersion) -> None:
         """Say that a version is held that was pushed or asked for, so that the trainer keeps it as long."""
@@ -182,9 +223,15 @@ class VersionWatcher:
         acknowledgement = acknowledge(entry, self._sampler_id, 1e3 * seconds)
         self._send(pb.WatchVersionsRequest(acknowledgement=acknowledgement))
 
-    def _refuse(self, served: ServedModel, reason: str) -> None:
-        _log.warning("version refused", run=served.run_id, version=served.version, reason=reason)
-        refusal = pb.Refusal(run_id=served.run_id, version=served.version, reason=reason)
+    def _refuse(self, served: ServedModel, error: errors.PacelineError, *, pending: bool = False) -> None:
+        """Say that a version is not loaded, for good or, `pending`, for now."""
+        reason, message = error.reason, str(error)
+        _log.warning(
+            "version refused", run=served.run_id, version=served.version, reason=reason, error=message, pending=pending
+        )
+        refusal = pb.Refusal(
+            run_id=served.run_id, version=served.version, reason=reason, message=message, pending=pending
+        )
         self._send(pb.WatchVersionsRequest(refusal=refusal))
 
     def _release(self, served: ServedModel) -> None:

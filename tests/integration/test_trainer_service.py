@@ -591,8 +591,10 @@ async def test_tenants_may_not_watch(caller, channel, credential):
 async def test_old_versions_are_dropped_unless_a_sampler_holds_them(caller, cluster, credential):
     watch = caller.weights.WatchVersions(metadata=peer_metadata(credential))
     await watch.write(weights_pb.WatchVersionsRequest(hello=weights_pb.Hello(sampler_id="holder")))
-    await caller.publish(durable=True)
-    ack = weights_pb.Acknowledgement(run_id=caller.run_id, version=1, sampler_id="holder")
+    published = await caller.publish(durable=True)
+    ack = weights_pb.Acknowledgement(
+        run_id=caller.run_id, version=1, sha256=published.model.sha256, sampler_id="holder"
+    )
     await watch.write(weights_pb.WatchVersionsRequest(acknowledgement=ack))
     folder = cluster.state / "checkpoints" / "runs" / caller.run_id / "versions"
     for _ in range(4):

@@ -44,7 +44,7 @@ class SlowCopy(Watcher):
     """Hears of a version before it is copied to the volume, and has whoever copies it wait for a file."""
 
     def __init__(self, publisher, run):
-        super().__init__("slow copy", set())
+        super().__init__("slow copy", {})
         self.publisher, self.run = publisher, run
         self.file = -1
 

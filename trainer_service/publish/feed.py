@@ -10,9 +10,12 @@ from collections import defaultdict
 from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 
 from paceline import errors
 from paceline.log import get_logger
+from paceline.types import ServedModel
+from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 
 VersionKey = tuple[str, int]
@@ -34,26 +37,41 @@ class Watcher:
     """A sampler that watches."""
 
     sampler_id: str
-    held: set[VersionKey]
+    held: dict[VersionKey, str]
+    """What it holds, with the SHA-256 that it says; empty where it does not say."""
     joins_group: bool = False
     """Whether it is to be in the process group over which versions are broadcast."""
     links_staged: bool = False
     """Whether it wants to hear of versions as soon as their files are staged."""
-    outbox: asyncio.Queue[pb.WatchVersionsResponse] = field(default_factory=asyncio.Queue)
+    instance: str = ""
+    """Tells a sampler that watches again from another of the same name; empty where it does not say."""
+    outbox: asyncio.Queue[pb.WatchVersionsResponse | errors.PacelineError] = field(default_factory=asyncio.Queue)
+    """What it is told; an error ends its watch."""
 
     def announce(self, announcement: pb.Announcement) -> None:
         """Tell it of a version."""
         self.outbox.put_nowait(pb.WatchVersionsResponse(announcement=announcement))
 
+    def needs(self, model: ServedModel) -> bool:
+        """Whether it is to hear of a run's newest version: it lacks these bytes, or takes another for the newest."""
+        others = (version for run_id, version in self.held if run_id == model.run_id)
+        held = self.held.get((model.run_id, model.version))
+        return held not in {"", model.sha256} or max(others, default=0) > model.version
+
 
 class Feed:
-    """Announces versions and gathers what samplers answer."""
+    """Announces versions and gathers what samplers answer.
+
+    An acknowledgement counts only where the sampler says the SHA-256 that was announced.
+    """
 
     def __init__(self) -> None:
         self._watchers: dict[str, Watcher] = {}
         self._newest: dict[str, pb.Announcement] = {}
+        self._announced: dict[VersionKey, str] = {}
+        """SHA-256 of every version that was announced."""
         self._acks: dict[VersionKey, dict[str, pb.Acknowledgement]] = defaultdict(dict)
-        self._refusals: dict[VersionKey, dict[str, str]] = defaultdict(dict)
+        self._refusals: dict[VersionKey, dict[str, pb.Refusal]] = defaultdict(dict)
         self._changed = asyncio.Condition()
 
     def count(self) -> int:
@@ -65,10 +83,23 @@ class Feed:
         return list(self._watchers.values())
 
     async def join(self, watcher: Watcher) -> None:
-        """Take in a watcher and announce to it what is newer than what it holds."""
+        """Take in a watcher and announce to it what is newer than what it holds, or other bytes than those.
+
+        A sampler that watches again takes its own place, and its older watch ends. Raises SamplerExists where another
+        sampler has the name.
+        """
+        older = self._watchers.get(watcher.sampler_id)
+        if older is not None:
+            if older.instance and watcher.instance and older.instance != watcher.instance:
+                raise errors.SamplerExists(
+                    f"another sampler watches as {watcher.sampler_id}; give each a name of its own",
+                    field="hello.sampler_id",
+                )
+            _log.warning("sampler watches anew; its older watch ends", sampler=watcher.sampler_id)
+            older.outbox.put_nowait(errors.SamplerExists("this sampler watches by a newer call", field="hello"))
         self._watchers[watcher.sampler_id] = watcher
-        for run_id, announcement in self._newest.items():
-            if (run_id, announcement.manifest.model.version) not in watcher.held:
+        for announcement in self._newest.values():
+            if watcher.needs(served_model(announcement.manifest)):
                 watcher.announce(announcement)
         _log.info("sampler watches", sampler=watcher.sampler_id, holds=len(watcher.held))
         await self._notify()
@@ -89,6 +120,7 @@ class Feed:
     def announce(self, announcement: pb.Announcement) -> frozenset[str]:
         """Tell every watcher of a version; return their names."""
         model = announcement.manifest.model
+        self._announced[model.run_id, model.version] = model.sha256
         newest = self._newest.get(model.run_id)
         if newest is None or newest.manifest.model.version <= model.version:
             # Who comes later is not in the group that it is broadcast to now.
@@ -100,42 +132,57 @@ class Feed:
         return frozenset(self._watchers)
 
     async def acknowledge(self, watcher: Watcher, ack: pb.Acknowledgement) -> None:
-        """Note that a sampler has a version active."""
+        """Note that a sampler has a version active, if it has the bytes that were announced.
+
+        One that nobody announced, such as a version that was pushed, is the sampler's own: it is kept for it, no more.
+        """
         key = (ack.run_id, ack.version)
-        watcher.held.add(key)
-        self._acks[key][watcher.sampler_id] = ack
+        announced = self._announced.get(key)
+        if announced not in {None, ack.sha256}:
+            message = f"serves {ack.sha256 or 'unnamed bytes'} as version {ack.version}, which is {announced}"
+            reason = errors.ChecksumMismatch.reason
+            refusal = pb.Refusal(run_id=ack.run_id, version=ack.version, reason=reason, message=message)
+            await self.refuse(watcher, refusal)
+            return
+        watcher.held[key] = ack.sha256
+        if announced is not None:
+            self._acks[key][watcher.sampler_id] = ack
+            self._refusals[key].pop(watcher.sampler_id, None)
         await self._notify()
 
     async def refuse(self, watcher: Watcher, refusal: pb.Refusal) -> None:
-        """Note that a sampler could not load a version."""
+        """Note that a sampler could not load a version, or cannot yet."""
         _log.warning(
             "version refused",
             sampler=watcher.sampler_id,
             run=refusal.run_id,
             version=refusal.version,
             reason=refusal.reason,
+            message=refusal.message,
+            pending=refusal.pending,
         )
-        self._refusals[refusal.run_id, refusal.version][watcher.sampler_id] = refusal.reason
+        self._refusals[refusal.run_id, refusal.version][watcher.sampler_id] = refusal
         await self._notify()
 
     def release(self, watcher: Watcher, key: VersionKey) -> None:
         """Note that a sampler no longer holds a version."""
-        watcher.held.discard(key)
+        watcher.held.pop(key, None)
 
     def leased(self) -> Set[VersionKey]:
         """Return the versions that some watcher holds."""
-        return frozenset(key for watcher in self._watchers.values() for key in watcher.held)
+        return frozenset(chain.from_iterable(watcher.held for watcher in self._watchers.values()))
 
     def forget_run(self, run_id: str) -> None:
         """Tell every watcher that a run is gone."""
         self._newest.pop(run_id, None)
-        for key in [key for key in self._acks if key[0] == run_id]:
-            del self._acks[key]
+        for key in [key for key in (*self._announced, *self._acks, *self._refusals) if key[0] == run_id]:
+            self.forget_version(key)
         for watcher in self._watchers.values():
             watcher.outbox.put_nowait(pb.WatchVersionsResponse(run_deleted=pb.RunDeleted(run_id=run_id)))
 
     def forget_version(self, key: VersionKey) -> None:
         """Drop what was said of a version."""
+        self._announced.pop(key, None)
         self._acks.pop(key, None)
         self._refusals.pop(key, None)
 
@@ -144,32 +191,56 @@ class Feed:
     ) -> list[pb.Acknowledgement]:
         """Wait until a version is acknowledged as `policy` asks; `expected` watched when it was announced.
 
-        ALL waits for each of them that still watches, and for one at least. Raises AckTimeout, also where a sampler
-        could not load it for the moment, or the error with which the version was refused.
+        ALL waits for each of them that still watches, and for one at least. The version exists whatever happens here:
+        raises AckTimeout, also where a sampler could not load it for the moment, or the error with which a sampler
+        refused it for good. Both name the version and the samplers that lack it.
         """
         try:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(lambda: self._is_settled(key, policy, expected))
         except TimeoutError:
-            facts = {"version": str(key[1]), "acknowledged": str(len(self._acks[key]))}
-            message = "{acknowledged} sampler(s) acknowledged version {version}; it exists all the same"
-            raise errors.AckTimeout(message.format(**facts), metadata=facts) from None
-        except errors.Unavailable as refusal:
-            # The version exists: this must not look as if the command could be sent again.
-            message = f"a sampler could not load version {key[1]} now ({refusal.reason}); it exists all the same"
-            raise errors.AckTimeout(message, metadata={"version": str(key[1])}) from refusal
+            raise errors.AckTimeout(self._so_far(key, expected), metadata=self._facts(key, expected)) from None
         return list(self._acks[key].values())
 
     def _is_settled(self, key: VersionKey, policy: AckPolicy, expected: Set[str]) -> bool:
-        acknowledged, refused = self._acks[key].keys(), self._refusals[key]
+        acknowledged = self._acks[key].keys()
         watching = expected & self._watchers.keys()
-        refusing = watching & refused.keys()
+        refusing = {name for name, refusal in self._refusals[key].items() if name in watching and not refusal.pending}
         if refusing and (policy is AckPolicy.ALL or refusing == watching):
-            reason = next(iter(refused.values()))
-            raise errors.CATALOG.get(reason, errors.Internal)(f"a sampler refused version {key[1]}")
+            raise self._refused(key, min(refusing), expected)
         if policy is AckPolicy.ANY:
             return bool(acknowledged)
         return bool(acknowledged) and watching <= acknowledged
+
+    def _refused(self, key: VersionKey, sampler_id: str, expected: Set[str]) -> errors.PacelineError:
+        """Return what a publish says of a sampler's refusal.
+
+        What may pass by itself must not look as if the command had not been executed and could be sent again.
+        """
+        refusal, facts = self._refusals[key][sampler_id], self._facts(key, expected)
+        kind = errors.CATALOG.get(refusal.reason, errors.Internal)
+        if issubclass(kind, errors.Unavailable | errors.Exhausted | errors.TimedOut):
+            return errors.AckTimeout(self._so_far(key, expected), metadata=facts)
+        said = f": {refusal.message}" if refusal.message else ""
+        return kind(
+            f"version {key[1]} exists, and sampler {sampler_id} refused it ({refusal.reason}){said}", metadata=facts
+        )
+
+    def _so_far(self, key: VersionKey, expected: Set[str]) -> str:
+        missing = [
+            f"{name} ({refusal.reason})" if (refusal := self._refusals[key].get(name)) else name
+            for name in self._missing(key, expected)
+        ]
+        rest = f", and not yet by {', '.join(missing)}" if missing else ""
+        return f"version {key[1]} exists; it is acknowledged by {len(self._acks[key])} sampler(s){rest}"
+
+    def _facts(self, key: VersionKey, expected: Set[str]) -> dict[str, str]:
+        missing = ",".join(self._missing(key, expected))
+        return {"version": str(key[1]), "acknowledged": str(len(self._acks[key])), "missing": missing}
+
+    def _missing(self, key: VersionKey, expected: Set[str]) -> list[str]:
+        """Return those that watch, heard of a version, and have not acknowledged it."""
+        return sorted((expected & self._watchers.keys()) - self._acks[key].keys())
 
     async def _notify(self) -> None:
         async with self._changed:
