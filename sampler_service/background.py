@@ -18,11 +18,12 @@ class Background:
         self._what = what
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Begin something."""
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Begin something; whoever waits for it all the same shields it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     async def finish(self) -> None:
         """Wait until everything has ended by itself."""

@@ -28,9 +28,9 @@ async def import_adapter(
     """Copy the adapter of a PEFT directory to a sampler checkpoint of a run, durably and all at once.
 
     The checkpoint belongs to the run's tenant. The trainer may be running. Nothing but the weights and their
-    configuration is copied. Raises RunNotFound, InvalidName, CheckpointExists, InvalidDtype, ChecksumMismatch,
-    DiskFull, and CheckpointMismatch when a file is missing or rank or scaling are not the run's. Whether the modules
-    are the run's, LoadCheckpoint checks.
+    configuration is copied. Raises RunNotFound, InvalidName, CheckpointExists, InvalidDtype, InvalidShape, NonFinite,
+    ChecksumMismatch, DiskFull, and CheckpointMismatch when a file is missing or rank or scaling are not the run's.
+    Whether the modules are the run's, LoadCheckpoint checks.
     """
     run = _read_run(volume, run_id)
     _check_files(source, run)
@@ -63,7 +63,7 @@ def _check_files(source: Path, run: RunOrigin) -> None:
             raise errors.CheckpointMismatch(f"{source} has no {file}; save the adapter with PEFT as safetensors")
     try:
         config = msgspec.json.decode((source / layout.CONFIG_FILE).read_bytes(), type=dict[str, Any])
-        weights.read_tensor_entries(source / layout.WEIGHTS_FILE)
+        weights.check_finite(source / layout.WEIGHTS_FILE)
     except (msgspec.MsgspecError, ValueError, struct.error) as error:
         raise errors.CheckpointMismatch(f"{source} holds no adapter that can be read: {error}") from error
     if not isinstance(run.parameters, LoraConfig):

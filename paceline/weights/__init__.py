@@ -4,6 +4,7 @@ The bytes that travel are the safetensors file itself.
 """
 
 from paceline.weights.chunks import ChunkWriter, read_replies
+from paceline.weights.finite import check_finite
 from paceline.weights.manifest import (
     crc32c_of,
     describe_adapter,
@@ -31,6 +32,7 @@ __all__ = [
     "Piece",
     "Summary",
     "add_fetch_version",
+    "check_finite",
     "crc32c_of",
     "describe_adapter",
     "describe_weights",

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import lru_cache
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ _DTYPES = {
     "BF16": tensor_pb2.DTYPE_BFLOAT16,
     "F16": tensor_pb2.DTYPE_FLOAT16,
 }
+_ITEM_BYTES = {tensor_pb2.DTYPE_FLOAT32: 4, tensor_pb2.DTYPE_BFLOAT16: 2, tensor_pb2.DTYPE_FLOAT16: 2}
 _MAX_HEADER = 100_000_000  # the limit of the safetensors format
 _PIECE_BYTES = 1 << 18  # stays in the processor's cache between reading and adding up
 
@@ -147,11 +149,15 @@ def read_header(weights: Path) -> bytes:
 
 
 def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
-    """Read where a safetensors file has its tensors. Raises ChecksumMismatch unless they tile it exactly."""
+    """Read where a safetensors file has its tensors.
+
+    Raises ChecksumMismatch unless they tile it exactly, InvalidShape where a tensor's bytes are not those of its shape
+    and dtype, InvalidDtype.
+    """
     header = read_header(weights)
     try:
         entries = _parse_header(header)
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name) from error
     ends = [8 + len(header), *(entry.offset + entry.size for entry in entries)]
     if [entry.offset for entry in entries] != ends[:-1] or ends[-1] != weights.stat().st_size:
@@ -192,4 +198,9 @@ def _entry(name: str, facts: dict[str, Any], base: int) -> pb.TensorEntry:
     dtype = _DTYPES.get(facts["dtype"])
     if dtype is None:
         raise errors.InvalidDtype(f"has dtype {facts['dtype']}; weights are F32, BF16 or F16", field=name)
+    shape = facts["shape"]
+    if any(extent < 0 for extent in shape) or prod(shape) * _ITEM_BYTES[dtype] != end - start:
+        raise errors.InvalidShape(
+            f"has shape {shape} of {facts['dtype']}, and {end - start} bytes in the file", field=name
+        )
     return pb.TensorEntry(name=name, dtype=dtype, shape=facts["shape"], offset=base + start, size=end - start)

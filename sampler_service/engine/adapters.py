@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
-from paceline.weights import read_header
+from paceline.weights import read_header, read_tensor_entries
 
 PREFIX = "base_model.model."
 SIDES = (".lora_A.weight", ".lora_B.weight")
@@ -33,10 +33,15 @@ class AdapterShapes:
 def read_adapter(directory: Path) -> AdapterShapes:
     """Read an adapter's configuration and tensor names. Those of a run's versions are the same and are parsed once.
 
-    Raises InvalidArgument when it is not plain LoRA, InvalidShape when there is no pair of A and B for each module,
-    ChecksumMismatch when the file ends before its header does.
+    Raises InvalidArgument when it is not plain LoRA, InvalidShape when there is no pair of A and B for each module, and
+    as `read_tensor_entries` for a file that is not what its header says.
     """
-    return _parse(read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes())
+    read_tensor_entries(directory / WEIGHTS_FILE)
+    header, config = read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes()
+    try:
+        return _parse(header, config)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidArgument("adapter_config.json is not that of a LoRA adapter", field="adapter") from error
 
 
 @lru_cache(maxsize=16)

@@ -7,6 +7,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from paceline.errors import InvalidArgument, InvalidShape, PacelineError
 from sampler_service.engine.adapters import check_adapter, read_adapter
 from sampler_service.engine.base import Adapter
 from sampler_service.engine.base_model import linear_shapes
@@ -27,11 +28,14 @@ class AdapterBank:
         if adapter.adapter_id in self.loaded:
             return
         check_adapter(read_adapter(adapter.path), self._linear, self._max_rank)
-        config = LoraConfig.from_pretrained(str(adapter.path))
-        config.inference_mode = True
-        inject_adapter_in_model(config, self._model, _key(adapter))
-        weights = load_file(adapter.path / "adapter_model.safetensors")
-        set_peft_model_state_dict(self._model, weights, adapter_name=_key(adapter))
+        try:
+            self._inject(adapter)
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            self._delete(adapter)
+            raise InvalidArgument("PEFT does not take the adapter's configuration", field="adapter") from error
+        except PacelineError:
+            self._delete(adapter)
+            raise
         self.loaded.add(adapter.adapter_id)
         self._model.train(mode=False)
 
@@ -39,8 +43,7 @@ class AdapterBank:
         """Forget an adapter; unknown ones are ignored."""
         if adapter.adapter_id not in self.loaded:
             return
-        for layer in self._layers():
-            layer.delete_adapter(_key(adapter))
+        self._delete(adapter)
         self.loaded.discard(adapter.adapter_id)
 
     def activate(self, adapter: Adapter | None) -> None:
@@ -54,6 +57,19 @@ class AdapterBank:
             layer.enable_adapters(enabled=adapter is not None)
             if adapter is not None:
                 layer.set_adapter(_key(adapter), inference_mode=True)
+
+    def _inject(self, adapter: Adapter) -> None:
+        config = LoraConfig.from_pretrained(str(adapter.path))
+        config.inference_mode = True
+        inject_adapter_in_model(config, self._model, _key(adapter))
+        weights = load_file(adapter.path / "adapter_model.safetensors")
+        left_out = set_peft_model_state_dict(self._model, weights, adapter_name=_key(adapter)).unexpected_keys
+        if left_out:
+            raise InvalidShape(f"{left_out[0]} is of a module that adapter_config.json leaves out", field="adapter")
+
+    def _delete(self, adapter: Adapter) -> None:
+        for layer in self._layers():
+            layer.delete_adapter(_key(adapter))
 
     def _layers(self) -> list[BaseTunerLayer]:
         return [module for module in self._model.modules() if isinstance(module, BaseTunerLayer)]

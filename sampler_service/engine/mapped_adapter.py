@@ -26,15 +26,20 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a matrix lies in the file, in elements of its dtype."""
+    """Where a matrix lies in the file."""
 
     dtype: torch.dtype
     offset: int
+    """In bytes."""
     shape: tuple[int, int]
 
-    def of(self, typed: Mapping[torch.dtype, Tensor]) -> Tensor:
-        """Return the matrix in a mapped file."""
-        return typed[self.dtype].as_strided(self.shape, (self.shape[1], 1), self.offset)
+    def of(self, typed: TypedViews) -> Tensor:
+        """Return the matrix in a mapped file; a copy of it where it does not lie at a multiple of its dtype's size."""
+        index, rest = divmod(self.offset, self.dtype.itemsize)
+        if rest:
+            size = self.shape[0] * self.shape[1] * self.dtype.itemsize
+            return typed.data[self.offset : self.offset + size].clone().view(self.dtype).view(self.shape)
+        return typed[self.dtype].as_strided(self.shape, (self.shape[1], 1), index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,7 @@ def read_layout(
     sides: tuple[dict[str, View], dict[str, View]] = ({}, {})
     for entry in read_tensor_entries(path):
         module, is_a = parse_fine_tuned_lora_name(entry.name)
-        dtype = _DTYPES[entry.dtype]
-        sides[is_a][module] = View(dtype, entry.offset // dtype.itemsize, (entry.shape[0], entry.shape[1]))
+        sides[is_a][module] = View(_DTYPES[entry.dtype], entry.offset, (entry.shape[0], entry.shape[1]))
     b_views, a_views = sides
     stored = {
         rename(module): Stored(a, b_views[module], peft.get_rank_and_scaling(module)[1])
@@ -128,15 +132,15 @@ class TypedViews(dict[torch.dtype, Tensor]):
     def __init__(self, data: Tensor) -> None:
         """Take uint8 [size]."""
         super().__init__()
-        self._data = data
+        self.data = data
 
     def __missing__(self, dtype: torch.dtype) -> Tensor:
-        whole = len(self._data) - len(self._data) % dtype.itemsize
-        self[dtype] = self._data[:whole].view(dtype)
+        whole = len(self.data) - len(self.data) % dtype.itemsize
+        self[dtype] = self.data[:whole].view(dtype)
         return self[dtype]
 
 
-def matrices(parts: Sequence[Stored | None], typed: Mapping[torch.dtype, Tensor]) -> list[Matrices | None]:
+def matrices(parts: Sequence[Stored | None], typed: TypedViews) -> list[Matrices | None]:
     """Return views of a layer's matrices, one pair for each module that vLLM packed into it."""
     return [None if part is None else Matrices(part.a.of(typed), part.b.of(typed), part.scaling) for part in parts]
 

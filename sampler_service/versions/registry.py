@@ -10,10 +10,11 @@ from itertools import chain, count
 from time import perf_counter
 
 from paceline import errors
+from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weights import served_model
+from paceline.weights import check_finite, served_model
 from sampler_service.background import Background
 from sampler_service.engine.base import Adapter, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
@@ -62,6 +63,7 @@ class VersionRegistry:
         self._adapter_ids = count(1)
         self._changing = asyncio.Lock()
         self._flights: Flights[LoadedVersion] = Flights()
+        self._installing: set[asyncio.Task[LoadedVersion]] = set()
         self._unloading = Background("version not unloaded")
         self.listeners = Listeners()
 
@@ -105,14 +107,14 @@ class VersionRegistry:
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
         """Load a staged adapter into the engine. Its files are the registry's from here on, also when this raises.
 
-        Raises VersionExists when the key is taken by other content, Overloaded when every loaded version is in use, and
-        what the engine raises.
+        It goes on when the caller leaves, so that the engine never has what nobody knows of. Raises VersionExists when
+        the key is taken by other content, Overloaded when every loaded version is in use, NonFinite for weights that
+        are no numbers, and what the engine raises.
         """
-        try:
-            return await self._install(staged)
-        except BaseException:
-            await staged.discard()
-            raise
+        task = asyncio.create_task(self._install_or_discard(staged))
+        self._installing.add(task)
+        task.add_done_callback(self._installed)
+        return await asyncio.shield(task)
 
     def unload(self, ref: ModelRef, tenant: str) -> None:
         """Let a version go once its last request ends. Raises VersionNotFound or CheckpointNotFound."""
@@ -161,6 +163,9 @@ class VersionRegistry:
     async def close(self) -> None:
         """End what is under way."""
         await self._flights.close()
+        for task in self._installing:
+            task.cancel()
+        await asyncio.gather(*self._installing, return_exceptions=True)
         await self._unloading.close()
         await self._disk.close()
 
@@ -210,12 +215,26 @@ class VersionRegistry:
         entry = self._entries.get(key)
         return entry.staged if entry else self._disk.find(key)
 
+    async def _install_or_discard(self, staged: StagedAdapter) -> LoadedVersion:
+        try:
+            return await self._install(staged)
+        except BaseException:
+            await staged.discard()
+            raise
+
+    def _installed(self, task: asyncio.Task[LoadedVersion]) -> None:
+        self._installing.discard(task)
+        if not task.cancelled():
+            task.exception()  # Whoever still waits has it.
+
     async def _install(self, staged: StagedAdapter) -> LoadedVersion:
         key = VersionKey.of(served_model(staged.manifest))
         existing = self._entries.get(key)
         if existing is None:
+            numbers = asyncio.ensure_future(asyncio.to_thread(check_finite, staged.directory / WEIGHTS_FILE))
             async with self._loading(staged) as entry:
                 await staged.verified()
+                await numbers
                 entry.served = served_model(staged.manifest)
                 await self._disk.replace(staged)
                 if entry.retired:

@@ -8,8 +8,9 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,10 +18,12 @@ from paceline import errors
 from paceline.layout import CONFIG_FILE
 from paceline.weights import ChunkWriter, Piece, crc32c_of, is_model, read_tensor_entries, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.background import Background
 from sampler_service.versions.bridges import StagedAdapter
 
 _PREFIX = "paceline-sampler-"
 _LOCK = "lock"
+_NAMED_WITHIN_SECONDS = 60.0
 Sealed = Callable[[], Awaitable[pb.Manifest]]
 _MOST_WAITING = 1
 """Chunks that wait while the thread writes those before; then the sender has to, and memory stays at two chunks."""
@@ -43,6 +46,8 @@ class StagingArea:
         root.mkdir(parents=True, exist_ok=True)
         for left in root.glob(f"{_PREFIX}*"):
             _remove_abandoned(left)
+        for left in root.glob(f".{_PREFIX}*"):
+            _remove_unnamed(left)
         self._directory = root / f"{_PREFIX}{uuid4().hex}"
         # The lock exists, and is held, before the directory has the name by which others look for abandoned ones.
         unnamed = root / f".{self._directory.name}"
@@ -50,6 +55,7 @@ class StagingArea:
         self._lock = os.open(unnamed / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unnamed.rename(self._directory)
+        self._clearing = Background("staged files not removed")
 
     def close(self) -> None:
         """Remove the directory with all that is in it."""
@@ -57,21 +63,30 @@ class StagingArea:
         os.close(self._lock)
 
     def allocate(self, manifest: pb.Manifest) -> Path:
-        """Make a directory for weights, with an adapter's configuration and not yet with them; it is the caller's."""
+        """Make a directory for weights, with an adapter's configuration and not yet with them; it is the caller's.
+
+        Raises DiskFull; then there is none.
+        """
         directory = self._directory / uuid4().hex
         directory.mkdir()
-        if not is_model(manifest):
-            (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
+        try:
+            with _room():
+                if not is_model(manifest):
+                    (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         return directory
 
     @asynccontextmanager
     async def receive(self, manifest: pb.Manifest) -> AsyncIterator[Reception]:
         """Give a reception for one adapter or whole model; unless it finishes, its files vanish when the block ends."""
-        reception = await asyncio.to_thread(lambda: Reception(self.allocate(manifest), manifest))
+        making = asyncio.ensure_future(asyncio.to_thread(lambda: Reception(self.allocate(manifest), manifest)))
         try:
-            yield reception
+            yield await asyncio.shield(making)
         finally:
-            await reception.close()
+            # A caller may leave at any moment, and again while it is leaving: the thread makes the files all the same.
+            await asyncio.shield(self._clearing.spawn(_close(making)))
 
 
 class Reception:
@@ -150,6 +165,12 @@ class Reception:
             self._writer.finish()
 
 
+async def _close(making: asyncio.Future[Reception]) -> None:
+    await asyncio.wait({making})
+    if making.exception() is None:
+        await making.result().close()
+
+
 async def _verify_linked(weights: Path, sealed: Sealed) -> pb.Manifest:
     """Return the manifest of the trainer's own file.
 
@@ -172,6 +193,13 @@ def _room() -> Iterator[None]:
             raise
         message = "the sampler's staging directory is full; give it more room or keep fewer versions"
         raise errors.DiskFull(message) from error
+
+
+def _remove_unnamed(directory: Path) -> None:
+    """Remove a directory whose maker died before it had a name."""
+    with suppress(OSError):  # named, or removed, this moment
+        if time.time() - directory.stat().st_mtime > _NAMED_WITHIN_SECONDS:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _remove_abandoned(directory: Path) -> None:

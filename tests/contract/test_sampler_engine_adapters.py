@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from sampler_contract import IDS, PROMPT, TARGETS, ask, one
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import InvalidShape, RankTooLarge
+from paceline.layout import WEIGHTS_FILE
 from sampler_service.engine.base import Adapter
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -28,6 +30,23 @@ async def test_an_adapter_gives_the_logprobs_that_peft_gives(engine, reference, 
     assert difference.mean() < 1e-5
     np.testing.assert_allclose((await engine.compute_logprobs(tokens, adapter, ""))[1:], expected, atol=1e-4)
     await engine.remove_adapter(adapter)
+
+
+async def test_tensors_that_lie_at_odd_places_in_the_file_are_read_as_they_are(engine, make_adapter):
+    adapter = make_adapter()
+    await engine.add_adapter(adapter)
+    tokens = PROMPT * 2
+    expected = await engine.compute_logprobs(tokens, adapter, "")
+    odd = Adapter(next(IDS), "odd", adapter.path.with_name("odd"), in_memory=True)
+    shutil.copytree(adapter.path, odd.path)
+    file = odd.path / WEIGHTS_FILE
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    file.write_bytes((length + 1).to_bytes(8, "little") + content[8 : 8 + length] + b" " + content[8 + length :])
+    await engine.add_adapter(odd)
+    np.testing.assert_array_equal(await engine.compute_logprobs(tokens, odd, ""), expected)
+    for one_of_them in (adapter, odd):
+        await engine.remove_adapter(one_of_them)
 
 
 async def test_adapters_and_base_in_one_batch_each_get_their_own(engine, reference, make_adapter):

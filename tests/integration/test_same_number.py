@@ -45,7 +45,11 @@ async def push(client, manifest, weights):
 
 @pytest.mark.parametrize("keep", ["loaded", "on disk"])
 async def test_the_trainers_content_takes_the_place_of_what_had_its_number(model, port, trainer, tmp_path, keep):
-    scratch = {"scratch_dir": tmp_path / "scratch", "max_loaded_versions": 1} if keep == "on disk" else {}
+    scratch = (
+        {"scratch_dir": tmp_path / "scratch", "max_loaded_versions": 1, "max_active_versions": 1}
+        if keep == "on disk"
+        else {}
+    )
     async with sampling(model, port, tmp_path, **scratch) as client:
         before = publish(trainer, model, 1)
         await acknowledged(trainer, before)
@@ -64,7 +68,8 @@ async def test_requests_in_progress_end_on_what_they_began_with(model, trainer, 
     after = publish(trainer, model, 1, seed=99)
     await acknowledged(trainer, after)
     assert (await client.sample(version_ref(RUN))).model.sha256 == after.model.sha256
-    messages += [message async for message in stream]
+    while message := await stream.read():
+        messages.append(message)
     assert {message.model.sha256 for message in messages} == {before.model.sha256}
     await until(lambda: _one_directory(client))
     assert not trainer.heard("release"), "version 1 is held all the time"
@@ -130,7 +135,7 @@ async def _newest_is(client, version):
 
 
 async def test_a_sampler_without_room_says_so_and_loads_the_version_when_there_is(model, port, trainer, tmp_path):
-    async with sampling(model, port, tmp_path, max_loaded_versions=1) as client:
+    async with sampling(model, port, tmp_path, max_loaded_versions=1, max_active_versions=1) as client:
         await acknowledged(trainer, publish(trainer, model, 1))
         request = stream_request(version_ref(RUN, 1), max_tokens=480)
         stream = client.stub.SampleStream(request, metadata=client.metadata)
@@ -144,7 +149,7 @@ async def test_a_sampler_without_room_says_so_and_loads_the_version_when_there_i
 
 
 async def test_a_version_that_a_newer_one_overtakes_while_there_is_no_room_is_given_up(model, port, trainer, tmp_path):
-    async with sampling(model, port, tmp_path, max_loaded_versions=1) as client:
+    async with sampling(model, port, tmp_path, max_loaded_versions=1, max_active_versions=1) as client:
         await acknowledged(trainer, publish(trainer, model, 1))
         stream = client.stub.SampleStream(stream_request(version_ref(RUN, 1), max_tokens=480), metadata=client.metadata)
         await stream.read()

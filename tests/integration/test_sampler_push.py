@@ -12,6 +12,7 @@ from paceline.layout import WEIGHTS_FILE, Volume, new_run_id
 from paceline.rpc.identity import PEER_TENANT
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.weights import hash_file
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
 pytest_plugins = ["sampler_fixtures"]
@@ -97,6 +98,20 @@ async def test_nothing_of_a_bad_push_stays(client, pushed):
     wrong.tensors[0].name = "another"
     with pytest.raises(errors.InvalidShape):
         await _push(service, wrong, weights)
+    assert not await client.loaded()
+    assert not client.staged()
+
+
+async def test_an_adapter_that_is_no_numbers_is_refused_by_the_name_of_the_tensor(client, pushed):
+    manifest, weights = pushed
+    tensor = manifest.tensors[1]
+    content = bytearray(weights.read_bytes())
+    content[tensor.offset : tensor.offset + 4] = b"\0\0\xc0\x7f"
+    weights.write_bytes(content)
+    manifest.model.sha256 = hash_file(weights)
+    with pytest.raises(errors.NonFinite) as failure:
+        await _push(client.be(PEER_TENANT), manifest, weights)
+    assert failure.value.field == tensor.name
     assert not await client.loaded()
     assert not client.staged()
 

@@ -105,7 +105,7 @@ async def test_a_refusal_for_good_is_told_in_the_samplers_words():
     watcher = await joined(feed)
     feed.announce(announcement())
     await feed.refuse(watcher, refusal("RANK_TOO_LARGE", message="has rank 16; this sampler takes at most 8"))
-    with pytest.raises(errors.RankTooLarge, match="version 1 exists, and sampler one refused it.*at most 8"):
+    with pytest.raises(errors.RankTooLarge, match=r"version 1 exists, and sampler one refused it.*at most 8"):
         await settled(feed, seconds=30)
 
 

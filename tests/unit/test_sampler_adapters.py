@@ -7,9 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
-from paceline.errors import InvalidArgument, InvalidShape, OutOfRange, RankTooLarge, SequenceTooLong, TokenOutOfRange
+from paceline import weights
+from paceline.errors import (
+    ChecksumMismatch,
+    InvalidArgument,
+    InvalidDtype,
+    InvalidShape,
+    NonFinite,
+    OutOfRange,
+    RankTooLarge,
+    SequenceTooLong,
+    TokenOutOfRange,
+)
 from paceline.types import ModelInfo, SamplingParams
 from sampler_service.engine.adapters import check_adapter, read_adapter
 from sampler_service.engine.factory import create_engine
@@ -105,3 +118,82 @@ def test_options_and_engine_names_are_checked(tmp_path):
             EngineOptions(tmp_path, "m", **wrong)
     with pytest.raises(ValueError, match="unknown engine"):
         create_engine("other", EngineOptions(tmp_path, "m"))
+
+
+def _write_raw(directory: Path, header: object, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (directory / "adapter_model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+    return directory
+
+
+def _entry(shape: object, start: object, end: object, dtype: object = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"no json",
+        b"[]",
+        b"[" * 100_000,
+        {"a": 1},
+        {"a": {}},
+        {"a": _entry([1], None, 4)},
+        {"a": _entry(["1"], 0, 4)},
+        {"a": _entry(1, 0, 4)},
+        {"a": _entry([1], 0, 4), "b": _entry([1], 8, 12)},
+        {"a": _entry([1], 0, 8)},
+        {"a": _entry([4], 0, 4)},
+        {"a": _entry([2], 0, 4)},
+        {"a": _entry([-1], 0, 4)},
+        {"a": _entry([1], 0, 4, "I32")},
+        {"a": _entry([1], 0, 4, [])},
+    ],
+    ids=lambda header: str(header)[:40],
+)
+def test_a_file_that_is_not_what_its_header_says_is_refused_by_a_typed_error(tmp_path, header):
+    directory = _write_raw(tmp_path, header, bytes(4))
+    for read in (read_adapter, lambda path: weights.read_tensor_entries(path / "adapter_model.safetensors")):
+        with pytest.raises((ChecksumMismatch, InvalidShape, InvalidDtype)) as failure:
+            read(directory)
+        assert failure.value.field
+
+
+@pytest.mark.parametrize(
+    "config", ["", "[]", "1", '{"peft_type": "LORA", "r": "two"}', '{"peft_type": "LORA", "rank_pattern": 1}']
+)
+def test_a_configuration_that_is_none_is_refused_by_a_typed_error(tmp_path, config):
+    directory = write(tmp_path, pair("model.q_proj"))
+    (directory / "adapter_config.json").write_text(config)
+    with pytest.raises(InvalidArgument) as failure:
+        read_adapter(directory)
+    assert failure.value.field == "adapter"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_weights_that_are_no_numbers_are_refused_by_their_name(tmp_path, value, dtype):
+    tensors = {name: np.full((300, 1000), np.finfo(dtype).max, dtype) for name in "abc"}
+    tensors["d"] = np.ones(3, np.float32)
+    file = tmp_path / "weights"
+    save_file(tensors, file)
+    weights.check_finite(file)
+    tensors["b"][299, 999] = value
+    save_file(tensors, file)
+    with pytest.raises(NonFinite) as failure:
+        weights.check_finite(file)
+    assert failure.value.field == "b"
+
+
+def test_bfloat16_weights_that_are_no_numbers_are_refused(tmp_path):
+    tensors = {name: torch.full((5, 7), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16) for name in "ab"}
+    file = tmp_path / "weights"
+    save_torch_file(tensors, file)
+    weights.check_finite(file)
+    tensors["a"][4, 6] = float("-inf")
+    save_torch_file(tensors, file)
+    with pytest.raises(NonFinite) as failure:
+        weights.check_finite(file)
+    assert failure.value.field == "a"
