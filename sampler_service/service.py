@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from importlib.metadata import version
 from typing import cast
 
 import grpc
 from prometheus_client import CollectorRegistry
 
+from paceline.base_weights import base_weights_sha256
 from paceline.layout import Volume
 from paceline.log import get_logger
 from paceline.rpc.channel import open_channel
@@ -19,6 +21,7 @@ from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
 from paceline.shared_base import read_base
+from paceline.types import ModelInfo
 from sampler_service.engine.base import WritableEngine
 from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
@@ -76,11 +79,18 @@ class SamplerService:
         started.callback(staging.close)
         started.push_async_callback(self._engine.stop)
         await self._engine.start()
+        model = replace(
+            self._engine.describe(), weights_sha256=await asyncio.to_thread(base_weights_sha256, settings.model)
+        )
         channel = open_channel(settings.trainer, settings.upstream_tls, bulk=True)
         started.push_async_callback(channel.close)
         trainer = TrainerLink(channel, settings.secret, settings.fetch_timeout_seconds)
         rules = ManifestRules(
-            settings.served_name, settings.max_lora_rank, settings.max_version_bytes, settings.whole_models
+            settings.served_name,
+            settings.max_lora_rank,
+            settings.max_version_bytes,
+            settings.whole_models,
+            model.weights_sha256,
         )
         group, offers = self._group(staging, rules), Offers(settings.fetch_timeout_seconds)
         bridge = self._bridge(trainer, staging, rules, group, offers)
@@ -88,12 +98,13 @@ class SamplerService:
         versions = self._versions(bridge, resolver, readiness)
         started.push_async_callback(versions.close)
         await self._listen_for_writes(versions)
-        self._servicer = self._make_servicer(resolver, versions, PushReceiver(staging, rules, trainer))
+        self._servicer = self._make_servicer(model, resolver, versions, PushReceiver(staging, rules, trainer))
         watcher = VersionWatcher(
             trainer,
             versions,
             resolver,
             settings.name_for_trainer,
+            model,
             self._metrics,
             needs_volume=bridge.needs_volume,
             offers=None if bridge.needs_volume or group else offers,
@@ -172,8 +183,10 @@ class SamplerService:
         self._started.push_async_callback(listener.close)
         await listener.start()
 
-    def _make_servicer(self, resolver: VersionResolver, versions: Versions, receiver: PushReceiver) -> SamplerServicer:
-        settings, model = self._settings, self._engine.describe()
+    def _make_servicer(
+        self, model: ModelInfo, resolver: VersionResolver, versions: Versions, receiver: PushReceiver
+    ) -> SamplerServicer:
+        settings = self._settings
         info = ServerInfo(
             service_version=version("paceline"),
             model=model,

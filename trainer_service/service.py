@@ -14,6 +14,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Gauge
 
 from paceline import errors, layout
+from paceline.base_weights import base_weights_sha256
 from paceline.log import get_logger
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.server import Readiness
@@ -113,7 +114,15 @@ class TrainerService:
         await self._registry.restore()
         self._publisher.start()
         model = await self._load_engine(self._engine.start)
-        _log.info("engine ready", model=model.name, dtype=model.dtype, pid=self._engine.pid)
+        # Of a model of the hub the files are there only now.
+        self._engine.base_sha256 = await asyncio.to_thread(base_weights_sha256, self._settings.model)
+        _log.info(
+            "engine ready",
+            model=model.name,
+            dtype=model.dtype,
+            pid=self._engine.pid,
+            weights_sha256=self._engine.base_sha256,
+        )
         self._spawn(self._watch_base())
         self._spawn(self._recovery.recover_all(self._registry))
         self._spawn(self._trainer.expire_checkpoints())
@@ -122,7 +131,9 @@ class TrainerService:
     def register(self, server: grpc.aio.Server) -> None:
         trainer = TrainerServicer(self._settings, self._trainer, self._engine, self._registry, self._checkpoints)
         add_TrainerServiceServicer_to_server(trainer, server)
-        weights = WeightServicer(self._feed, self._group, self._publisher, self._registry, self._checkpoints)
+        weights = WeightServicer(
+            self._feed, self._group, self._publisher, self._registry, self._checkpoints, self._engine.describe
+        )
         weights.register(server)
 
     def drain(self) -> None:

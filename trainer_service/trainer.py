@@ -8,7 +8,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from paceline import errors, layout
+from paceline import errors, layout, weights
+from paceline.base_weights import check_same_base
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
@@ -118,6 +119,7 @@ class Trainer:
             run_id=run_id,
             tenant=identity.tenant,
             base_model=self._engine.describe().name,
+            base_sha256=self._engine.describe().weights_sha256,
             parameters=parameters,
             create_time=datetime.now(UTC),
             trainable_parameters=made.trainable_parameters,
@@ -220,6 +222,7 @@ class Trainer:
             path,
             write,
             base_model=record.base_model,
+            base_sha256=record.base_sha256,
             tenant=record.tenant,
             step=record.step,
             seq_id=seq_id,
@@ -250,6 +253,9 @@ class Trainer:
                 await self._checkpoints.take(path, identity, target)
 
             directory = await record.snapshots.pin(seq_id, take)
+        if isinstance(record.parameters, LoraConfig):
+            made_on = (await asyncio.to_thread(weights.read_manifest, directory)).base_sha256
+            check_same_base(self._engine.describe().weights_sha256, made_on, "the checkpoint was made on")
         # Replays begin here: what was published before is never made again. What keeps it off the volume is logged.
         await asyncio.gather(self._publisher.settled(record.run_id), return_exceptions=True)
         fresh = not record.in_engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,9 +11,10 @@ from uuid import uuid4
 import grpc
 
 from paceline import codec, errors, layout, weights
+from paceline.base_weights import check_same_base
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity, current_identity
-from paceline.types import CheckpointKind, ModelRef
+from paceline.types import CheckpointKind, ModelInfo, ModelRef
 from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
 from trainer_service.checkpoints.store import CheckpointStore
@@ -35,12 +36,15 @@ class WeightServicer(WeightServiceServicer):
         publisher: Publisher,
         registry: RunRegistry,
         checkpoints: CheckpointStore,
+        describe: Callable[[], ModelInfo],
     ) -> None:
+        """Take `describe` to say what base model the trainer has."""
         self._feed = feed
         self._group = group
         self._publisher = publisher
         self._registry = registry
         self._checkpoints = checkpoints
+        self._describe = describe
         self._instance = uuid4().hex
 
     async def WatchVersions(
@@ -87,6 +91,7 @@ class WeightServicer(WeightServiceServicer):
                 raise errors.MissingCredential("versions are announced to samplers alone")
             if first.WhichOneof("message") == "hello" and first.hello.sampler_id:
                 hello = first.hello
+                self._check_base(hello)
                 held = {(held.run_id, held.version): held.sha256 for held in hello.held}
                 watcher = Watcher(hello.sampler_id, held, hello.joins_group, hello.links_staged, hello.instance)
                 watcher.outbox.put_nowait(pb.WatchVersionsResponse(welcome=pb.Welcome(trainer_instance=self._instance)))
@@ -94,6 +99,17 @@ class WeightServicer(WeightServiceServicer):
                 return watcher
             break
         raise errors.InvalidArgument("the first message must be a hello with a sampler_id", field="hello.sampler_id")
+
+    def _check_base(self, hello: pb.Hello) -> None:
+        """Refuse a sampler whose answers would come from other base weights. Raises BaseMismatch."""
+        model = self._describe()
+        check_same_base(model.weights_sha256, hello.base_sha256, f"sampler {hello.sampler_id} has")
+        if hello.base_model not in {"", model.name}:
+            raise errors.BaseMismatch(
+                f"sampler {hello.sampler_id} serves {hello.base_model}, and the trainer's model is {model.name}; "
+                "give both the same model_name",
+                metadata={"theirs": hello.base_model, "ours": model.name},
+            )
 
     async def _listen(self, watcher: Watcher, requests: AsyncIterator[pb.WatchVersionsRequest]) -> None:
         async for request in requests:

@@ -71,6 +71,7 @@ def model_info_to_proto(info: ModelInfo) -> pb.ModelInfo:
         max_lora_rank=info.max_lora_rank,
         num_layers=info.num_layers,
         certificate=None if info.certificate is None else _certificate_to_proto(info.certificate),
+        weights_sha256=info.weights_sha256,
     )
 
 
@@ -84,6 +85,7 @@ def model_info_from_proto(message: pb.ModelInfo) -> ModelInfo:
         max_lora_rank=message.max_lora_rank,
         num_layers=message.num_layers,
         certificate=_certificate_from_proto(message.certificate) if message.HasField("certificate") else None,
+        weights_sha256=message.weights_sha256,
     )
 
 

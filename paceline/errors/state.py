@@ -155,6 +155,9 @@ class SeqIdGap(PacelineError):
 
 
 class BaseMismatch(FailedPrecondition):
-    """The base weights that the sampler lends do not fit the trainer's model, dtype or device."""
+    """Base weights that meet are not the same: of trainer and sampler, or of what was made on others.
+
+    `metadata["ours"]` and `metadata["theirs"]` are their identities (`ModelInfo.weights_sha256`) where those differ.
+    """
 
     reason = "BASE_MISMATCH"

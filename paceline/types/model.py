@@ -101,3 +101,5 @@ class ModelInfo:
     num_layers: int
     certificate: ModelCertificate | None = None
     """What the trainer's engine found when it loaded the model; None at samplers."""
+    weights_sha256: str = ""
+    """Identity of the base weights, the same however they are cut into files; empty where it is not known."""

@@ -41,16 +41,27 @@ def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: 
     return seal(directory, _draft_adapter(directory, model, tenant, step, seq_id))
 
 
-def describe_weights(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
-    """Make the manifest of a directory that holds an adapter or a whole model; arguments as `describe_adapter`."""
-    return seal(directory, draft_manifest(directory, model, tenant=tenant, step=step, seq_id=seq_id))
+def describe_weights(
+    directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0, base_sha256: str = ""
+) -> pb.Manifest:
+    """Make the manifest of a directory that holds an adapter or a whole model; arguments as `draft_manifest`."""
+    draft = draft_manifest(directory, model, tenant=tenant, step=step, seq_id=seq_id, base_sha256=base_sha256)
+    return seal(directory, draft)
 
 
-def draft_manifest(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
-    """Do what `describe_weights` does but for the checksums, which take the longest."""
+def draft_manifest(
+    directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0, base_sha256: str = ""
+) -> pb.Manifest:
+    """Do what `describe_weights` does but for the checksums, which take the longest.
+
+    `base_sha256` is the identity of the base weights that it was made on; empty where that is not known.
+    """
     if (directory / WEIGHTS_FILE).exists():
-        return _draft_adapter(directory, model, tenant, step, seq_id)
-    return _draft(directory / MODEL_FILE, model, tenant, step, seq_id)
+        draft = _draft_adapter(directory, model, tenant, step, seq_id)
+    else:
+        draft = _draft(directory / MODEL_FILE, model, tenant, step, seq_id)
+    draft.base_sha256 = base_sha256
+    return draft
 
 
 def seal(directory: Path, draft: pb.Manifest) -> pb.Manifest:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline import errors
+from paceline.base_weights import check_same_base
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef
 from paceline.weights import is_model, served_model
@@ -99,9 +100,11 @@ class ManifestRules:
     """Largest safetensors file of an adapter."""
     whole_models: bool = False
     """Whether it takes whole models, and then no adapters: those belong to the base model alone."""
+    base_sha256: str = ""
+    """Identity of this sampler's base weights; empty where it is not known."""
 
     def check(self, manifest: pb.Manifest) -> None:
-        """Refuse what the engine could not load. Raises ModelNotFound, Unsupported, RankTooLarge, InvalidShape."""
+        """Refuse what the engine could not load. Raises ModelNotFound, BaseMismatch, Unsupported and others."""
         if is_model(manifest) and not self.whole_models:
             raise errors.Unsupported(
                 "is a whole model; a sampler that serves models takes it, or one that has it as its model",
@@ -109,10 +112,13 @@ class ManifestRules:
             )
         if self.whole_models and not is_model(manifest):
             raise errors.Unsupported("is an adapter; a sampler that serves models takes none", field="model")
-        if manifest.model.base_model != self.base_model:
+        same_weights = self.base_sha256 and manifest.base_sha256 == self.base_sha256
+        if manifest.model.base_model != self.base_model and not same_weights:
             raise errors.ModelNotFound(
                 f"was trained on {manifest.model.base_model}; this sampler serves {self.base_model}", field="model"
             )
+        if not is_model(manifest):
+            check_same_base(self.base_sha256, manifest.base_sha256, "the adapter was made on")
         if manifest.rank > self.max_lora_rank:
             raise errors.RankTooLarge(
                 f"has rank {manifest.rank}; this sampler takes at most {self.max_lora_rank}", field="model"

@@ -13,7 +13,7 @@ import grpc
 from paceline import errors
 from paceline.log import get_logger
 from paceline.rpc.status import error_from_rpc
-from paceline.types import ServedModel
+from paceline.types import ModelInfo, ServedModel
 from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.background import Background
@@ -48,6 +48,7 @@ class VersionWatcher:
         registry: Versions,
         resolver: VersionResolver,
         sampler_id: str,
+        model: ModelInfo,
         metrics: SamplerMetrics,
         *,
         needs_volume: bool,
@@ -60,6 +61,7 @@ class VersionWatcher:
         self._resolver = resolver
         self._sampler_id = sampler_id
         self._instance = uuid4().hex
+        self._model = model
         self._metrics = metrics
         self._needs_volume = needs_volume
         self._offers = offers
@@ -117,6 +119,8 @@ class VersionWatcher:
             joins_group=self._group is not None,
             links_staged=self._offers is not None,
             instance=self._instance,
+            base_model=self._model.name,
+            base_sha256=self._model.weights_sha256,
         )
 
     def _hear(self, message: pb.WatchVersionsResponse) -> None:

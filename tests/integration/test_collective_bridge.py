@@ -12,11 +12,12 @@ from cluster import Cluster, wait_for
 from descendants import descendants
 from sampler_stack import sampling, until, version_ref
 from tiny_models import make_tiny_llama
-from weight_stack import CREDENTIAL, Trainer, make_version
+from weight_stack import BASE, CREDENTIAL, Trainer, make_version
 
 import paceline
 from paceline.layout import WEIGHTS_FILE, Volume, new_run_id
 from paceline.rpc.interceptors import CredentialInterceptor, ErrorInterceptor
+from paceline.types import ModelInfo
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import add_WeightServiceServicer_to_server
 from trainer_service.publish.feed import AckPolicy, Feed
@@ -38,7 +39,7 @@ class GroupTrainer(WeightServicer):
         self.feed = Feed()
         self.group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", seconds), self.feed)
         self.versions = Trainer(volume)
-        super().__init__(self.feed, self.group, None, None, None)
+        super().__init__(self.feed, self.group, None, None, None, lambda: ModelInfo(BASE, 512, 260, "float32", 8, 2))
 
     async def FetchVersion(self, request, context):  # noqa: N802
         async for part in self.versions.FetchVersion(request, context):

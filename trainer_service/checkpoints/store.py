@@ -15,6 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -26,6 +27,7 @@ from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import Checkpoint, CheckpointKind, ServedModel
+from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints import expiry
 from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
 
@@ -54,6 +56,7 @@ class CheckpointStore:
         write: Writer,
         *,
         base_model: str,
+        base_sha256: str = "",
         tenant: str,
         step: int,
         seq_id: int = 0,
@@ -77,7 +80,15 @@ class CheckpointStore:
             async with staged_directory(final, overwrite=overwrite) as staging:
                 await write(staging)
                 model = ServedModel(base_model, path.run_id, checkpoint=str(path))
-                await asyncio.to_thread(_seal, staging, model, tenant, step, seq_id, path.kind)
+                describe = partial(
+                    weights.describe_weights,
+                    model=model,
+                    tenant=tenant,
+                    step=step,
+                    seq_id=seq_id,
+                    base_sha256=base_sha256,
+                )
+                await asyncio.to_thread(_seal, staging, describe, path.kind)
                 await earlier()
                 await naming.enter_async_context(self._lock(path))
                 _check_free(final, overwrite=overwrite)
@@ -238,8 +249,8 @@ def _is_expired(directory: Path, now: datetime) -> bool:
     return moment is not None and moment <= now
 
 
-def _seal(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: int, kind: CheckpointKind) -> None:
-    manifest = weights.describe_weights(directory, model, tenant=tenant, step=step, seq_id=seq_id)
+def _seal(directory: Path, describe: Callable[[Path], pb.Manifest], kind: CheckpointKind) -> None:
+    manifest = describe(directory)
     weights.write_manifest(directory, manifest)
     if kind is CheckpointKind.STATE or weights.is_model(manifest):
         weights.write_sums(directory, manifest)

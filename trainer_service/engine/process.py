@@ -53,6 +53,8 @@ class EngineProcess:
         self._patience = patience
         self._link: Link | None = None
         self._info: ModelInfo | None = None
+        self.base_sha256 = ""
+        """Identity of the base weights, told by whoever knows their files."""
         self._suspects = Suspects()
 
     async def __aenter__(self) -> Self:
@@ -93,7 +95,7 @@ class EngineProcess:
         """Say what base model is loaded."""
         if self._info is None:
             raise EngineUnavailable("the engine has not started.")
-        return self._info
+        return replace(self._info, weights_sha256=self.base_sha256)
 
     async def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
         return await self._call(wire.create_run(run_id, parameters), AdapterInfo)

@@ -199,7 +199,13 @@ class Publisher:
             await self._save_adapter(run.run_id, staging, turn.capture, published)
             turn.release()
             draft = await asyncio.to_thread(
-                weights.draft_manifest, staging, model, tenant=run.tenant, step=step, seq_id=seq_id
+                weights.draft_manifest,
+                staging,
+                model,
+                tenant=run.tenant,
+                step=step,
+                seq_id=seq_id,
+                base_sha256=run.base_sha256,
             )
             if whole:
                 manifest = await asyncio.to_thread(_seal_model, staging, draft)

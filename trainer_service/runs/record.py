@@ -51,6 +51,8 @@ class RunRecord:
     """Of the CreateRun request, to tell its repetition from another with the same request_id."""
     sequencer: Sequencer
     snapshots: SnapshotStore
+    base_sha256: str = ""
+    """Identity of the base weights that it was made on; empty where that is not known yet."""
     user_metadata: dict[str, str] = field(default_factory=dict)
     adapted_modules: tuple[str, ...] = ()
     step: int = 0
@@ -125,6 +127,7 @@ class RunRecord:
             "run_id": self.run_id,
             "tenant": self.tenant,
             "base_model": self.base_model,
+            "base_sha256": self.base_sha256,
             **_parameters_to_json(self.parameters),
             "create_time": self.create_time.isoformat(),
             "trainable_parameters": self.trainable_parameters,

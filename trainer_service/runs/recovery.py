@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from paceline import errors
+from paceline.base_weights import check_same_base
 from paceline.log import get_logger
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import RunState
@@ -80,8 +81,13 @@ class Recovery:
                 if run.is_restored or run.sequencer.is_closed:
                     return
                 try:
+                    self._take_base(run)
                     await self.recover(run)
                     del self._deaths[run.run_id]
+                    return
+                except errors.BaseMismatch as error:
+                    _log.error("run not restored: the base model is another one", run=run.run_id, error=error.message)
+                    run.sequencer.drain(error)
                     return
                 except errors.EngineUnavailable:
                     _log.warning("engine died while a run was restored", run=run.run_id)
@@ -89,6 +95,17 @@ class Recovery:
                 except Exception:
                     _log.exception("run not restored; trying again", run=run.run_id)
             await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
+
+    def _take_base(self, run: RunRecord) -> None:
+        """See that the engine has the run's base weights; a run of before they had an identity gets this one.
+
+        Raises BaseMismatch.
+        """
+        model = self._engine.describe()
+        check_same_base(model.weights_sha256, run.base_sha256, "the run was made on")
+        if run.base_model != model.name:
+            _log.warning("the base model has another name", run=run.run_id, was=run.base_model, name=model.name)
+        run.base_model, run.base_sha256 = model.name, model.weights_sha256 or run.base_sha256
 
     async def recover(self, run: RunRecord) -> None:
         """Rebuild a run's state and let its commands go on, or declare it lost. Raises EngineUnavailable."""

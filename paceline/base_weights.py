@@ -1,0 +1,145 @@
+"""The identity of a base model's weights: a hash that trainer and sampler compute from the files, and compare.
+
+It is the SHA-256 of one line for each tensor, in order: [name, dtype, shape, SHA-256 of its bytes] as JSON, all as they
+are stored. So it is the same however a checkpoint is cut into files, however many threads compute
+it, and on whatever machine; other weights, another dtype and other names have another one. A name or a path is no part
+of it.
+
+Hashing takes about a second for each GB and processor, files of a hub's cache and local ones alike. What was computed
+of a file is kept in $XDG_CACHE_HOME/paceline (by default below ~/.cache) for as long as the file has the same path,
+inode, size and time of change, so that a large model is read for this once on a machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from paceline import errors, layout
+from paceline.log import get_logger
+from paceline.weights import read_header
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PIECE_BYTES = 1 << 20
+_MOST_THREADS = 16
+_MOST_KEPT = 4096
+"""Files of which the cache holds the digests."""
+
+_log = get_logger(__name__)
+
+
+def base_weights_sha256(model: str) -> str:
+    """Return the identity of a model's weights; empty where it has no safetensors files here.
+
+    `model` is a local directory, or a Hugging Face id that was downloaded. Raises ChecksumMismatch for a file that is
+    none, or that lacks a part.
+    """
+    directory = _directory(model)
+    files = [] if directory is None else _files(directory)
+    if not files:
+        _log.warning("base weights have no identity: there are no safetensors files", model=model)
+        return ""
+    lines = sorted(line for file in files for line in _digests(file))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def check_same_base(ours: str, theirs: str, what: str) -> None:
+    """Refuse weights of another base; an empty hash is not known, and accepted.
+
+    `what` says whose `theirs` is, as in "the checkpoint was made on". Raises BaseMismatch, naming both.
+    """
+    if ours and theirs and ours != theirs:
+        raise errors.BaseMismatch(
+            f"{what} base weights {theirs}, and these are {ours}; use the model that it was made on",
+            metadata={"theirs": theirs, "ours": ours},
+        )
+
+
+def _directory(model: str) -> Path | None:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only needed for hub ids
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", _INDEX], local_files_only=True))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files that transformers loads: the index's, or the one, or all that lie there."""
+    if (index := directory / _INDEX).is_file():
+        return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    if (single := directory / _SINGLE).is_file():
+        return [single]
+    return sorted(directory.glob("*.safetensors"))
+
+
+def _digests(file: Path) -> Sequence[str]:
+    """Return a line for each tensor of a file, from the cache where the file is what it was."""
+    cache, key = _cache_file(), _key(file)
+    known = _read_cache(cache)
+    if key not in known:
+        known = {**_read_cache(cache), key: _hash_tensors(file)}
+        kept = dict(list(known.items())[-_MOST_KEPT:])
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            layout.write_file(cache, json.dumps(kept).encode())
+        except (OSError, errors.DiskFull) as error:
+            _log.warning("the hash of base weights is not kept; it is computed at each start", error=str(error))
+    return known[key]
+
+
+def _cache_file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "base-weights.json"
+
+
+def _read_cache(cache: Path) -> dict[str, list[str]]:
+    try:
+        known = json.loads(cache.read_bytes())
+    except (OSError, ValueError):  # none yet, or cut off; it is made anew
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _key(file: Path) -> str:
+    path = file.resolve()
+    facts = path.stat()
+    return f"{path} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
+
+
+def _hash_tensors(file: Path) -> list[str]:
+    header = read_header(file)
+    try:
+        tensors: dict[str, Any] = json.loads(header)
+        tensors.pop("__metadata__", None)
+        places = {name: facts["data_offsets"] for name, facts in tensors.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise errors.ChecksumMismatch("is not a safetensors file", field=file.name) from error
+    start = 8 + len(header)
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS)) as threads:
+        digests = threads.map(lambda place: _hash_range(file, start + place[0], start + place[1]), places.values())
+        return [
+            json.dumps([name, facts["dtype"], facts["shape"], digest]) + "\n"
+            for (name, facts), digest in zip(tensors.items(), digests, strict=True)
+        ]
+
+
+def _hash_range(file: Path, start: int, end: int) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(start)
+        while start < end:
+            piece = opened.read(min(_PIECE_BYTES, end - start))
+            if not piece:
+                raise errors.ChecksumMismatch("ends before its last tensor does", field=file.name)
+            digest.update(piece)
+            start += len(piece)
+    return digest.hexdigest()
