@@ -111,10 +111,8 @@ async def test_a_trainer_with_other_weights_under_the_same_name_refuses_what_was
     facts = json.loads((run / "run.json").read_bytes())
     del facts["base_sha256"]
     (run / "run.json").write_text(json.dumps(facts))
-    cluster.trainer.plan.environment |= {
-        "PACELINE_TRAINER_MODEL": str(models[0]),
-        "PACELINE_TRAINER_MODEL_NAME": "renamed",
-    }
+    cluster.trainer.plan.environment["PACELINE_TRAINER_MODEL"] = str(models[0])
+    cluster.trainer.plan.environment["PACELINE_TRAINER_MODEL_NAME"] = "renamed"
     with cluster.running(cluster.trainer):
         async with open_channel(address) as channel:
             caller = Caller(channel, credential)
