@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from paceline.types.v1 import tensor_pb2
 from paceline.weights.manifest import read_tensor_entries
 from paceline.weights.v1 import weight_service_pb2 as pb
 
-_EXPONENTS = {
+_EXPONENTS: Mapping[int, np.unsignedinteger[Any]] = {
     tensor_pb2.DTYPE_FLOAT32: np.uint32(0x7F800000),
     tensor_pb2.DTYPE_BFLOAT16: np.uint16(0x7F80),
     tensor_pb2.DTYPE_FLOAT16: np.uint16(0x7C00),

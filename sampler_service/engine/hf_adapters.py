@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
@@ -63,9 +65,11 @@ class AdapterBank:
         config.inference_mode = True
         inject_adapter_in_model(config, self._model, _key(adapter))
         weights = load_file(adapter.path / "adapter_model.safetensors")
-        left_out = set_peft_model_state_dict(self._model, weights, adapter_name=_key(adapter)).unexpected_keys
-        if left_out:
-            raise InvalidShape(f"{left_out[0]} is of a module that adapter_config.json leaves out", field="adapter")
+        result: Any = set_peft_model_state_dict(self._model, weights, adapter_name=_key(adapter))
+        if result.unexpected_keys:
+            raise InvalidShape(
+                f"{result.unexpected_keys[0]} is of a module that adapter_config.json leaves out", field="adapter"
+            )
 
     def _delete(self, adapter: Adapter) -> None:
         for layer in self._layers():
