@@ -212,3 +212,18 @@ def test_bfloat16_base_trains_float32_weights(make_engine):
 def test_loading_errors_are_typed(models):
     with pytest.raises(ModelNotFound):
         load_base_model(EngineOptions(str(models["llama"] / "absent"), "absent"))
+
+
+@pytest.mark.parametrize("gone", ["first", "second", "third"])
+def test_runs_train_on_as_before_when_another_is_deleted(make_engine, gone):
+    engine, alone = make_engine(), make_engine()
+    names = ("first", "second", "third")
+    for seed, name in enumerate(names):
+        engine.create_run(name, LoraConfig(rank=4, seed=seed))
+        alone.create_run(name, LoraConfig(rank=4, seed=seed))
+    engine.delete_run(gone)
+    for name in names:
+        if name != gone:
+            train(engine, name)
+            train(alone, name)
+            torch.testing.assert_close(weights(engine, name), weights(alone, name), rtol=0, atol=0)

@@ -115,7 +115,10 @@ def add_adapter(model: PreTrainedModel, run_id: str, lora: LoraConfig, targets: 
 
 def remove_adapter(model: PreTrainedModel, run_id: str) -> None:
     """Take a run's adapter off the base model."""
-    delete_adapter(model, run_id, prefix="lora_", layer_cls=LoraLayer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
+        delete_adapter(model, run_id, prefix="lora_", layer_cls=LoraLayer)
+    _let_all_train(model)
 
 
 def layers_of(model: PreTrainedModel, run_id: str) -> Iterator[tuple[str, AdaptedLinear]]:
@@ -172,9 +175,15 @@ def _inject(model: PreTrainedModel, name: str, lora: LoraConfig, targets: list[s
     finally:
         # PEFT would warn of a second adapter if it found the first one's settings here; the layers hold all it needs.
         vars(model).pop("peft_config", None)
-    for _, layer in layers_of(model, name):
-        for own in (*layer.lora_A.values(), *layer.lora_B.values()):
-            own.requires_grad_(requires_grad=True)  # PEFT lets one adapter at a time be trained.
+    _let_all_train(model)
+
+
+def _let_all_train(model: PreTrainedModel) -> None:
+    """Let every adapter be trained. PEFT lets one, the one added last, or when that goes the first of the others."""
+    for module in model.modules():
+        if isinstance(module, AdaptedLinear):
+            for own in (*module.lora_A.values(), *module.lora_B.values()):
+                own.requires_grad_(requires_grad=True)
 
 
 def _check_layers(lora: LoraConfig, count: int) -> None:
