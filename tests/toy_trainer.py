@@ -161,7 +161,7 @@ class ToyTrainer(TrainerServiceServicer):
             np.add.at(gradient, inputs, -(weights[..., None] * (onehot - np.exp(table)[:, None])).sum(1))
             loss -= float((weights * logprobs).sum())
             tokens += int(mask.sum())
-            logprobs = np.where(mask[:, None], logprobs, np.nan).reshape(targets.shape)
+            logprobs = np.where(mask[:, None], logprobs, 0.0).reshape(targets.shape)
             outputs.append({"logprobs": logprobs.astype(np.float32)})
         if not request.forward_only:
             self.gradient += gradient

@@ -86,9 +86,9 @@ def test_a_datum_without_counted_positions_is_in_no_pack():
 @pytest.mark.parametrize("budget", [3, 8, 100])
 def test_results_are_put_back_in_request_order(budget):
     data = [datum(3, start=0), datum(5, start=100, mask=[0, 1, 1, 0, 1]), datum(2, start=200)]
-    outputs = [np.full(len(d.model_input), np.nan, np.float32) for d in data]
+    outputs = [np.zeros(len(d.model_input), np.float32) for d in data]
     for pack in packs_of(data, budget):
         scatter_logprobs(outputs, pack, pack.loss_inputs["target_tokens"].numpy().astype(np.float32))
     np.testing.assert_array_equal(outputs[0], [1, 2, 3])
-    np.testing.assert_array_equal(outputs[1], [np.nan, 102, 103, np.nan, 105])
+    np.testing.assert_array_equal(outputs[1], [0, 102, 103, 0, 105])
     np.testing.assert_array_equal(outputs[2], [201, 202])

@@ -53,7 +53,7 @@ class Job:
             self.seed, self._rng_state = run.draw_seed()
         self._groups = batch.segments()
         self._loss_fn, self._config = loss_fn, config
-        self._outputs = [np.full(datum.loss_inputs["target_tokens"].shape, np.nan, np.float32) for datum in data]
+        self._outputs = [np.zeros(datum.loss_inputs["target_tokens"].shape, np.float32) for datum in data]
         self._counted: set[int] = set()
         """Datums that this rank has done."""
         self._totals = Totals()
