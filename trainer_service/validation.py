@@ -13,9 +13,12 @@ from paceline.types import Datum, LoraConfig, ModelInfo, Reduction
 from paceline.types.training import MASK_INPUTS, Array
 from trainer_service.engine.loss_specs import CLIP_HIGH, CLIP_LOW, MASK, SEQUENCE_RATIO_MASK, LossSpec, loss_spec
 
+_DEFAULT_LORA = LoraConfig()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_METADATA = (64, 1024)
 """Entries, and bytes in each."""
+_MAX_TARGETS = (512, 256)
+"""Entries, and characters in each."""
 
 
 def check_request_id(request_id: str) -> None:
@@ -47,11 +50,26 @@ def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
     _check_range(lora.dropout, "lora.dropout", 0.0, 1.0, high_open=True)
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise errors.InvalidArgument("nothing to train; set train_attn, train_mlp or train_unembed", field="lora")
+    _check_targets(lora)
     for index, layer in enumerate(lora.layers):
         if layer >= model.num_layers:
             raise errors.OutOfRange(
                 f"is {layer}; the model has {model.num_layers} layers", field=f"lora.layers[{index}]"
             )
+
+
+def _check_targets(lora: LoraConfig) -> None:
+    entries, size = _MAX_TARGETS
+    if len(lora.target_modules) > entries:
+        message = f"has {len(lora.target_modules)} entries; at most {entries} are taken, give the ends of names"
+        raise errors.OutOfRange(message, field="lora.target_modules")
+    for index, name in enumerate(lora.target_modules):
+        if not 0 < len(name) <= size:
+            message = f"has {len(name)} characters; give 1 to {size}"
+            raise errors.OutOfRange(message, field=f"lora.target_modules[{index}]")
+    for flag in ("train_attn", "train_mlp", "train_unembed"):
+        if lora.target_modules and getattr(lora, flag) != getattr(_DEFAULT_LORA, flag):
+            raise errors.InvalidArgument("leave it out: target_modules names the modules", field=f"lora.{flag}")
 
 
 def check_batch(

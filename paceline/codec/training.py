@@ -76,6 +76,7 @@ def lora_config_to_proto(config: LoraConfig) -> lora_pb2.LoraConfig:
         train_unembed=config.train_unembed,
         layers=config.layers,
         use_rslora=config.use_rslora,
+        target_modules=config.target_modules,
     )
     if config.alpha is not None:
         message.alpha = config.alpha
@@ -94,6 +95,7 @@ def lora_config_from_proto(message: lora_pb2.LoraConfig) -> LoraConfig:
         train_unembed=message.train_unembed,
         layers=tuple(message.layers),
         use_rslora=message.use_rslora,
+        target_modules=tuple(message.target_modules),
     )
 
 

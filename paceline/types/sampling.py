@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral
+from typing import Any
 
+from paceline.errors import InvalidArgument
+from paceline.types.equality import ComparedByValue
 from paceline.types.model import ServedModel
 from paceline.types.training import Array
 
@@ -36,7 +40,10 @@ class SamplingParams:
     seed: int | None = None
     """Sample i of a request uses seed + i. None means that the server draws one."""
     stop: Sequence[str] = ()
-    """Strings that end a sequence; their tokens stay in it."""
+    """Strings that end a sequence; their tokens stay in it. One string is one of them: "END" is not E, N and D.
+
+    Token ids in it, as Tinker's API takes them, go to `stop_token_ids`.
+    """
     stop_token_ids: Sequence[int] = ()
     """Token ids that end a sequence; they stay in it."""
     ignore_eos: bool = False
@@ -49,9 +56,36 @@ class SamplingParams:
     regex: str = ""
     """A regular expression that the whole completion matches."""
 
+    def __post_init__(self) -> None:
+        strings, tokens = _sort_stops([self.stop] if isinstance(self.stop, str) else list(self.stop or ()))
+        object.__setattr__(self, "stop", tuple(strings))
+        object.__setattr__(self, "stop_token_ids", (*_token_ids(self.stop_token_ids), *tokens))
 
-@dataclass(frozen=True, slots=True)
-class TopkLogprobs:
+
+def _sort_stops(stops: Sequence[Any]) -> tuple[list[str], list[int]]:
+    """Tell strings from token ids. Raises InvalidArgument for anything else."""
+    for index, stop in enumerate(stops):
+        if not isinstance(stop, str) and not _is_token_id(stop):
+            message = f"is a {type(stop).__name__}; give a string, or a token id in stop_token_ids"
+            raise InvalidArgument(message, field=f"stop[{index}]")
+    return [stop for stop in stops if isinstance(stop, str)], [int(stop) for stop in stops if not isinstance(stop, str)]
+
+
+def _token_ids(tokens: Any) -> list[int]:
+    ids = [tokens] if _is_token_id(tokens) else list(tokens)
+    for index, token in enumerate(ids):
+        if not _is_token_id(token):
+            message = f"is a {type(token).__name__}; give token ids, and strings in stop"
+            raise InvalidArgument(message, field=f"stop_token_ids[{index}]")
+    return [int(token) for token in ids]
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopkLogprobs(ComparedByValue):
     """The k likeliest tokens at each of n positions."""
 
     token_ids: Array
@@ -72,8 +106,8 @@ class VersionSpan:
     """Whether the version was being written meanwhile, so that a token may come of it and of the one before it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledSequence:
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledSequence(ComparedByValue):
     """One completion of T tokens."""
 
     tokens: Array
@@ -86,8 +120,8 @@ class SampledSequence:
     """Set where weights are written in place (bridge `shared`): which version each token is of."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleResult:
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleResult(ComparedByValue):
     """The completions of one prompt of P tokens."""
 
     sequences: list[SampledSequence]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from paceline.errors import EmptyBatch, InvalidArgument, InvalidShape, UnknownField
+from paceline.types.equality import ComparedByValue
+from paceline.types.given import as_array, as_names, as_tokens
 
 Array = NDArray[Any]
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
@@ -24,13 +29,28 @@ MULTI_TARGET_INPUTS = frozenset({"target_tokens", "weights"})
 """Loss inputs that may have a second dimension: K targets per position."""
 
 
-@dataclass(slots=True)
-class Datum:
+LOSS_INPUTS = (
+    "target_tokens",
+    "weights",
+    "logprobs",
+    "advantages",
+    "reference_logprobs",
+    "clip_low_threshold",
+    "clip_high_threshold",
+    "sequence_ratio_mask",
+    "mask",
+)
+"""Loss inputs that losses of the trainer read. A client-side loss may read others."""
+
+
+@dataclass(slots=True, eq=False)
+class Datum(ComparedByValue):
     """One training sequence of N tokens, already shifted.
 
-    Position i of `model_input` predicts `loss_inputs["target_tokens"][i]`. Sequences of Python numbers are taken too:
-    `target_tokens` becomes int64, masks uint8, everything else float32. Arrays keep their dtype; the server refuses
-    the ones it does not take.
+    Position i of `model_input` predicts `loss_inputs["target_tokens"][i]`. Lists of Python numbers and tensors of torch
+    are taken too: `target_tokens` becomes int64, masks uint8, everything else float32. Arrays of numpy keep their
+    dtype; the server refuses the ones it does not take. Errors: InvalidDtype for text and for fractions where integers
+    belong, InvalidShape, OutOfRange.
     """
 
     model_input: Array
@@ -44,8 +64,11 @@ class Datum:
     """
 
     def __post_init__(self) -> None:
-        self.model_input = _as_array(self.model_input, np.dtype(np.int32))
-        self.loss_inputs = {name: _as_array(values, _default_dtype(name)) for name, values in self.loss_inputs.items()}
+        self.model_input = as_array(self.model_input, np.dtype(np.int32), "model_input")
+        self.loss_inputs = {
+            name: as_array(values, _default_dtype(name), f"loss_inputs[{name}]")
+            for name, values in self.loss_inputs.items()
+        }
 
     @property
     def counted_positions(self) -> int:
@@ -55,25 +78,30 @@ class Datum:
 
     @classmethod
     def from_completion(
-        cls, prompt: Tokens, completion: Tokens, *, weight: float = 1.0, **per_token: ArrayLike | float
+        cls, prompt: Tokens, completion: Tokens, *, weight: float | None = None, **per_token: ArrayLike | float
     ) -> Datum:
-        """Shift a prompt of P tokens and its completion of T tokens into one datum of N = P + T - 1 positions.
+        """Shift a prompt of P >= 1 tokens and its completion of T tokens into one datum of N = P + T - 1 positions.
 
-        Positions that predict the prompt get mask 0 and the value 0. `per_token` values (logprobs, advantages, ...)
-        are arrays of shape [T] or one
-        number for all T. Without any, the datum is one for cross_entropy with `weight` on each completion token.
+        Positions that predict the prompt get mask 0 and the value 0. `per_token` values (logprobs, advantages, ...) are
+        arrays of shape [T] or one number for all T. Without any, the datum is one for cross_entropy with `weight` (1
+        unless given) on each completion token. Errors: those of Datum, EmptyBatch, UnknownField for a name that is
+        nearly a loss input's, InvalidArgument for `weight` beside other values.
         """
-        tokens = np.concatenate([np.asarray(prompt, np.int32), np.asarray(completion, np.int32)])
-        head, tail = len(prompt) - 1, len(completion)
-        values: Mapping[str, Any] = per_token or {"weights": weight}
+        if per_token and weight is not None:
+            raise InvalidArgument("is for a datum of cross_entropy alone; give weights=", field="weight")
+        first = as_tokens(prompt, np.dtype(np.int32), "prompt").astype(np.int32)
+        second = as_tokens(completion, np.dtype(np.int32), "completion").astype(np.int32)
+        if not first.size:
+            raise EmptyBatch("holds no token; the completion's first token is predicted from it", field="prompt")
+        tokens, head, tail = np.concatenate([first, second]), len(first) - 1, len(second)
+        values: Mapping[str, Any] = per_token or {"weights": 1.0 if weight is None else weight}
         inputs: dict[str, Array] = {
             "target_tokens": tokens[1:].astype(np.int64),
             "mask": np.concatenate([np.zeros(head, np.uint8), np.ones(tail, np.uint8)]),
         }
         for name, value in values.items():
-            dtype = _default_dtype(name)
-            row = np.broadcast_to(np.asarray(value, dtype), (tail,))
-            inputs[name] = np.concatenate([np.zeros(head, dtype), row])
+            row = _completion_row(name, value, tail)
+            inputs[name] = np.concatenate([np.zeros(head, row.dtype), row])
         return cls(tokens[:-1], inputs)
 
 
@@ -83,8 +111,18 @@ def _default_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(np.uint8 if name in MASK_INPUTS else np.float32)
 
 
-def _as_array(values: ArrayLike, dtype: np.dtype[Any]) -> Array:
-    return values if isinstance(values, np.ndarray) else np.asarray(values, dtype)
+def _completion_row(name: str, value: Any, length: int) -> Array:
+    """Return an input of each of a completion's tokens."""
+    near = get_close_matches(name, LOSS_INPUTS, n=1, cutoff=0.85)
+    if near and near[0] != name:
+        raise UnknownField(f"is no loss input; did you mean {near[0]}?", field=name)
+    dtype = _default_dtype(name)
+    row = as_array(value, dtype, name)
+    if row.shape not in {(), (length,)}:
+        raise InvalidShape(
+            f"is {list(row.shape)}; give {length} numbers, one for each token, or one number", field=name
+        )
+    return np.broadcast_to(row, (length,)).astype(dtype)
 
 
 class Reduction(Enum):
@@ -131,6 +169,15 @@ class LoraConfig:
     """Indices of the layers that get an adapter. Empty means all."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead (rsLoRA, arXiv 2312.03732)."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the modules that get an adapter, as PEFT's `target_modules`: "q_proj", "self_attn.q_proj", a full name.
+
+    They are named in place of `train_attn`, `train_mlp` and `train_unembed`, which keep their defaults then. With
+    `layers`, those of these layers.
+    """
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_modules", as_names(self.target_modules, "target_modules"))
 
 
 class WeightStorage(Enum):
@@ -155,12 +202,16 @@ RunParameters: TypeAlias = LoraConfig | FullParameters
 """What a run trains."""
 
 
-@dataclass(slots=True)
-class ForwardBackwardOutput:
+@dataclass(slots=True, eq=False)
+class ForwardBackwardOutput(ComparedByValue):
     """What a forward (and backward) pass gave back."""
 
     loss_fn_outputs: list[dict[str, Array]]
-    """One per datum: always `logprobs`, float32, of the shape of `target_tokens`, NaN where the mask is 0."""
+    """One per datum: always `logprobs`, float32, of the shape of `target_tokens`.
+
+    They are 0 where the datum's mask is 0, so that sums and products over all positions are those of the counted ones.
+    The mask says which these are: a 0 is no log-probability there.
+    """
     metrics: dict[str, float]
     """Named name:reduction, always with `loss:sum` and `tokens:sum`."""
 

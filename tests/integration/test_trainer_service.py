@@ -400,6 +400,10 @@ async def test_a_step_without_a_gradient_is_refused(caller):
         ({"dropout": 1.0}, errors.OutOfRange, "lora.dropout"),
         ({"layers": [0, 2]}, errors.OutOfRange, "lora.layers[1]"),
         ({"train_attn": False, "train_mlp": False}, errors.InvalidArgument, "lora"),
+        ({"target_modules": ["q_proj", "qkv"]}, errors.InvalidArgument, "lora.target_modules[1]"),
+        ({"target_modules": ["q_proj"], "train_unembed": True}, errors.InvalidArgument, "lora.train_unembed"),
+        ({"target_modules": ["q_proj", ""]}, errors.OutOfRange, "lora.target_modules[1]"),
+        ({"target_modules": ["q_proj"] * 513}, errors.OutOfRange, "lora.target_modules"),
     ],
 )
 async def test_a_bad_adapter_is_refused_by_name(caller, lora, error, field):

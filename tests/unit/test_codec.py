@@ -72,7 +72,7 @@ certificates = st.builds(
 infos = st.builds(ModelInfo, texts, counts, counts, texts, counts, counts, st.none() | certificates)
 loras = st.builds(
     LoraConfig, counts, reals, reals, larges, st.booleans(), st.booleans(), st.booleans(),
-    st.lists(counts, max_size=4).map(tuple), st.booleans(),
+    st.lists(counts, max_size=4).map(tuple), st.booleans(), st.lists(texts, max_size=3).map(tuple),
 )  # fmt: skip
 adams = [st.builds(kind, *[reals] * 6) for kind in (AdamParams, Adam8bitParams, AdamCpuParams)]
 adafactors = st.builds(AdafactorParams, *[reals] * 5, st.booleans(), st.booleans(), reals, reals)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from paceline.types import Datum, Reduction
+from paceline import errors
+from paceline.types import Datum, ForwardBackwardOutput, Reduction, TopkLogprobs
 
 
 def datum(mask=None, length=4):
@@ -41,3 +43,64 @@ def test_inputs_of_a_completion_get_the_dtype_that_the_server_takes():
     for name, values in expected.items():
         assert made.loss_inputs[name].dtype == values.dtype
         np.testing.assert_array_equal(made.loss_inputs[name], values)
+
+
+def test_tensors_of_torch_become_what_the_server_takes():
+    advantages = torch.tensor([0.5, 1.5], dtype=torch.bfloat16, requires_grad=True)
+    made = Datum(torch.tensor([1, 2]), {"target_tokens": torch.tensor([2, 3]), "advantages": advantages})
+    assert made == Datum([1, 2], {"target_tokens": [2, 3], "advantages": [0.5, 1.5]})
+    completion = Datum.from_completion(torch.tensor([1]), torch.tensor([2, 3]), advantages=advantages)
+    assert completion == Datum.from_completion([1], [2, 3], advantages=[0.5, 1.5])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "field"),
+    [
+        (lambda: Datum("hello"), errors.InvalidDtype, "model_input"),
+        (lambda: Datum(["hello"]), errors.InvalidDtype, "model_input"),
+        (lambda: Datum(None), errors.InvalidDtype, "model_input"),
+        (lambda: Datum([0.5]), errors.InvalidDtype, "model_input"),
+        (lambda: Datum([[1], [2, 3]]), errors.InvalidShape, "model_input"),
+        (lambda: Datum([2**40]), errors.OutOfRange, "model_input"),
+        (lambda: Datum([1], {"mask": [0.5]}), errors.InvalidDtype, "loss_inputs[mask]"),
+        (lambda: Datum.from_completion("a", [1]), errors.InvalidDtype, "prompt"),
+        (lambda: Datum.from_completion([1], "a"), errors.InvalidDtype, "completion"),
+        (lambda: Datum.from_completion([1], np.array([0.5])), errors.InvalidDtype, "completion"),
+        (lambda: Datum.from_completion([], [1]), errors.EmptyBatch, "prompt"),
+        (lambda: Datum.from_completion([1], [2, 3], advantage=1.0), errors.UnknownField, "advantage"),
+        (lambda: Datum.from_completion([1], [2, 3], advantages=[1.0]), errors.InvalidShape, "advantages"),
+        (lambda: Datum.from_completion([1], [2], weight=2.0, advantages=1.0), errors.InvalidArgument, "weight"),
+    ],
+)
+def test_what_is_no_datum_is_refused_by_the_name_of_its_field(make, error, field):
+    with pytest.raises(error) as caught:
+        make()
+    assert caught.value.field == field
+
+
+def test_a_misspelt_input_is_told_the_right_name_and_one_of_a_loss_of_ones_own_is_taken():
+    with pytest.raises(errors.UnknownField, match="did you mean advantages"):
+        Datum.from_completion([1], [2], advantage=1.0)
+    assert Datum.from_completion([1], [2], reward=1.0).loss_inputs["reward"].tolist() == [1.0]
+
+
+def test_text_is_told_to_be_encoded():
+    with pytest.raises(errors.InvalidDtype, match=r"get_tokenizer\(\).encode"):
+        Datum.from_completion("Country:", " Peru")
+
+
+def test_values_with_arrays_are_compared_by_what_they_hold():
+    def make(advantages=(1.0, float("nan")), tokens=(1, 2)):
+        return Datum(list(tokens), {"advantages": list(advantages)})
+
+    assert make() == make()
+    assert make() != make(advantages=(1.0, 2.0))
+    assert make() != make(tokens=(1, 3))
+    assert make() != Datum([1, 2])
+    assert make() != Datum(np.array([1, 2], np.int64), make().loss_inputs)
+    assert make() != "a datum"
+    assert [make()] == [make()]
+    outputs = [ForwardBackwardOutput([{"logprobs": np.array([value])}], {"loss:sum": 1.0}) for value in (1.0, 1.0, 2.0)]
+    assert outputs[0] == outputs[1] != outputs[2]
+    tops = [TopkLogprobs(np.array([[value]]), np.array([[-1.0]])) for value in (1, 1, 2)]
+    assert tops[0] == tops[1] != tops[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import peft
@@ -57,6 +57,8 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """
     _check_layers(lora, model.config.num_hidden_layers)
     linears = [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
+    if lora.target_modules:
+        return _in_layers(named_modules(linears, lora.target_modules), lora)
     chosen: list[str] = []
     for flag, last_names in _GROUPS.items():
         if not getattr(lora, flag):
@@ -68,8 +70,23 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     if not chosen:
         raise InvalidArgument("choose train_attn, train_mlp or train_unembed.", field="lora")
     if lora.layers:
-        return [name for name in chosen if _layer_of(name) in {None, *lora.layers}]
+        return _in_layers(chosen, lora)
     return list(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
+
+
+def named_modules(adaptable: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """Return the full names among `adaptable` that `targets` mean, in PEFT's way: the name itself, or its end.
+
+    Raises InvalidArgument for a target that means none.
+    """
+    meant = {target: [name for name in adaptable if f".{name}".endswith(f".{target}")] for target in targets}
+    for index, target in enumerate(targets):
+        if not meant[target]:
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in adaptable))
+            message = f"is {target!r}, which is no module that can have an adapter; there are {known}."
+            raise InvalidArgument(message, field=f"lora.target_modules[{index}]")
+    chosen = {name for names in meant.values() for name in names}
+    return [name for name in adaptable if name in chosen]
 
 
 def count_parameters(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -> int:
@@ -190,6 +207,10 @@ def _check_layers(lora: LoraConfig, count: int) -> None:
     for layer in lora.layers:
         if not 0 <= layer < count:
             raise OutOfRange(f"the model has no layer {layer}, only 0 to {count - 1}.", field="lora.layers")
+
+
+def _in_layers(names: Sequence[str], lora: LoraConfig) -> list[str]:
+    return [name for name in names if not lora.layers or _layer_of(name) in {None, *lora.layers}]
 
 
 def _layer_of(name: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Dtype = Literal["float32", "bfloat16"]
@@ -46,3 +47,8 @@ class EngineOptions:
     """Where a sampler on this machine lends its base weights; empty means that the engine loads its own."""
     ranks: int = 1
     """Processes, with a device each, that the engine consists of."""
+
+    @property
+    def base_reference(self) -> str:
+        """What other tools load the base model by: its id, or the absolute path of its directory."""
+        return str(Path(self.model_path).absolute()) if Path(self.model_path).is_dir() else self.model_path

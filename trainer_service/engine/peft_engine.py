@@ -187,7 +187,7 @@ class PeftEngine:
 
     def capture_state(self, run_id: str) -> Capture:
         run = self._resident_here(run_id)
-        return run.hold(state.capture(run, self._options.model_name, self._staging))
+        return run.hold(state.capture(run, self._options.base_reference, self._staging))
 
     def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> Capture:
         run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
@@ -195,7 +195,7 @@ class PeftEngine:
             publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
         # Copies of what is on a GPU go through pinned memory, and whole models to the volume.
         spare = self._spare if published is not None and isinstance(run, LoraRun) and not self._on_gpu else None
-        return run.hold(state.capture_export(run, self._options.model_name, dtype, self._staging, spare))
+        return run.hold(state.capture_export(run, self._options.base_reference, dtype, self._staging, spare))
 
     def save_state(self, run_id: str, directory: Path) -> None:
         self.capture_state(run_id).write(directory)
