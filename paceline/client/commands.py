@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import grpc
 
 from paceline.client.futures import PacelineFuture
+from paceline.client.retry import call_name
 from paceline.client.transport import Transport
 
 MAX_COMMANDS_UNANSWERED = 32
@@ -37,8 +38,9 @@ class CommandQueue:
     sent: loading a checkpoint holds it until it is answered, and a custom loss until its second half is sent.
     """
 
-    def __init__(self, transport: Transport, last_seq_id: int, attachment: int) -> None:
-        """Take the commands after `last_seq_id`, as the client that AttachRun gave the number `attachment`."""
+    def __init__(self, transport: Transport, run_id: str, last_seq_id: int, attachment: int) -> None:
+        """Take a run's commands after `last_seq_id`, as the client that AttachRun gave the number `attachment`."""
+        self._run_id = run_id
         self.turn = asyncio.Lock()
         self._attachment = attachment
         self._transport = transport
@@ -46,11 +48,15 @@ class CommandQueue:
         self._next = last_seq_id + 1
         self._room = asyncio.Semaphore(MAX_COMMANDS_UNANSWERED)
 
-    def issue(self, count: int, work: Callable[[range], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
-        """Take the next `count` seq_ids for `work`, which must use every one of them, and start it."""
+    def issue(self, name: str, count: int, work: Callable[[range], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
+        """Take the next `count` seq_ids for `work`, which must use every one of them, and start it.
+
+        `name` is what the log calls it.
+        """
         with self._numbering:
             seq_ids = range(self._next, self._next + count)
-            future = self._transport.submit(work(seq_ids), cancellable=False)
+            numbers = f"{seq_ids[0]}" if count == 1 else f"{seq_ids[0]} to {seq_ids[-1]}"
+            future = self._transport.submit_command(f"{name} {numbers} of {self._run_id}", work(seq_ids))
             self._next += count
         return future
 
@@ -74,7 +80,7 @@ class CommandQueue:
                     await asyncio.wait(calls)
             return decode(await outcomes(calls))
 
-        return self.issue(len(requests), work)
+        return self.issue(call_name(requests[0]), len(requests), work)
 
     async def send(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], requests: Sequence[Request], seq_ids: range

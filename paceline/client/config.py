@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds that one attempt of a call may take, by kind of call."""
+    """Seconds that one attempt of a call may take, by kind of call; and what a client waits for beside calls."""
 
     training: float = 600.0
     """Commands of a run, making a run and deleting one."""
@@ -15,6 +15,10 @@ class Timeouts:
     """Samples, streams and log-probabilities."""
     query: float = 30.0
     """Everything else."""
+    connect: float = 5.0
+    """The first connection. Later ones are made again within RetryPolicy.budget."""
+    close: float = 300.0
+    """Commands without an answer, when the client is closed or the process ends. The log says what is waited for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ cross_entropy, the sum of -lp * w, with w = -dC/dlp: its gradient is the gradien
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 import grpc
@@ -17,6 +16,7 @@ from paceline import errors
 from paceline.client.batching import Batch, make_batch
 from paceline.client.commands import CommandQueue, outcomes
 from paceline.client.futures import PacelineFuture
+from paceline.client.worker import Worker
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput
 from paceline.types.training import Array
@@ -39,13 +39,18 @@ def put_custom_loss(
     own = list(data)
     forward = make_batch(run_id, [_without_weights(datum) for datum in own], "cross_entropy", {}, forward_only=True)
     count = len(forward.requests)
+    worker = Worker()
 
     async def work(seq_ids: range) -> ForwardBackwardOutput:
+        with worker:
+            return await two_passes(seq_ids)
+
+    async def two_passes(seq_ids: range) -> ForwardBackwardOutput:
         async with queue.turn:
             try:
                 calls = await queue.send(method, forward.requests, seq_ids[:count])
                 logprobs = [output["logprobs"] for output in forward.merge(await outcomes(calls)).loss_fn_outputs]
-                loss, metrics, weights = await asyncio.to_thread(evaluate, own, logprobs, loss_fn)
+                loss, metrics, weights = await worker.run(evaluate, own, logprobs, loss_fn)
             except Exception as error:
                 await _fill(queue, method, forward, seq_ids[count:], error)
                 raise
@@ -56,7 +61,7 @@ def put_custom_loss(
         output.metrics |= {"loss:sum": loss, "surrogate_loss:sum": surrogate, **metrics}
         return output
 
-    return queue.issue(2 * count, work)
+    return queue.issue("ForwardBackward with a custom loss", 2 * count, work)
 
 
 def evaluate(

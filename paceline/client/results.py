@@ -8,6 +8,7 @@ from paceline import codec
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.types import ModelInfo, ServedModel
+from paceline.types.equality import ComparedByValue
 from paceline.types.training import Array
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
@@ -42,8 +43,8 @@ class PublishResult:
     """From the command's turn until the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobsResult:
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobsResult(ComparedByValue):
     """Log-probabilities of a sequence of N tokens."""
 
     logprobs: Array

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline import codec, errors
 from paceline.client.batching import sendable
+from paceline.client.connection import Connection
 from paceline.client.futures import PacelineFuture, awaitable
 from paceline.client.results import LogprobsResult
 from paceline.client.stream import SampleStream
@@ -17,6 +19,7 @@ from paceline.codec.tensors import FLOATS
 from paceline.rpc.identity import ROUTE_KEY
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef, SampleResult, SamplingParams
+from paceline.types.given import as_tokens
 from paceline.types.training import Tokens
 from paceline.types.v1 import sampling_pb2, tensor_pb2
 
@@ -39,6 +42,10 @@ class SamplingClient(Connected):
         """The weights that calls ask for."""
         self._wire_model = codec.model_ref_to_proto(model)
         self._metadata: Metadata = () if model.is_base else ((ROUTE_KEY, str(model)),)
+
+    def __reduce__(self) -> tuple[Callable[[Connection, ModelRef], SamplingClient], tuple[Connection, ModelRef]]:
+        """Pickle what it samples from and where; the copy has a connection of its own."""
+        return _restore, (self.transport.connection, self.model)
 
     def sample(
         self,
@@ -116,14 +123,14 @@ class SamplingClient(Connected):
         return LogprobsResult(logprobs, codec.served_model_from_proto(reply.model))
 
 
+def _restore(connection: Connection, model: ModelRef) -> SamplingClient:
+    return SamplingClient(Transport(connection), model)
+
+
 def _encode_tokens(tokens: Tokens, field: str) -> tensor_pb2.Tensor:
-    array = np.asarray(tokens)
+    array = as_tokens(tokens, np.dtype(np.int64), field)
     if array.size == 0:
         raise errors.EmptyBatch("holds no token; give at least one", field=field)
-    if array.ndim != 1:
-        raise errors.InvalidShape(f"is {list(array.shape)}; give one dimension", field=field)
-    if array.dtype.kind not in "iu":
-        raise errors.InvalidDtype(f"is {array.dtype.name}; give integers", field=field)
     return codec.tensor_to_proto(array if array.dtype == np.int32 else array.astype(np.int64))
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 from uuid import uuid4
@@ -13,16 +12,15 @@ from paceline import codec, errors
 from paceline.client.batching import sendable
 from paceline.client.catalog import Catalog
 from paceline.client.config import RetryPolicy, Timeouts
+from paceline.client.connection import Connection, make_connection, make_tls
 from paceline.client.sampling_client import SamplingClient
 from paceline.client.training_client import TrainingClient
 from paceline.client.transport import Transport, blocking
 from paceline.layout import CheckpointPath
-from paceline.rpc.channel import TlsFiles
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import FullParameters, LoraConfig, ModelRef, RunParameters, WeightStorage
+from paceline.types.given import as_names
 
-DEFAULT_ADDRESS = "localhost:50050"
-SYSTEM_AUTHORITIES = "system"
 MAX_IN_FLIGHT = 500
 """A burst of calls above the server's limits is dropped, and a server gains nothing from more."""
 
@@ -32,10 +30,14 @@ class ServiceClient(Catalog):
 
     Methods block and return their answer; each has a twin `x_async` to await instead, from any event loop. Use it as a
     context manager, sync or async, or call `close`. A thread in the background owns the connection; safe to use from
-    any thread, not across a fork.
+    any thread. In a process forked from one that has used a client every call raises Forked: start it by spawn. A
+    pickle holds where to call but no key, which the other process takes from $PACELINE_API_KEY.
+
+    Commands of its runs that have no answer when it is closed, or when the process ends, are waited for, at most
+    `Timeouts.close` seconds. The logger "paceline" tells of that, and of what is sent again, why and for how long.
 
     address: host:port; by default $PACELINE_ADDRESS, else localhost:50050.
-    api_key: by default $PACELINE_API_KEY; empty where the gateway asks for none.
+    api_key: by default $PACELINE_API_KEY; empty where the gateway asks for none. Whitespace around it is stripped.
     tls_ca: PEM file of the authorities that the gateway's certificate comes from, or "system" for the machine's own;
         by default $PACELINE_TLS_CA. Empty means plaintext: then the key can be read on the network.
     tls_cert, tls_key: PEM files of an own certificate, where the gateway asks for one.
@@ -53,16 +55,13 @@ class ServiceClient(Catalog):
         retry: RetryPolicy | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
-        authorities = str(tls_ca or os.environ.get("PACELINE_TLS_CA", ""))
-        transport = Transport(
-            address or os.environ.get("PACELINE_ADDRESS") or DEFAULT_ADDRESS,
-            os.environ.get("PACELINE_API_KEY", "") if api_key is None else api_key,
-            _tls_files(authorities, tls_cert, tls_key),
-            timeouts=timeouts or Timeouts(),
-            retry=retry or RetryPolicy(),
-            max_in_flight=max_in_flight,
-        )
-        super().__init__(transport)
+        tls = make_tls(tls_ca, tls_cert, tls_key)
+        patience = (timeouts or Timeouts(), retry or RetryPolicy())
+        super().__init__(Transport(make_connection(address, api_key, tls, *patience, max_in_flight)))
+
+    def __reduce__(self) -> tuple[Callable[..., ServiceClient], tuple[type[ServiceClient], Connection]]:
+        """Pickle where it calls; the copy has a connection of its own."""
+        return _restore, (type(self), self.transport.connection)
 
     async def create_lora_training_client_async(
         self,
@@ -77,6 +76,7 @@ class ServiceClient(Catalog):
         train_unembed: bool = False,
         layers: Sequence[int] = (),
         use_rslora: bool = False,
+        target_modules: Sequence[str] = (),
         user_metadata: Mapping[str, str] | None = None,
     ) -> TrainingClient:
         """Make a run that trains a LoRA adapter (see LoraConfig) and return its client.
@@ -84,7 +84,18 @@ class ServiceClient(Catalog):
         An empty `base_model` means the one that is served; `user_metadata` is kept with the run. Errors:
         ModelNotFound, RankTooLarge, OutOfRange, TooManyRuns.
         """
-        lora = LoraConfig(rank, alpha, dropout, seed, train_attn, train_mlp, train_unembed, tuple(layers), use_rslora)
+        lora = LoraConfig(
+            rank,
+            alpha,
+            dropout,
+            seed,
+            train_attn,
+            train_mlp,
+            train_unembed,
+            layers=tuple(layers),
+            use_rslora=use_rslora,
+            target_modules=as_names(target_modules, "target_modules"),
+        )
         return await self._create(base_model, lora, user_metadata or {})
 
     create_lora_training_client = blocking(create_lora_training_client_async)
@@ -149,25 +160,29 @@ class ServiceClient(Catalog):
             )
         return SamplingClient(self.transport, ModelRef(base_model, run_id, version, model_path))
 
-    async def close_async(self) -> None:
-        """Cancel what is under way and end the connection."""
-        await asyncio.to_thread(self.close)
+    async def close_async(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - as in `close`
+        """As `close`, without blocking the event loop."""
+        await self.transport.close_async(timeout)
 
-    def close(self) -> None:
-        """Cancel what is under way and end the connection; clients made here end with it."""
-        self.transport.close()
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the answers of training commands, cancel everything else, and end the connection.
+
+        Waits at most `timeout` seconds, None meaning `Timeouts.close`; the log says what is waited for and what has no
+        answer at the end. Clients made here end with it. Ctrl-C ends the wait.
+        """
+        self.transport.close(timeout)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(_patience_after(kind))
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close_async()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self.close_async(_patience_after(kind))
 
     async def _create(
         self, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str]
@@ -193,10 +208,13 @@ class ServiceClient(Catalog):
         return client
 
 
-def _tls_files(authorities: str, cert: str | Path | None, key: str | Path | None) -> TlsFiles | None:
-    if not authorities:
-        if cert or key:
-            raise errors.InvalidArgument("needs tls_ca: the authorities of the gateway's certificate", field="tls_cert")
-        return None
-    ca = None if authorities == SYSTEM_AUTHORITIES else Path(authorities)
-    return TlsFiles(ca, Path(cert) if cert else None, Path(key) if key else None)
+def _restore(cls: type[ServiceClient], connection: Connection) -> ServiceClient:
+    client = cls.__new__(cls)
+    Catalog.__init__(client, Transport(connection))
+    return client
+
+
+def _patience_after(kind: type[BaseException] | None) -> float | None:
+    """Return how long to wait for commands where a block was left by this exception: not at all after Ctrl-C."""
+    gives_up = kind is not None and issubclass(kind, (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit))
+    return 0.0 if gives_up else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline import errors
 from paceline.client.transport import Transport
+from paceline.client.worker import Worker
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 async def get_tokenizer(transport: Transport, base_model: str) -> PreTrainedTokenizerBase:
     """Fetch the tokenizer of a base model (empty: the one that is served). Raises ModelNotFound."""
     reply = await transport.query(transport.trainer.GetTokenizer, pb.GetTokenizerRequest(base_model=base_model))
-    directory = await asyncio.to_thread(store, dict(reply.files), cache_directory())
-    return await asyncio.to_thread(_load, directory)
+    with Worker() as worker:
+        return await worker.run(lambda: _load(store(dict(reply.files), cache_directory())))
 
 
 def cache_directory() -> Path:

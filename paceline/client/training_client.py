@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from paceline import codec, errors
 from paceline.client.batching import make_batch, sendable
@@ -61,7 +61,13 @@ class TrainingClient(Connected):
         super().__init__(transport)
         self.run_id = run.run_id
         self._base_model = run.base_model
-        self._queue = CommandQueue(transport, run.last_seq_id, attachment)
+        self._queue = CommandQueue(transport, run.run_id, run.last_seq_id, attachment)
+
+    def __reduce__(self) -> NoReturn:
+        raise errors.Unsupported(
+            "a training client cannot be sent to another process, since one client at a time trains a run; call "
+            f"ServiceClient().get_training_client({self.run_id!r}) there"
+        )
 
     def forward(
         self,

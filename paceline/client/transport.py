@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import grpc
 
 from paceline import errors
-from paceline.client.config import RetryPolicy, Timeouts
+from paceline.client.connection import Connection
+from paceline.client.forks import OWNER
 from paceline.client.futures import PacelineFuture
-from paceline.client.retry import with_retries
+from paceline.client.outstanding import Outstanding
+from paceline.client.retry import RetryLog, call_name, with_retries
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
-from paceline.rpc.channel import TlsFiles, open_channel
+from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import API_KEY_KEY
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
@@ -32,47 +35,48 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Metadata = Sequence[tuple[str, str]]
 
+_PROBE = "/paceline.gateway.v1.GatewayService/WhoAmI"
+_PROBE_SECONDS = 0.2
+
 
 class Transport:
     """One connection. grpc.aio objects belong to one event loop, so a thread of its own runs it and all calls."""
 
-    def __init__(
-        self,
-        target: str,
-        api_key: str,
-        tls: TlsFiles | None,
-        *,
-        timeouts: Timeouts,
-        retry: RetryPolicy,
-        max_in_flight: int,
-    ) -> None:
-        self.timeouts = timeouts
-        self.retry = retry
-        self._metadata: Metadata = ((API_KEY_KEY, f"Bearer {api_key}"),) if api_key else ()
-        self._room = asyncio.Semaphore(max_in_flight)
+    def __init__(self, connection: Connection) -> None:
+        OWNER.claim()
+        self.connection = connection
+        self.timeouts, self._retry = connection.timeouts, connection.retry
+        key = connection.api_key
+        self._metadata: Metadata = ((API_KEY_KEY, f"Bearer {key}"),) if key else ()
+        self._room = asyncio.Semaphore(connection.max_in_flight)
+        self._retries = RetryLog()
+        self._outstanding = Outstanding()
+        self._connecting: asyncio.Task[None] | None = None
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="paceline-client", daemon=True)
         thread.start()
-        self._loop = loop
-        self._stop = weakref.finalize(self, _shut_down, loop, thread)
-        channel = asyncio.run_coroutine_threadsafe(_open(target, tls), loop).result()
-        self._stop.detach()
-        self._stop = weakref.finalize(self, _shut_down, loop, thread, channel)
-        self.trainer: TrainerServiceAsyncStub = TrainerServiceStub(channel)
-        self.sampler: SamplerServiceAsyncStub = SamplerServiceStub(channel)
-        self.gateway: GatewayServiceAsyncStub = GatewayServiceStub(channel)
+        self._loop, self._thread = loop, thread
+        self._channel = asyncio.run_coroutine_threadsafe(_open(connection), loop).result()
+        # At the end of the process too: commands that were issued are waited for while this thread still runs.
+        self._stop = weakref.finalize(
+            self, _shut_down, loop, thread, self._channel, self._outstanding, self.timeouts.close
+        )
+        self.trainer: TrainerServiceAsyncStub = TrainerServiceStub(self._channel)
+        self.sampler: SamplerServiceAsyncStub = SamplerServiceStub(self._channel)
+        self.gateway: GatewayServiceAsyncStub = GatewayServiceStub(self._channel)
 
-    def submit(self, work: Coroutine[Any, Any, T], *, cancellable: bool = True) -> PacelineFuture[T]:
+    def submit(self, work: Coroutine[Any, Any, T]) -> PacelineFuture[T]:
         """Run a coroutine on the client's thread. Work submitted from one thread starts in order of submission."""
-        if not self._stop.alive:
-            work.close()
-            raise errors.Cancelled("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(self._guard(work), self._loop)
-        return PacelineFuture(future, cancellable=cancellable)
+        return PacelineFuture(self._submit(work))
+
+    def submit_command(self, name: str, work: Coroutine[Any, Any, T]) -> PacelineFuture[T]:
+        """Run a training command, which cannot be cancelled, and which the end of the client waits for."""
+        future = self._submit(work)
+        return PacelineFuture(future, self._outstanding.add(name, future, self._loop))
 
     def soon(self, action: Callable[[], object]) -> None:
         """Run a function on the client's thread without waiting for it; nothing if the client is closed."""
-        if self._stop.alive:
+        if self._stop.alive and OWNER.is_here:
             self._loop.call_soon_threadsafe(action)
 
     async def start(
@@ -83,6 +87,7 @@ class Transport:
         metadata: Metadata = (),
     ) -> asyncio.Task[Reply]:
         """Wait for room, then start a call with its retries. Room is given in the order of asking."""
+        await self._connected()
         await self._room.acquire()
         task = asyncio.ensure_future(self._call(method, request, seconds, metadata))
         task.add_done_callback(lambda _: self._room.release())
@@ -120,9 +125,10 @@ class Transport:
             stream = method(request, timeout=seconds, metadata=(*self._metadata, *metadata))
             return stream, await read(stream)
 
+        await self._connected()
         await self._room.acquire()
         try:
-            return await with_retries(first, self.retry)
+            return await self._with_retries(first, request)
         except BaseException:
             self._room.release()
             raise
@@ -132,9 +138,73 @@ class Transport:
         stream.cancel()
         self._room.release()
 
-    def close(self) -> None:
-        """Cancel what is under way, close the channel and end the thread. Closing twice does nothing."""
+    def close(self, seconds: float | None = None) -> None:
+        """Wait for commands, cancel what else is under way, close the channel and end the thread.
+
+        Waits at most `seconds`, by default Timeouts.close. Closing twice does nothing.
+        """
+        if not OWNER.is_here:
+            return
+        try:
+            if self._stop.alive and threading.current_thread() is not self._thread:
+                asyncio.run_coroutine_threadsafe(self._settle(seconds), self._loop).result()
+        finally:
+            self._stop_now()
+
+    async def close_async(self, seconds: float | None = None) -> None:
+        """As `close`, from any event loop."""
+        if not OWNER.is_here:
+            return
+        try:
+            if self._stop.alive:
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._settle(seconds), self._loop))
+        finally:
+            self._stop_now()
+
+    def _settle(self, seconds: float | None) -> Coroutine[Any, Any, None]:
+        return self._outstanding.settle(self.timeouts.close if seconds is None else seconds)
+
+    def _stop_now(self) -> None:
+        self._outstanding.close()
         self._stop()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            OWNER.check()
+            if not self._stop.alive:
+                raise errors.Cancelled("the client is closed")
+        except errors.PacelineError:
+            work.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(self._guard(work), self._loop)
+
+    async def _connected(self) -> None:
+        """Return when there has been a connection; the first calls wait for it together."""
+        if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
+            self._connecting = asyncio.create_task(self._connect())
+        await asyncio.shield(self._connecting)
+
+    async def _connect(self) -> None:
+        seconds = self.timeouts.connect
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), seconds)
+        except TimeoutError:
+            reason = await self._why_not()
+            raise errors.UpstreamUnavailable(
+                f"no gateway answers at {self.connection.address} within {seconds:g} s ({reason}); start it, or give "
+                "its host:port as PACELINE_ADDRESS or ServiceClient(address=...), and its authorities as tls_ca where "
+                "it speaks TLS",
+                field="address",
+            ) from None
+
+    async def _why_not(self) -> str:
+        """Ask gRPC why there is no connection."""
+        probe: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_PROBE)
+        try:
+            await probe(b"", timeout=_PROBE_SECONDS)
+        except grpc.aio.AioRpcError as failure:
+            return failure.details() or failure.code().name
+        return "it came too late"
 
     async def _call(
         self,
@@ -146,7 +216,13 @@ class Transport:
         async def attempt() -> Reply:
             return await method(request, timeout=seconds, metadata=(*self._metadata, *metadata))
 
-        return await with_retries(attempt, self.retry)
+        return await self._with_retries(attempt, request)
+
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], request: object) -> T:
+        try:
+            return await with_retries(attempt, self._retry, self._retries, call_name(request))
+        except errors.InvalidApiKey as error:
+            raise self.connection.refused_key() from error
 
     async def _guard(self, work: Coroutine[Any, Any, T]) -> T:
         try:
@@ -185,8 +261,8 @@ async def read(stream: grpc.aio.UnaryStreamCall[Request, Reply]) -> Reply | None
     return None if message is grpc.aio.EOF else cast("Reply", message)
 
 
-async def _open(target: str, tls: TlsFiles | None) -> grpc.aio.Channel:
-    return open_channel(target, tls)
+async def _open(connection: Connection) -> grpc.aio.Channel:
+    return open_channel(connection.address, connection.tls)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -196,20 +272,30 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _shut_down(
-    loop: asyncio.AbstractEventLoop, thread: threading.Thread, channel: grpc.aio.Channel | None = None
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    channel: grpc.aio.Channel,
+    outstanding: Outstanding,
+    seconds: float,
 ) -> None:
-    asyncio.run_coroutine_threadsafe(_end(loop, channel), loop)
+    if not OWNER.is_here:
+        return  # The thread, its loop and the connection are the parent's.
     # The last reference may go on the client's own thread, which cannot wait for itself.
-    if threading.current_thread() is not thread:
-        thread.join()
+    is_elsewhere = threading.current_thread() is not thread
+    try:
+        if is_elsewhere:
+            asyncio.run_coroutine_threadsafe(outstanding.settle(seconds), loop).result()
+    finally:
+        outstanding.close()
+        asyncio.run_coroutine_threadsafe(_end(loop, channel), loop)
+        if is_elsewhere:
+            thread.join()
 
 
-async def _end(loop: asyncio.AbstractEventLoop, channel: grpc.aio.Channel | None) -> None:
+async def _end(loop: asyncio.AbstractEventLoop, channel: grpc.aio.Channel) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    if channel is not None:
-        await channel.close()
-    await loop.shutdown_default_executor()
+    await channel.close()
     loop.stop()

@@ -89,6 +89,12 @@ class ClientSuperseded(FailedPrecondition):
     reason = "CLIENT_SUPERSEDED"
 
 
+class Forked(FailedPrecondition):
+    """The process was forked from one that had used a client, and gRPC does not work in it. Raised by the client."""
+
+    reason = "CLIENT_FORKED"
+
+
 class RunStateLost(FailedPrecondition):
     """The run's state was lost with the engine and its journal cannot be replayed.
 

@@ -7,7 +7,7 @@ import pytest
 from toy_services import toy_server
 from toy_trainer import VOCABULARY, make_data
 
-from paceline import RetryPolicy, SamplingParams, ServiceClient, errors
+from paceline import RetryPolicy, SamplingParams, ServiceClient, Timeouts, errors
 from paceline.client.commands import MAX_COMMANDS_UNANSWERED
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
@@ -259,7 +259,7 @@ async def test_closing_ends_what_is_under_way(server):
     training = await client.get_training_client_async(server.trainer.run_id)
     loaded, queued = training.load_state("paceline://somewhere"), training.optim_step()
     await server.trainer.load_began.wait()
-    await client.close_async()
+    await client.close_async(timeout=0)
     for future in (loaded, queued):
         with pytest.raises(errors.Cancelled):
             await future
@@ -269,7 +269,7 @@ async def test_closing_ends_what_is_under_way(server):
 
 async def test_an_unreachable_server_raises_unavailable(server):
     await server.stop()
-    async with ServiceClient(server.address, retry=RetryPolicy(budget=0.2, first_delay=0.01)) as client:
-        with pytest.raises(errors.UpstreamUnavailable):
+    async with ServiceClient(server.address, timeouts=Timeouts(connect=0.2)) as client:
+        with pytest.raises(errors.UpstreamUnavailable, match=server.address):
             await client.list_runs_async()
     await server.start()

@@ -117,7 +117,12 @@ async def test_a_cancelled_reader_cancels_a_silent_stream(server, client):
 
 @pytest.mark.parametrize(
     ("prompt", "error"),
-    [([], errors.EmptyBatch), ([[1, 2]], errors.InvalidShape), ([0.5], errors.InvalidDtype)],
+    [
+        ([], errors.EmptyBatch),
+        ([[1, 2]], errors.InvalidShape),
+        ([0.5], errors.InvalidDtype),
+        ("hello", errors.InvalidDtype),
+    ],
 )
 async def test_a_prompt_that_is_no_row_of_token_ids_is_refused_before_it_is_sent(server, client, prompt, error):
     with pytest.raises(error) as caught:

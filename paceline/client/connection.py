@@ -1,0 +1,103 @@
+"""Where a client calls, as whom, and how patiently: from arguments and the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline import errors
+from paceline.client.config import RetryPolicy, Timeouts
+from paceline.rpc.channel import TlsFiles
+
+DEFAULT_ADDRESS = "localhost:50050"
+SYSTEM_AUTHORITIES = "system"
+ADDRESS_VARIABLE, KEY_VARIABLE, CA_VARIABLE = "PACELINE_ADDRESS", "PACELINE_API_KEY", "PACELINE_TLS_CA"
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What a client was told of its gateway. A pickle of it holds no key: the other process reads its own variable."""
+
+    address: str
+    api_key: str = field(repr=False)
+    key_source: str
+    """Where the key comes from: the variable or the argument; empty where there is none."""
+    tls: TlsFiles | None
+    timeouts: Timeouts
+    retry: RetryPolicy
+    max_in_flight: int
+
+    def refused_key(self) -> errors.InvalidApiKey:
+        """Say what is wrong with the key that the gateway refused."""
+        give = f"set {KEY_VARIABLE}, or give ServiceClient(api_key=...)"
+        if not self.api_key:
+            return errors.InvalidApiKey(f"{self.address} asks for an API key; {give}", field=KEY_VARIABLE)
+        message = f"is not an API key that {self.address} knows, or no longer; {give}"
+        return errors.InvalidApiKey(message, field=self.key_source)
+
+    def __reduce__(self) -> tuple[Callable[..., Connection], tuple[Any, ...]]:
+        if self.key_source == "api_key":
+            message = f"was given as an argument, and a pickle must not hold it; set {KEY_VARIABLE} in both processes"
+            raise errors.InvalidArgument(message, field="api_key")
+        return _restore, (self.address, self.tls, self.timeouts, self.retry, self.max_in_flight)
+
+
+def make_connection(
+    address: str | None,
+    api_key: str | None,
+    tls: TlsFiles | None,
+    timeouts: Timeouts,
+    retry: RetryPolicy,
+    max_in_flight: int,
+) -> Connection:
+    """Fill in from the environment what was not given. Raises InvalidArgument, naming the argument or the variable."""
+    key, source = _find_key(api_key)
+    return Connection(_find_address(address), key, source, tls, timeouts, retry, max_in_flight)
+
+
+def make_tls(ca: str | Path | None, cert: str | Path | None, key: str | Path | None) -> TlsFiles | None:
+    """Name the files of a TLS connection; None is plaintext. Raises InvalidArgument for one that cannot be read."""
+    source = "tls_ca" if ca else CA_VARIABLE
+    authorities = str(ca or os.environ.get(CA_VARIABLE, ""))
+    if not authorities:
+        if cert or key:
+            raise errors.InvalidArgument("needs tls_ca: the authorities of the gateway's certificate", field="tls_cert")
+        return None
+    return TlsFiles(
+        None if authorities == SYSTEM_AUTHORITIES else _readable(authorities, source),
+        _readable(cert, "tls_cert") if cert else None,
+        _readable(key, "tls_key") if key else None,
+    )
+
+
+def _find_address(given: str | None) -> str:
+    source = "address" if given else ADDRESS_VARIABLE
+    address = (given or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS).strip()
+    if "://" in address and address.partition("://")[0] in {"http", "https", "grpc", "grpcs"}:
+        raise errors.InvalidArgument(f"is {address}; leave the {address.partition('//')[0]}// out", field=source)
+    return address
+
+
+def _find_key(given: str | None) -> tuple[str, str]:
+    key, source = (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE) if given is None else (given, "api_key")
+    key = key.strip()
+    if not all(" " <= character <= "~" for character in key):
+        message = "holds a line break or another character that no API key has; give the key alone, on one line"
+        raise errors.InvalidArgument(message, field=source)
+    return key, source if key else ""
+
+
+def _readable(path: str | Path, field_name: str) -> Path:
+    try:
+        with Path(path).open("rb"):
+            return Path(path)
+    except OSError as problem:
+        raise errors.InvalidArgument(f"{path} cannot be read: {problem.strerror}", field=field_name) from problem
+
+
+def _restore(*settings: Any) -> Connection:
+    address, tls, timeouts, retry, max_in_flight = settings
+    return make_connection(address, None, tls, timeouts, retry, max_in_flight)

@@ -1,0 +1,54 @@
+"""A thread that is started ahead and runs one function."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Runs one function beside the event loop.
+
+    Its thread starts at once, since none can be started once the main thread has ended (Python 3.12), while commands
+    that were issued before are still being done. It does not keep the process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name="paceline-worker", daemon=True).start()
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what the function returns, or raise what it raises. Once."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                _settle(future, function, arguments)
+
+        self._work.put(work)
+        return await asyncio.wrap_future(future)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        if (work := self._work.get()) is not None:
+            work()
+
+
+def _settle(future: Future[T], function: Callable[..., T], arguments: tuple[Any, ...]) -> None:
+    try:
+        result = function(*arguments)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
