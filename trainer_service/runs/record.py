@@ -182,6 +182,6 @@ def _take_parameters(facts: dict[str, Any]) -> RunParameters:
     """Read what a run trains, and take it out of the facts."""
     if "lora" in facts:
         lora = facts.pop("lora")
-        return LoraConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in lora.items()})
+        return LoraConfig(**{**lora, "layers": tuple(lora["layers"])})
     full = facts.pop("full")
     return FullParameters(**{**full, "storage": WeightStorage[full["storage"]]})
