@@ -22,7 +22,6 @@ from paceline.weights.manifest import (
     weights_file,
     write_manifest,
 )
-from paceline.weights.summary import Summary, summarize
 from paceline.weights.sums import find_damaged, verify_model, write_sums
 from paceline.weights.wire import Part, Piece, add_fetch_version, fetch_version, read_parts
 
@@ -30,7 +29,6 @@ __all__ = [
     "ChunkWriter",
     "Part",
     "Piece",
-    "Summary",
     "add_fetch_version",
     "check_finite",
     "crc32c_of",
@@ -49,7 +47,6 @@ __all__ = [
     "read_tensor_entries",
     "seal",
     "served_model",
-    "summarize",
     "verify_adapter",
     "verify_model",
     "weights_file",

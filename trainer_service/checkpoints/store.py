@@ -27,6 +27,7 @@ from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import Checkpoint, CheckpointKind, ServedModel
+from paceline.weights.summary import summarize
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints import expiry
 from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
@@ -148,7 +149,7 @@ class CheckpointStore:
         directory = self.find(path, identity)
         async with self._lock(path):
             with _found("path"):
-                made = await asyncio.to_thread(_read_whole, directory, weights.summarize)
+                made = await asyncio.to_thread(_read_whole, directory, summarize)
                 await asyncio.to_thread(expiry.write, directory, made.digest, expire_time)
                 return await asyncio.to_thread(_describe, path, directory)
 
@@ -232,20 +233,20 @@ def _owner(run: Path, checkpoint: Path) -> str | None:
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return msgspec.json.decode((run / name).read_bytes(), type=_Run).tenant
     with suppress(OSError, errors.ChecksumMismatch):
-        return weights.summarize(checkpoint).tenant
+        return summarize(checkpoint).tenant
     return None
 
 
 def _is_made_by(directory: Path, seq_id: int) -> bool:
     """Whether command `seq_id` made the checkpoint. One that is damaged may be overwritten like any other."""
     try:
-        return _read_whole(directory, weights.summarize).seq_id == seq_id
+        return _read_whole(directory, summarize).seq_id == seq_id
     except (FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
         return False
 
 
 def _is_expired(directory: Path, now: datetime) -> bool:
-    moment = expiry.read(directory, _read_whole(directory, weights.summarize).digest)
+    moment = expiry.read(directory, _read_whole(directory, summarize).digest)
     return moment is not None and moment <= now
 
 
@@ -260,8 +261,8 @@ def _write_expiry(staging: Path, final: Path, moment: datetime | None) -> None:
     """Say when what is in `staging` expires, before it is `final`; for what is `final` now nothing changes."""
     present = None
     with suppress(FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
-        present = _read_whole(final, weights.summarize).digest
-    expiry.write(final, weights.summarize(staging).digest, moment, present)
+        present = _read_whole(final, summarize).digest
+    expiry.write(final, summarize(staging).digest, moment, present)
 
 
 def _verify(directory: Path, kind: CheckpointKind) -> None:
@@ -276,7 +277,7 @@ def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
     """Describe a checkpoint, damaged or not. Raises FileNotFoundError when there is none."""
 
     def describe(opened: Path) -> Checkpoint:
-        made = weights.summarize(opened)
+        made = summarize(opened)
         return Checkpoint(
             path=str(path),
             run_id=path.run_id,
