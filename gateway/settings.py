@@ -17,7 +17,9 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     model_config = SettingsConfigDict(env_prefix="PACELINE_GATEWAY_", cli_prog_name="python -m gateway")
 
     listen: Address = "127.0.0.1:50050"
+    """Address of the service, host:port."""
     health_listen: Address = "127.0.0.1:50150"
+    """Address of grpc.health.v1, always plaintext and without a credential, as probes need it."""
     trainer: str = "127.0.0.1:50051"
     """Address of the trainer."""
     samplers: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)

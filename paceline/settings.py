@@ -8,7 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
@@ -47,6 +56,8 @@ class ServiceSettings(BaseSettings):
         cli_implicit_flags=True,
         cli_prog_name="paceline-service",
         extra="forbid",
+        # The text below a field is its meaning in `--help`.
+        use_attribute_docstrings=True,
         # What a setting was set to may be the credential.
         hide_input_in_errors=True,
     )
@@ -64,11 +75,13 @@ class ServiceSettings(BaseSettings):
     max_message_bytes: int = Field(32 << 20, ge=1 << 20)
     """Largest message that is taken."""
     log_level: LogLevel = "INFO"
+    """Lines below this level are left out."""
     log_format: LogFormat = "auto"
     """json, console, or auto: console on a terminal, JSON elsewhere."""
     tls_cert: Path | None = None
     """PEM certificate chain; with tls_key the service speaks TLS."""
     tls_key: Path | None = None
+    """PEM private key of tls_cert."""
     tls_client_ca: Path | None = None
     """PEM certificates of client authorities; set, callers must show a certificate (mTLS)."""
 
@@ -108,11 +121,14 @@ class PeerSettings(ServiceSettings):
 class UpstreamTls(BaseModel):
     """How a service verifies those it calls."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     upstream_tls_ca: Path | None = None
     """PEM certificates of the authorities that the called services' certificates come from; set, calls use TLS."""
     upstream_tls_cert: Path | None = None
     """Own certificate for mTLS."""
     upstream_tls_key: Path | None = None
+    """PEM private key of upstream_tls_cert."""
 
     @property
     def upstream_tls(self) -> TlsFiles | None:

@@ -19,7 +19,9 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     model_config = SettingsConfigDict(env_prefix="PACELINE_SAMPLER_", cli_prog_name="python -m sampler_service")
 
     listen: Address = "127.0.0.1:50052"
+    """Address of the service, host:port."""
     health_listen: Address = "127.0.0.1:50152"
+    """Address of grpc.health.v1, always plaintext and without a credential, as probes need it."""
     trainer: str = "127.0.0.1:50051"
     """Address of the trainer, whose versions are followed."""
     engine: Literal["vllm", "hf"] = "vllm"
@@ -83,10 +85,13 @@ class SamplerSettings(PeerSettings, UpstreamTls):
     fetch_timeout_seconds: float = Field(60.0, gt=0)
     """How long a request waits for a version that is being fetched."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of the GPU's memory that vLLM takes."""
     kv_cache_gib: int = Field(2, ge=1)
     """KV cache on CPU, in GiB."""
     tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs that each layer is spread over."""
     pipeline_parallel_size: int = Field(1, ge=1)
+    """Groups of GPUs that the layers are dealt to."""
     apply: Literal["direct", "stock"] = "direct"
     """How vLLM gets a version: copied straight into a slot, or by vLLM's own loading."""
     enforce_eager: bool = False

@@ -18,7 +18,9 @@ class TrainerSettings(PeerSettings):
     model_config = SettingsConfigDict(env_prefix="PACELINE_TRAINER_", cli_prog_name="python -m trainer_service")
 
     listen: Address = "127.0.0.1:50051"
+    """Address of the service, host:port."""
     health_listen: Address = "127.0.0.1:50151"
+    """Address of grpc.health.v1, always plaintext and without a credential, as probes need it."""
     model: str
     """Base model: a local directory or a Hugging Face id."""
     model_name: str = ""
@@ -51,6 +53,7 @@ class TrainerSettings(PeerSettings):
     max_lora_rank: int = Field(64, ge=1)
     """Largest rank that CreateRun takes; keep it at or below every sampler's."""
     max_runs_per_tenant: int = Field(64, ge=1)
+    """Runs that a tenant may have at a time."""
     max_datums: int = Field(1024, ge=1)
     """Most datums in one ForwardBackward."""
     pack_tokens: int = Field(4096, ge=1)

@@ -76,7 +76,7 @@ def awaitable(method: Callable[P, PacelineFuture[T]]) -> Callable[P, Coroutine[A
 
     twin.__name__ = f"{method.__name__}_async"
     twin.__qualname__ = f"{method.__qualname__}_async"
-    # What `help` shows is what `await` gives.
+    # `help` shows what `await` gives.
     answer = str(method.__annotations__["return"]).removeprefix("PacelineFuture[").removesuffix("]")
     twin.__annotations__ = {**method.__annotations__, "return": answer}
     del twin.__dict__["__wrapped__"]

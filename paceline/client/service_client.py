@@ -112,8 +112,9 @@ class ServiceClient(Catalog):
     ) -> TrainingClient:
         """Make a run that trains every parameter of the model (see FullParameters) and return its client.
 
-        Its weights are sampled from by starting a sampler with a checkpoint of `save_weights_for_sampler` as its model:
-        `publish_weights` is for adapters. Errors: ModelNotFound, OutOfMemory, TooManyRuns.
+        Its versions are whole models: `publish_weights` gets them to samplers that serve such (docs/memory.md). A
+        sampler can also be started with a checkpoint of `save_weights_for_sampler` as its model. Errors: ModelNotFound,
+        OutOfMemory, TooManyRuns.
         """
         return await self._create(base_model, FullParameters(storage, seed), user_metadata or {})
 

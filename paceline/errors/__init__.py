@@ -12,9 +12,9 @@
     ├── TimedOut, Cancelled, Unsupported
     └── Internal             anything that nobody foresaw
 
-Every leaf has a `reason`, listed in `paceline.types.v1.ErrorReason` and explained in docs/errors.md. An error may
-carry `field` (the request field at
-fault), `metadata` (facts of the message, for programs) and `retry_after` (seconds).
+Every leaf has a `reason`, listed in `paceline.types.v1.ErrorReason` and explained in docs/errors.md. An error may carry
+`field` (the field, argument or variable at fault), `metadata` (facts of the message, for programs) and `retry_after`
+(seconds).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ LOSS_INPUTS = (
 """Loss inputs that losses of the trainer read. A client-side loss may read others."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, init=False)
 class Datum(ComparedByValue):
     """One training sequence of N tokens, already shifted.
 
@@ -63,11 +63,11 @@ class Datum(ComparedByValue):
     position, each with its weight.
     """
 
-    def __post_init__(self) -> None:
-        self.model_input = as_array(self.model_input, np.dtype(np.int32), "model_input")
+    def __init__(self, model_input: ArrayLike, loss_inputs: Mapping[str, ArrayLike] | None = None) -> None:
+        self.model_input = as_array(model_input, np.dtype(np.int32), "model_input")
         self.loss_inputs = {
             name: as_array(values, _default_dtype(name), f"loss_inputs[{name}]")
-            for name, values in self.loss_inputs.items()
+            for name, values in (loss_inputs or {}).items()
         }
 
     @property

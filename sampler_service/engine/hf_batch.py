@@ -1,4 +1,4 @@
-"""Continuous batching: sequences of one adapter that begin together share a KV cache and advance by a token a step."""
+"""Batches of the engine hf: sequences of one adapter that begin together share a KV cache and advance together."""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
 """What `import paceline` gives, and what it costs."""
 
+import inspect
+import pydoc
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 import paceline
 
@@ -142,6 +146,15 @@ def test_the_clients_have_these_methods_each_with_its_async_twin():
 def test_every_exported_method_is_documented():
     for cls in (paceline.ServiceClient, paceline.TrainingClient, paceline.SamplingClient):
         assert [name for name in public_methods(cls) if not getattr(cls, name).__doc__] == []
+
+
+@pytest.mark.parametrize("cls", [paceline.TrainingClient, paceline.SamplingClient])
+def test_help_names_what_awaiting_a_twin_gives(cls):
+    for name in public_methods(cls):
+        if name.endswith("_async"):
+            assert "PacelineFuture" not in str(inspect.signature(getattr(cls, name)).return_annotation), name
+    shown = pydoc.render_doc(paceline.TrainingClient.forward_backward_async)
+    assert "-> 'ForwardBackwardOutput'" in shown
 
 
 def test_the_version_is_that_of_the_distribution():

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from gateway.settings import GatewaySettings
 from paceline.up.plan import UpOptions, make_plans
 from sampler_service.engine.factory import create_service_engine
 from sampler_service.settings import SamplerSettings
 from trainer_service.settings import TrainerSettings
+
+
+@pytest.mark.parametrize("settings", [TrainerSettings, SamplerSettings, GatewaySettings])
+def test_help_says_what_every_setting_means(settings):
+    assert [name for name, field in settings.model_fields.items() if not field.description] == []
 
 
 def test_ranks_take_no_lent_weights(tmp_path):
