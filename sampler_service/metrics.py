@@ -43,6 +43,12 @@ class SamplerMetrics:
         self.group_losses = Counter(
             "paceline_sampler_group_losses_total", "Process groups that lost a member", registry=registry
         )
+        self.logprob_difference = Gauge(
+            "paceline_sampler_logprob_difference",
+            "Absolute difference of log-probabilities between this sampler and its trainer",
+            ("weights", "statistic"),
+            registry=registry,
+        )
         self.tokens = Counter("paceline_sampler_tokens_total", "Tokens sampled", registry=registry)
         self.fetch_seconds = Histogram(
             "paceline_sampler_fetch_seconds", "Bringing and verifying a version", buckets=_SECONDS, registry=registry

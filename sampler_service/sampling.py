@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from uuid import uuid4
 
@@ -31,12 +31,15 @@ class Sampler:
         limits: RequestLimits,
         max_waiting: int,
         metrics: SamplerMetrics,
+        check_standing: Callable[[], None],
     ) -> None:
+        """Take `check_standing` to raise BaseMismatch where the sampler does not compute what its trainer does."""
         self._engine = engine
         self._registry = registry
         self._limits = limits
         self._admission = Admission(max_waiting)
         self._metrics = metrics
+        self._check_standing = check_standing
 
     async def sample(self, request: SampleRequest, tenant: str) -> SampleResult:
         """Sample to the end. Cancelling frees the completions."""
@@ -63,6 +66,7 @@ class Sampler:
         check_tokens(tokens, "tokens", self._limits.model)
         if len(tokens) < 2:
             raise errors.InvalidShape("has 1 token; send at least 2", field="tokens")
+        self._check_standing()
         with self._admission.admit(1, self._engine.num_running()):
             async with self._registry.lease(ref, tenant) as lease:
                 logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant)
@@ -72,6 +76,7 @@ class Sampler:
     @asynccontextmanager
     async def _generation(self, request: SampleRequest, tenant: str, *, eager: bool) -> AsyncIterator[Generation]:
         check_sample(request, self._limits)
+        self._check_standing()
         with self._admission.admit(request.num_samples, self._engine.num_running()):
             async with self._registry.lease(request.ref, tenant) as lease:
                 deltas = self._engine.generate(_generation_request(request, lease.adapter, tenant, eager=eager))

@@ -29,6 +29,7 @@ from sampler_service.recovery import EngineKeeper
 from sampler_service.sampling import Sampler
 from sampler_service.servicer import SamplerServicer, ServerInfo
 from sampler_service.settings import SamplerSettings
+from sampler_service.standing import Standing
 from sampler_service.validation import RequestLimits
 from sampler_service.versions.base import Versions
 from sampler_service.versions.bridges import Bridge, ManifestRules
@@ -98,13 +99,16 @@ class SamplerService:
         versions = self._versions(bridge, resolver, readiness)
         started.push_async_callback(versions.close)
         await self._listen_for_writes(versions)
-        self._servicer = self._make_servicer(model, resolver, versions, PushReceiver(staging, rules, trainer))
+        standing = Standing(self._engine, versions, model, readiness.obstruct, self._metrics)
+        receiver = PushReceiver(staging, rules, trainer)
+        self._servicer = self._make_servicer(model, resolver, versions, receiver, standing)
         watcher = VersionWatcher(
             trainer,
             versions,
             resolver,
             settings.name_for_trainer,
             model,
+            standing,
             self._metrics,
             needs_volume=bridge.needs_volume,
             offers=None if bridge.needs_volume or group else offers,
@@ -184,7 +188,12 @@ class SamplerService:
         await listener.start()
 
     def _make_servicer(
-        self, model: ModelInfo, resolver: VersionResolver, versions: Versions, receiver: PushReceiver
+        self,
+        model: ModelInfo,
+        resolver: VersionResolver,
+        versions: Versions,
+        receiver: PushReceiver,
+        standing: Standing,
     ) -> SamplerServicer:
         settings = self._settings
         info = ServerInfo(
@@ -198,8 +207,8 @@ class SamplerService:
             sampler_id=settings.name_for_trainer,
         )
         limits = RequestLimits(model, settings.max_num_samples, settings.max_topk_logprobs)
-        sampler = Sampler(self._engine, versions, limits, settings.max_waiting, self._metrics)
-        return SamplerServicer(info, sampler, versions, resolver, receiver)
+        sampler = Sampler(self._engine, versions, limits, settings.max_waiting, self._metrics, standing.check)
+        return SamplerServicer(info, sampler, versions, resolver, receiver, standing)
 
     def _ready_setter(self, readiness: Readiness) -> Callable[[bool], Awaitable[None]]:
         async def set_ready(ready: bool) -> None:

@@ -30,6 +30,7 @@ from paceline.types.training import Array
 from paceline.types.v1 import model_pb2, sampling_pb2, tensor_pb2
 from sampler_service.requests import SampleRequest
 from sampler_service.sampling import Sampler
+from sampler_service.standing import Standing
 from sampler_service.validation import check_adapter_ref
 from sampler_service.versions.base import Versions
 from sampler_service.versions.loaded import LoadedVersion
@@ -64,12 +65,14 @@ class SamplerServicer(Base):
         registry: Versions,
         resolver: VersionResolver,
         receiver: PushReceiver,
+        standing: Standing,
     ) -> None:
         self._info = info
         self._sampler = sampler
         self._registry = registry
         self._resolver = resolver
         self._receiver = receiver
+        self._standing = standing
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         info = self._info
@@ -82,6 +85,8 @@ class SamplerServicer(Base):
             max_active_versions=info.max_active_versions,
             max_num_samples=info.max_num_samples,
             sampler_id=info.sampler_id,
+            agreements=self._standing.agreements,
+            refusal=self._standing.refusal,
         )
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:

@@ -28,6 +28,7 @@ from trainer_service.engine.watchdog import Patience
 from trainer_service.failpoints import Failpoints
 from trainer_service.hardware import choose_options
 from trainer_service.lent_base import LentBase
+from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.feed import Feed
 from trainer_service.publish.group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
@@ -79,6 +80,7 @@ class TrainerService:
             failpoints,
             self._group,
         )
+        self._agreements = Agreements(self._engine, self._publisher.find, metrics)
         self._trainer = Trainer(
             settings,
             self._engine,
@@ -129,10 +131,18 @@ class TrainerService:
         self._spawn(self._group.run())
 
     def register(self, server: grpc.aio.Server) -> None:
-        trainer = TrainerServicer(self._settings, self._trainer, self._engine, self._registry, self._checkpoints)
+        trainer = TrainerServicer(
+            self._settings, self._trainer, self._engine, self._registry, self._checkpoints, self._agreements
+        )
         add_TrainerServiceServicer_to_server(trainer, server)
         weights = WeightServicer(
-            self._feed, self._group, self._publisher, self._registry, self._checkpoints, self._engine.describe
+            self._feed,
+            self._group,
+            self._publisher,
+            self._registry,
+            self._checkpoints,
+            self._engine.describe,
+            self._agreements,
         )
         weights.register(server)
 

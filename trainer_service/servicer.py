@@ -21,6 +21,7 @@ from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.loss_specs import LOSS_SPECS
 from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.engine.process import EngineProcess
+from trainer_service.publish.agreements import Agreements
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
@@ -50,12 +51,14 @@ class TrainerServicer(TrainerServiceServicer):
         engine: EngineProcess,
         registry: RunRegistry,
         checkpoints: CheckpointStore,
+        agreements: Agreements,
     ) -> None:
         self._settings = settings
         self._trainer = trainer
         self._engine = engine
         self._registry = registry
         self._checkpoints = checkpoints
+        self._agreements = agreements
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
@@ -65,6 +68,7 @@ class TrainerServicer(TrainerServiceServicer):
             optimizers=OPTIMIZER_SPECS,
             max_message_bytes=self._settings.max_message_bytes,
             max_datums=self._settings.max_datums,
+            agreements=self._agreements.all(),
         )
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,11 +14,12 @@ import grpc
 from paceline import codec, errors, layout, weights
 from paceline.base_weights import check_same_base
 from paceline.layout import CheckpointPath
-from paceline.rpc.identity import Identity, current_identity
+from paceline.rpc.identity import PEER_TENANT, Identity, current_identity
 from paceline.types import CheckpointKind, ModelInfo, ModelRef
 from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.feed import Feed, Watcher
 from trainer_service.publish.group import BroadcastGroup
 from trainer_service.publish.publisher import Publisher
@@ -37,6 +39,7 @@ class WeightServicer(WeightServiceServicer):
         registry: RunRegistry,
         checkpoints: CheckpointStore,
         describe: Callable[[], ModelInfo],
+        agreements: Agreements,
     ) -> None:
         """Take `describe` to say what base model the trainer has."""
         self._feed = feed
@@ -45,6 +48,7 @@ class WeightServicer(WeightServiceServicer):
         self._registry = registry
         self._checkpoints = checkpoints
         self._describe = describe
+        self._agreements = agreements
         self._instance = uuid4().hex
 
     async def WatchVersions(
@@ -52,6 +56,7 @@ class WeightServicer(WeightServiceServicer):
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
         watcher = await self._join(request_iterator, current_identity())
         self._group.changed(watcher)
+        self._agreements.joined(watcher)
         listening = asyncio.create_task(self._listen(watcher, request_iterator))
         try:
             async for response in _outbox(watcher, listening):
@@ -59,6 +64,7 @@ class WeightServicer(WeightServiceServicer):
         finally:
             listening.cancel()
             await self._feed.leave(watcher)
+            self._agreements.left(watcher, is_gone=self._feed.is_gone(watcher))
             self._group.changed(watcher)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -115,17 +121,27 @@ class WeightServicer(WeightServiceServicer):
         async for request in requests:
             match request.WhichOneof("message"):
                 case "acknowledgement":
-                    await self._feed.acknowledge(watcher, request.acknowledgement)
+                    await self._acknowledge(watcher, request.acknowledgement)
                 case "refusal":
                     await self._feed.refuse(watcher, request.refusal)
                 case "release":
                     self._feed.release(watcher, (request.release.run_id, request.release.version))
                 case "left_group":
                     self._group.left(watcher, request.left_group)
+                case "agreement":
+                    self._agreements.heard(watcher, request.agreement)
                 case _:
                     raise errors.InvalidArgument(
-                        "only acknowledgement, release, refusal or left_group may follow the hello", field="message"
+                        "only acknowledgement, release, refusal, left_group or agreement may follow the hello",
+                        field="message",
                     )
+
+    async def _acknowledge(self, watcher: Watcher, ack: pb.Acknowledgement) -> None:
+        await self._feed.acknowledge(watcher, ack)
+        if self._feed.counts(watcher, (ack.run_id, ack.version)):
+            with suppress(errors.RunNotFound):  # deleted meanwhile
+                run = self._registry.get(ack.run_id, Identity(PEER_TENANT))
+                self._agreements.acknowledged(watcher, run, ack.version)
 
     def _find(self, ref: ModelRef, identity: Identity) -> Path:
         if ref.is_base:

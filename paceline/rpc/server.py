@@ -31,6 +31,9 @@ class Readiness:
         self.failure = ""
         """Why the service can do its work no more; empty while it can."""
         self.failed = asyncio.Event()
+        self.obstacle = ""
+        """Why the service is not ready although it could work; empty when nothing stands in its way."""
+        self._can_work = False
         self.names = names
 
     def fail(self, reason: str) -> None:
@@ -40,6 +43,18 @@ class Readiness:
 
     async def set(self, ready: bool) -> None:
         """Say whether the service can do its work now."""
+        self._can_work = ready
+        await self._tell()
+
+    async def obstruct(self, obstacle: str) -> None:
+        """Say why the service is not ready whether it can work or not; an empty sentence takes that back."""
+        if obstacle:
+            _log.error("not ready", reason=obstacle)
+        self.obstacle = obstacle
+        await self._tell()
+
+    async def _tell(self) -> None:
+        ready = self._can_work and not self.obstacle
         for name in self.names:
             await self.servicer.set(name, _SERVING if ready else _NOT_SERVING)
 

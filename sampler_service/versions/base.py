@@ -47,6 +47,11 @@ class Versions(Protocol):
         """Load weights that were pushed. Their files are its own from here on, also when this raises."""
         ...
 
+    @property
+    def serves_base(self) -> bool:
+        """Return whether a request for the base model is answered as things are."""
+        ...
+
     def displace(self, served: ServedModel) -> None:
         """Let go of other content than this under its number: from here on nobody begins with it."""
         ...

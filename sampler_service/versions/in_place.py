@@ -70,6 +70,10 @@ class InPlaceSlot:
         """Yield the version that is served, once it was announced: until then the trainer is not told that it is."""
         return iter([self._entry] if self._entry and self._entry.staged.sha256 else [])
 
+    @property
+    def serves_base(self) -> bool:
+        return self._is_base
+
     def find(self, key: VersionKey) -> LoadedVersion | None:
         """Return the version if it is the one that is served, and its manifest is known."""
         return next((entry for entry in self if VersionKey.of(entry.served) == key), None)

@@ -95,6 +95,10 @@ class ModelSlot:
     def __iter__(self) -> Iterator[LoadedVersion]:
         return iter([self._entry] if self._entry else [])
 
+    @property
+    def serves_base(self) -> bool:
+        return self._key == _BASE
+
     def find(self, key: VersionKey) -> LoadedVersion | None:
         return self._entry if key == self._key else None
 

@@ -73,6 +73,10 @@ class VersionRegistry:
     def __iter__(self) -> Iterator[LoadedVersion]:
         return iter(list(self._entries.values()))
 
+    @property
+    def serves_base(self) -> bool:
+        return True
+
     def find(self, key: VersionKey) -> LoadedVersion | None:
         """Return what is loaded under a key."""
         return self._entries.get(key)

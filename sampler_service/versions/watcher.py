@@ -18,6 +18,7 @@ from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.background import Background
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.standing import Standing
 from sampler_service.versions.base import Versions
 from sampler_service.versions.collective import GroupReceiver
 from sampler_service.versions.keys import VersionKey
@@ -49,6 +50,7 @@ class VersionWatcher:
         resolver: VersionResolver,
         sampler_id: str,
         model: ModelInfo,
+        standing: Standing,
         metrics: SamplerMetrics,
         *,
         needs_volume: bool,
@@ -62,6 +64,7 @@ class VersionWatcher:
         self._sampler_id = sampler_id
         self._instance = uuid4().hex
         self._model = model
+        self._standing = standing
         self._metrics = metrics
         self._needs_volume = needs_volume
         self._offers = offers
@@ -99,7 +102,10 @@ class VersionWatcher:
                 self._hear(message)
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure)
-            return f"{error.reason}: {error.message}" if isinstance(error, errors.Conflict) else failure.code().name
+            if isinstance(error, errors.BaseMismatch):
+                await self._standing.turned_away(error.message)
+            told = isinstance(error, errors.Conflict | errors.BaseMismatch)
+            return f"{error.reason}: {error.message}" if told else failure.code().name
         finally:
             self._outbox = None
             if self._offers is not None:
@@ -129,6 +135,9 @@ class VersionWatcher:
                 self._announced(message.announcement)
             case "welcome":
                 self._resolver.welcomed(message.welcome.trainer_instance)
+                self._applying.spawn(self._standing.welcomed())
+            case "probe":
+                self._applying.spawn(self._measure(message.probe))
             case "run_deleted":
                 self._resolver.forget(message.run_deleted.run_id)
                 self._registry.forget_run(message.run_deleted.run_id)
@@ -158,6 +167,11 @@ class VersionWatcher:
             return
         self._awaited.add(VersionKey.of(served))
         self._applying.spawn(self._apply(served, arrival))
+
+    async def _measure(self, probe: pb.Probe) -> None:
+        agreement = await self._standing.measure(probe)
+        if agreement is not None:
+            self._send(pb.WatchVersionsRequest(agreement=agreement))
 
     async def _prepare(self, key: VersionKey, offers: Offers) -> None:
         """Load a version before it exists, so that only its checksum is awaited when it does."""

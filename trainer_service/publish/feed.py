@@ -168,6 +168,14 @@ class Feed:
         """Note that a sampler no longer holds a version."""
         watcher.held.pop(key, None)
 
+    def counts(self, watcher: Watcher, key: VersionKey) -> bool:
+        """Whether a sampler has acknowledged what was announced as this version."""
+        return watcher.sampler_id in self._acks.get(key, {})
+
+    def is_gone(self, watcher: Watcher) -> bool:
+        """Whether no sampler of this name watches."""
+        return watcher.sampler_id not in self._watchers
+
     def leased(self) -> Set[VersionKey]:
         """Return the versions that some watcher holds."""
         return frozenset(chain.from_iterable(watcher.held for watcher in self._watchers.values()))
