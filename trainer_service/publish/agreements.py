@@ -22,12 +22,13 @@ from paceline.log import get_logger
 from paceline.types import Datum, LoraConfig, ModelRef
 from paceline.types.training import Array
 from paceline.weights.v1 import weight_service_pb2 as pb
+from trainer_service.engine.base import EngineDiedError
 from trainer_service.engine.process import EngineProcess
 from trainer_service.publish.feed import Watcher
 from trainer_service.runs.record import RunRecord
 
-_RETRY_SECONDS = 2.0
-"""Between attempts while the engine is away."""
+_RETRY_SECONDS, _MOST_ATTEMPTS = 2.0, 150
+"""Between attempts while the engine is away, and how many there are before the sampler watches anew."""
 _SMALLEST = [
     LoraConfig(rank=1, train_attn=group == "attn", train_mlp=group == "mlp", train_unembed=group == "unembed")
     for group in ("attn", "mlp", "unembed")
@@ -146,17 +147,22 @@ class Agreements:
 
     @staticmethod
     async def _when_available(score: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Score as soon as the engine is there; not again where it may have died of that. Raises EngineUnavailable."""
+        attempts = 0
         while True:
             try:
                 return await score()
-            except errors.EngineUnavailable:
+            except errors.EngineUnavailable as error:
+                attempts += 1
+                if isinstance(error, EngineDiedError) or attempts >= _MOST_ATTEMPTS:
+                    raise
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def _tokens(self) -> Array:
         """Return the same random tokens each time, of the whole vocabulary: int32 [N]."""
         model = self._engine.describe()
-        count = min(PROBE_TOKENS, model.max_context_length)
-        return np.random.default_rng(0).integers(model.vocab_size, size=count, dtype=np.int32)
+        size = min(PROBE_TOKENS, model.max_context_length)
+        return np.random.default_rng(0).integers(model.vocab_size, size=size, dtype=np.int32)
 
     async def _score_base(self) -> tuple[Array, Array]:
         tokens, refusal = self._tokens(), errors.PacelineError("")
