@@ -90,7 +90,7 @@ async def test_a_bias_that_one_side_leaves_out_is_found(tmp_path):
         torch.nn.init.zeros_(layer.self_attn.o_proj.bias)
     model.save_pretrained(whole)
     for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.o_proj.bias, std=0.5)
+        torch.nn.init.normal_(layer.self_attn.o_proj.bias, std=2.0)
     model.save_pretrained(tmp_path / "biased")
     trainer = Trainer(None)
     async with serving(trainer) as port, sampling(whole, port, tmp_path):
