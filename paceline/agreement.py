@@ -1,7 +1,7 @@
 """How far apart a trainer's and a sampler's log-probabilities may be.
 
 Measured with stock implementations on a CPU, on SmolLM2-135M, 30 layers of width 576: transformers against vLLM in
-float32, on text, a mean difference of 6e-6; float32 against bfloat16 in transformers, on 256 random tokens, 8.3e-2 (4e-2
+float32, on text, a mean difference of 6e-6; float32 against bfloat16 in transformers, 256 random tokens, 8.3e-2 (4e-2
 on text, whose tokens are likelier). The bounds leave room for other models. Errors of layers are independent, and
 grow by the root of their number: twice for 120 layers. In float32, sums over the width are added in another order and
 their error grows by the root of the width, by 5 up to 16,384; other kernels and tokens get a factor of 3: together 30.
