@@ -148,6 +148,11 @@ def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:
         # notice a dead peer.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        # A caller whose machine is gone is noticed within a minute, by its stream's silence alone: a sampler's name is
+        # free again then, and so is what its watch held. By default that takes two hours.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.max_pings_without_data", 0),
         # Pings that waited on a busy machine come together; that is no reason to end calls in progress.
         ("grpc.http2.max_ping_strikes", 16),
         # A port that another process holds is an error, not a share of its traffic.
