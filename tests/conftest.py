@@ -38,15 +38,6 @@ def vllm_here() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file on one of xdist's workers, and those of every engine: what they share is made once."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            of_engines = item.path.parent.name == "contract"
-            item.add_marker(pytest.mark.xdist_group("engines" if of_engines else item.path.stem))
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start what vLLM's engines are forked from, where a test needs one, before tests start threads."""
     if any("vllm_here" in getattr(item, "fixturenames", ()) for item in session.items):

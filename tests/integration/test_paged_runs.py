@@ -8,7 +8,7 @@ from tiny_models import make_tiny_llama
 
 from paceline import AdamParams, Datum
 
-pytestmark = [pytest.mark.services, pytest.mark.xdist_group("paged_runs")]
+pytestmark = pytest.mark.services
 
 DATA = [Datum.from_completion(list(b"Country: Peru\nCapital:"), list(b" Lima"))]
 ADAM = AdamParams(learning_rate=1e-3)
