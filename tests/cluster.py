@@ -13,13 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from patience import PATIENCE
 from ports import free_service_ports
-from warm_processes import VARIABLE, WarmPopen, start_warm
+from warm_processes import VARIABLE, WarmPopen, behind, start_warm
 
 from paceline.rpc.health import wait_until_serving
 from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
-
-START_SECONDS = 180.0
 
 
 @dataclass
@@ -53,14 +52,18 @@ class ServiceProcess:
         if self.plan.cores:
             os.sched_setaffinity(self.process.pid, self.plan.cores)
 
+    def engines(self) -> list[int]:
+        """Ids of the processes that it started."""
+        pid = self.process.pid
+        return [behind(int(child)) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
     def kill_engine(self) -> None:
         """Kill the processes that it started."""
-        pid = self.process.pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            os.kill(int(child), signal.SIGKILL)
+        for pid in self.engines():
+            os.kill(pid, signal.SIGKILL)
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE
 
         def is_over() -> bool:
             return self.process.poll() is not None or time.monotonic() > deadline
@@ -73,7 +76,7 @@ class ServiceProcess:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def stop(self, seconds: float = 30) -> int:
+    def stop(self, seconds: float = PATIENCE) -> int:
         """SIGTERM it; return its exit status."""
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -154,7 +157,7 @@ class Cluster:
         return self.services["gateway"]
 
 
-def wait_for(condition, seconds: float = 30.0, explain=str):
+def wait_for(condition, seconds: float = PATIENCE, explain=str):
     """Return the first true value of `condition()`; fail after `seconds` with what `explain()` says."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

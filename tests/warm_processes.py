@@ -6,6 +6,7 @@ their own; only the interpreter's start and the imports are shared. The trainer 
 executing sys.executable: that is a script there, which asks for a fork and ends as the fork ends.
 """
 
+import gc
 import json
 import os
 import signal
@@ -161,6 +162,7 @@ def _serve(program: str, listener: socket.socket, alive: int) -> None:
         message, files = _receive(connection)
         for module in (f"{program}.__main__", *_PROGRAMS[program]):
             import_module(module)
+        gc.freeze()
         pid = os.fork()
         if pid == 0:
             listener.close()
@@ -241,12 +243,18 @@ def _run(message: dict, files: list[int]) -> None:
         os._exit(status)
 
 
+def behind(pid: int) -> int:
+    """Process id of the engine that a process stands in for; else that process's own."""
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    return int(name) if name.isdigit() else pid
+
+
 def stand_in(descriptor: int) -> None:
     """Be the trainer's engine for the service that started this process."""
     directory = Path(os.environ[VARIABLE])
     connection = _ask(directory, "trainer_service", _ENGINE, dict(os.environ), [descriptor, 2])
     os.close(descriptor)
-    connection.recv(64)
+    Path("/proc/self/comm").write_text(connection.recv(64).decode())  # for `behind`
     status = int(connection.recv(64) or 1)
     if status < 0:
         os.kill(os.getpid(), -status)

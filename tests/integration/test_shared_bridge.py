@@ -22,7 +22,7 @@ from trainer_service.engine.peft_engine import PeftEngine
 PROMPT = list(b"Country: Peru\nCapital:")
 PARAMS = SamplingParams(max_tokens=12, seed=7, ignore_eos=True)
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(600), pytest.mark.xdist_group("shared_bridge")]
+pytestmark = pytest.mark.services
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,8 @@ def step(training):
 
 def engine_maps(cluster):
     """What the trainer's engine has mapped."""
-    pid = cluster.trainer.process.pid
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return Path(f"/proc/{child}/maps").read_text()
+    (engine,) = cluster.trainer.engines()
+    return Path(f"/proc/{engine}/maps").read_text()
 
 
 def test_a_run_trains_on_the_sampler_s_weights_and_its_versions_are_sampled(cluster, service, base_dir):

@@ -11,7 +11,7 @@ from warm_trainer import SERVICE, WarmRun, WarmTrainer
 
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.xdist_group("recovery")]
 
 
 @pytest.fixture(scope="module")
