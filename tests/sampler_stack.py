@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from patience import PATIENCE
 from prometheus_client import CollectorRegistry
 from weight_stack import BASE, CREDENTIAL, TENANT
 
@@ -65,7 +66,7 @@ class Client:
 
     async def call(self, method: str, request: Any) -> Any:
         try:
-            return await getattr(self.stub, method)(request, metadata=self.metadata, timeout=60)
+            return await getattr(self.stub, method)(request, metadata=self.metadata, timeout=PATIENCE)
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure) from None
 
@@ -157,7 +158,7 @@ async def sampling(
                 await service.stop()
 
 
-async def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+async def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     """Return the first true value of `condition()`, which may be a coroutine function; fail after `seconds`."""
     async with asyncio.timeout(seconds):
         while True:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+from patience import PATIENCE
 from ports import free_port
 from tiny_models import make_tiny_llama
 from warm_processes import WarmProcesses
@@ -55,7 +56,7 @@ class WarmTrainer:
     def kill(self):
         """Kill the service and its engine."""
         self.service.kill()
-        assert self.service.wait(20)
+        assert self.service.wait(PATIENCE)
 
     def kill_engine(self):
         """Kill the engine alone."""
@@ -86,7 +87,7 @@ class WarmRun:
         self.request = pb.CreateRunRequest(request_id=request_id, lora=adapter, user_metadata={"purpose": "format"})
         self.run_id = self.call("CreateRun", self.request).run.run_id
 
-    def call(self, method, request, seconds=60):
+    def call(self, method, request, seconds=PATIENCE):
         while True:
             try:
                 return getattr(self.stub, method)(request, timeout=seconds, wait_for_ready=True)

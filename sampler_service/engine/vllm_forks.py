@@ -11,6 +11,7 @@ makes the engine processes. On GPUs, whose drivers no fork survives, vLLM starts
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -86,6 +87,7 @@ def start_fork_server() -> None:
 def _serve(listener: int, alive: int) -> None:
     try:
         _end_with_parent()
+        gc.freeze()  # what forks share stays shared when one looks for garbage
         set_process_title("ForkServer")
         forkserver.main(listener, alive, [])
     finally:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import pytest_asyncio
+from patience import PATIENCE
 from sampler_contract import IDS, PROMPT, options_for
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -19,8 +20,6 @@ from sampler_service.engine.vllm_engine import engine_args
 from sampler_service.engine.vllm_params import lora_request, prompt_input, prompt_logprobs, scoring_params
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-SECONDS = 60.0
 
 
 class Vllm:
@@ -41,7 +40,7 @@ class Vllm:
             await asyncio.gather(streams, return_exceptions=True)
 
     async def load_mid_step(self, load: Load) -> Loaded:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(PATIENCE):
             return (await self.calls.load(load, 1))[0]
 
     async def load_between_steps(self, load: Load) -> Loaded:

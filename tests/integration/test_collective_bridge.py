@@ -25,7 +25,6 @@ from trainer_service.publish.group import BroadcastGroup, GroupOptions
 from trainer_service.weight_servicer import WeightServicer
 
 pytest_plugins = ["sampler_fixtures"]
-pytestmark = pytest.mark.timeout(600)
 
 RUN = new_run_id()
 MEMBER = "paceline.collective.member"
@@ -97,7 +96,7 @@ async def test_versions_are_broadcast_verified_acknowledged_and_what_the_group_l
     first = await stack.enter_async_context(following(stack, model, port, tmp_path, "first"))
     second_stack = await stack.enter_async_context(AsyncExitStack())
     await second_stack.enter_async_context(following(stack, model, port, tmp_path, "second"))
-    await until(lambda: trainer.group.count() == 2, 200)
+    await until(lambda: trainer.group.count() == 2)
 
     acknowledged = await trainer.publish(model, 1)
     assert {ack.sampler_id for ack in acknowledged} == {"first", "second"}
@@ -117,7 +116,7 @@ async def test_versions_are_broadcast_verified_acknowledged_and_what_the_group_l
     late = await stack.enter_async_context(following(stack, model, port, tmp_path, "late"))
     await until(late.loaded)
     assert list(await late.loaded()) == [3], "who comes late gets the newest version at once"
-    await until(lambda: trainer.group.count() == 2, 200)
+    await until(lambda: trainer.group.count() == 2)
     before = list(trainer.versions.fetched)
     acknowledged = await trainer.publish(model, 4)
     assert {ack.sampler_id for ack in acknowledged} == {"first", "late"}

@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 from descendants import descendants
+from patience import PATIENCE
 from sampler_stack import base_ref, sampling, stream_request, until, version_ref
 from tiny_models import make_tiny_llama
 from weight_stack import make_version
@@ -36,7 +37,7 @@ async def published(model, volume, trainer, version):
 
 
 async def comes_back(client):
-    await until(lambda: client.metric("engine_restarts_total"), 240)
+    await until(lambda: client.metric("engine_restarts_total"))
     await until(client.is_ready)
 
 
@@ -97,7 +98,7 @@ async def test_an_engine_that_does_not_come_up_again_fails_the_service(port, tmp
     async with sampling(model, port, tmp_path, engine_restarts=1) as client:
         shutil.rmtree(model)
         await client.engine.stop()
-        await asyncio.wait_for(client.readiness.failed.wait(), 60)
+        await asyncio.wait_for(client.readiness.failed.wait(), PATIENCE)
         assert "the engine died; building it anew 1 times did not help" in client.readiness.failure
         assert not await client.is_ready()
         with pytest.raises(errors.EngineUnavailable):

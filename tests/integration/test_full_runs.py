@@ -12,7 +12,7 @@ from tiny_models import make_tiny_llama
 from paceline import AdamParams, Datum, FullParameters, SamplingParams, WeightStorage, errors
 from paceline.layout import MODEL_FILE, CheckpointPath, Volume
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(600), pytest.mark.xdist_group("full_runs")]
+pytestmark = pytest.mark.services
 
 PROMPT, COMPLETION = list(b"Country: Peru\nCapital:"), list(b" Lima")
 DATA = [Datum.from_completion(PROMPT, COMPLETION)]
@@ -114,7 +114,7 @@ def test_a_broadcast_model_is_written_into_the_running_engine(cluster, service, 
     training = service.create_full_training_client()
     bridge = {"PACELINE_SAMPLER_BRIDGE": "collective", "PACELINE_SAMPLER_SERVES": "models"}
     with sampler_of(cluster, **bridge, PACELINE_SAMPLER_STAGING_DIR=str(tmp_path)):
-        wait_for(lambda: "group made" in cluster.trainer.log.read_text(), 200, cluster.trainer.tail)
+        wait_for(lambda: "group made" in cluster.trainer.log.read_text(), explain=cluster.trainer.tail)
         cluster.trainer.log.write_text("")
         engine = descendants("EngineCore", cluster.sampler.process.pid)
         base = service.create_sampling_client().compute_logprobs(PROMPT + COMPLETION).result().logprobs

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from gateway_stack import CREDENTIAL, Sampler, Stack, Trainer, bearer, free_port, gateway, serving, stack
+from patience import PATIENCE
 from structlog.testing import capture_logs
 
 from gateway.access import ACCESS, Access
@@ -37,7 +38,7 @@ async def failure(call) -> errors.PacelineError:
 
 async def call_raw(up: Stack, method: str, metadata) -> None:
     """Call a method of any kind with one empty message."""
-    call = up.client.channel.unary_stream(method)(b"", metadata=metadata, timeout=60)
+    call = up.client.channel.unary_stream(method)(b"", metadata=metadata, timeout=PATIENCE)
     async for _ in call:
         call.cancel()
 
@@ -135,14 +136,14 @@ async def test_the_deadline_goes_along(up):
 async def test_a_deadline_that_passes_ends_the_call_in_the_service(up):
     call = up.client.trainer.ListRuns(trainer_pb.ListRunsRequest(), metadata=up.auth, timeout=0.5)
     assert isinstance(await failure(call), errors.TimedOut)
-    await asyncio.wait_for(up.trainer.left.wait(), 30)
+    await asyncio.wait_for(up.trainer.left.wait(), PATIENCE)
 
 
 async def test_cancelling_ends_the_call_in_the_service(up):
     call = up.client.trainer.ListRuns(trainer_pb.ListRunsRequest(), metadata=up.auth)
-    await asyncio.wait_for(up.trainer.entered.wait(), 30)
+    await asyncio.wait_for(up.trainer.entered.wait(), PATIENCE)
     call.cancel()
-    await asyncio.wait_for(up.trainer.left.wait(), 30)
+    await asyncio.wait_for(up.trainer.left.wait(), PATIENCE)
 
 
 @pytest.mark.parametrize("messages", [1, 50])
@@ -151,7 +152,7 @@ async def test_leaving_a_stream_early_ends_it_in_the_service(up, messages, caplo
     for _ in range(messages):
         await call.read()
     call.cancel()
-    await asyncio.wait_for(up.sampler.left.wait(), 30)
+    await asyncio.wait_for(up.sampler.left.wait(), PATIENCE)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -165,7 +166,7 @@ async def test_a_reader_that_stops_holds_back_the_service_and_can_still_leave(up
         await asyncio.sleep(0.05)
     with capture_logs() as logs:
         call.cancel()
-        await asyncio.wait_for(up.sampler.left.wait(), 30)
+        await asyncio.wait_for(up.sampler.left.wait(), PATIENCE)
     assert "uncaught" not in [log["event"] for log in logs]
 
 
@@ -174,7 +175,7 @@ async def test_five_thousand_calls_at_once_all_succeed(up):
     full = up.sampler.reached[1024] = asyncio.Event()
     request = sampler_pb.SampleRequest()
     calls = [asyncio.ensure_future(_wait(up.client.sampler.Sample(request, metadata=up.auth))) for _ in range(5000)]
-    await asyncio.wait_for(full.wait(), 120)
+    await asyncio.wait_for(full.wait(), PATIENCE)
     up.sampler.gate.set()
     replies = await asyncio.gather(*calls)
     assert {reply.model.base_model for reply in replies} == {"sampler"}
@@ -189,7 +190,7 @@ async def test_a_tenant_over_its_limits_is_told_when_to_come_back_and_others_pas
     async with stack(tmp_path, max_in_flight_per_tenant=1, max_queued_per_tenant=0) as up:
         up.trainer.entered.clear()
         blocked = up.client.trainer.ListRuns(trainer_pb.ListRunsRequest(), metadata=up.auth)
-        await asyncio.wait_for(up.trainer.entered.wait(), 30)
+        await asyncio.wait_for(up.trainer.entered.wait(), PATIENCE)
         refused = await failure(up.client.trainer.GetRun(_GET_RUN, metadata=up.auth))
         assert isinstance(refused, errors.Overloaded)
         assert refused.retry_after
@@ -234,7 +235,7 @@ async def test_a_service_that_dies_is_unavailable_until_it_is_back(tmp_path):
 
 async def _once_up(call):
     """Repeat a call while the service cannot be reached, as clients do."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while True:
             try:
                 return await call()

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from gateway_stack import free_port
+from patience import PATIENCE
 
 from paceline.gateway.v1 import gateway_service_pb2 as pb
 
@@ -20,7 +21,7 @@ from paceline.gateway.v1 import gateway_service_pb2 as pb
 )
 def test_the_process_does_not_start_without_keys_and_credential(tmp_path, flags):
     ended = _gateway_process(tmp_path, flags)
-    _, problem = ended.communicate(timeout=60)
+    _, problem = ended.communicate(timeout=PATIENCE)
     assert ended.returncode == 1
     assert "insecure" in problem
     assert "Traceback" not in problem
@@ -32,11 +33,11 @@ async def test_the_process_serves_and_ends_on_sigterm(tmp_path):
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             method = channel.unary_unary("/paceline.gateway.v1.GatewayService/WhoAmI")
-            reply = pb.WhoAmIResponse.FromString(await method(b"", wait_for_ready=True, timeout=60))
+            reply = pb.WhoAmIResponse.FromString(await method(b"", wait_for_ready=True, timeout=PATIENCE))
         assert (reply.tenant, reply.key_name) == ("default", "")
     finally:
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=60)
+        _, log = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert "stopped" in log
 

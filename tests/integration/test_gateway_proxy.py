@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from gateway_stack import CREDENTIAL, Sampler, bearer, gateway, serving
+from patience import PATIENCE
 
 from gateway.keys import add_key
 from gateway.proxy import Proxy
@@ -92,9 +93,9 @@ async def test_messages_of_both_sides_pass_one_by_one(channel):
     call = channel.stream_stream("/paceline.trainer.v1.Echo/Both")()
     for message in _MESSAGES:
         await call.write(message)
-        assert await asyncio.wait_for(call.read(), 30) == message[::-1]
+        assert await asyncio.wait_for(call.read(), PATIENCE) == message[::-1]
     await call.done_writing()
-    assert await asyncio.wait_for(call.read(), 30) is grpc.aio.EOF
+    assert await asyncio.wait_for(call.read(), PATIENCE) is grpc.aio.EOF
     assert await call.code() is grpc.StatusCode.OK
 
 
@@ -112,7 +113,7 @@ def _metadata(tmp_path, route: str = "run-1@3"):
 
 
 async def _served_by(client, metadata) -> str:
-    reply = await client.sampler.Sample(sampler_pb.SampleRequest(), metadata=metadata, timeout=60)
+    reply = await client.sampler.Sample(sampler_pb.SampleRequest(), metadata=metadata, timeout=PATIENCE)
     return reply.model.base_model
 
 
@@ -131,7 +132,7 @@ async def test_a_version_stays_with_the_sampler_that_holds_it_until_that_one_is_
         other.gate.clear()
         other.reached[1] = asyncio.Event()
         calls = [asyncio.create_task(_served_by(client, metadata)) for _ in range(4)]
-        await asyncio.wait_for(other.reached[1].wait(), 30)
+        await asyncio.wait_for(other.reached[1].wait(), PATIENCE)
         holder.gate.set()
         other.gate.set()
         assert set(await asyncio.gather(*calls)) == {"first", "second"}
@@ -150,7 +151,7 @@ async def test_calls_without_a_version_go_where_fewest_are(tmp_path):
         gateway(one, [one, two], tmp_path / "keys.json") as client,
     ):
         calls = [asyncio.create_task(_served_by(client, metadata)) for _ in range(6)]
-        await asyncio.wait_for(asyncio.gather(*(sampler.reached[3].wait() for sampler in (first, second))), 30)
+        await asyncio.wait_for(asyncio.gather(*(sampler.reached[3].wait() for sampler in (first, second))), PATIENCE)
         first.gate.set()
         second.gate.set()
         assert sorted(await asyncio.gather(*calls)) == ["first"] * 3 + ["second"] * 3
@@ -164,7 +165,7 @@ async def test_a_sampler_that_is_down_is_passed_over_and_taken_again_when_it_is_
         async with gateway(stays, [goes, stays], tmp_path / "keys.json", spill_in_flight=0) as client:
             assert {await _served_by(client, metadata) for _ in range(10)} == {"stays"}
             async with serving(Sampler("goes"), port=goes):
-                await asyncio.wait_for(_until_served_by("goes", client, metadata), 60)
+                await asyncio.wait_for(_until_served_by("goes", client, metadata), PATIENCE)
             assert {await _served_by(client, metadata) for _ in range(10)} == {"stays"}
 
 

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from gateway_stack import free_port
+from patience import PATIENCE
 from prometheus_client import CollectorRegistry
 
 from gateway.service import GatewayService
@@ -89,7 +90,7 @@ async def address(server_pem, client_pem, request):
 
 async def _who_am_i(address: str, tls: TlsFiles | None) -> str:
     async with open_channel(address, tls) as channel:
-        return (await GatewayServiceStub(channel).WhoAmI(pb.WhoAmIRequest(), timeout=30)).tenant
+        return (await GatewayServiceStub(channel).WhoAmI(pb.WhoAmIRequest(), timeout=PATIENCE)).tenant
 
 
 @pytest.mark.parametrize("address", ["tls"], indirect=True)

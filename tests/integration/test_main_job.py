@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cluster import Cluster, wait_for
 from descendants import descendants
+from patience import PATIENCE
 from tiny_models import make_tiny_llama
 
 from paceline import AdamParams, Datum, SamplingParams, errors
@@ -24,16 +25,10 @@ PARITY = 1e-5
 PROMPT = list(b"Country: Peru\nCapital:")
 PARAMS = SamplingParams(max_tokens=12, seed=7, ignore_eos=True)
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.services
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("stream", marks=pytest.mark.xdist_group("main_job_stream")),
-        pytest.param("volume", marks=pytest.mark.xdist_group("main_job_volume")),
-    ],
-)
+@pytest.fixture(scope="module", params=["stream", "volume"])
 def cluster(request, tmp_path_factory):
     state = tmp_path_factory.mktemp("main_job")
     cluster = Cluster.make(state, make_tiny_llama(state / "model"), engine="vllm", bridge=request.param)
@@ -172,7 +167,7 @@ def test_a_killed_sampler_comes_back_with_the_version_and_the_client_goes_on(clu
     pending = sampling.sample(PROMPT, 1, PARAMS)
     train(training)
     cluster.sampler.start()
-    after = pending.result(timeout=120)
+    after = pending.result(timeout=PATIENCE)
     assert after.model == before.model
     np.testing.assert_array_equal(after.sequences[0].tokens, before.sequences[0].tokens)
     newest = training.publish_weights(wait_for="all").result()
@@ -186,8 +181,8 @@ def test_a_killed_gateway_costs_the_client_a_delay_and_the_services_nothing(clus
     loss = training.forward_backward(data)
     update = training.optim_step(AdamParams())
     cluster.gateway.start()
-    assert loss.result(timeout=120).metrics["tokens:sum"] == 5
-    assert update.result(timeout=120).step == step + 1
+    assert loss.result(timeout=PATIENCE).metrics["tokens:sum"] == 5
+    assert update.result(timeout=PATIENCE).step == step + 1
     published = training.publish_weights(wait_for="all").result()
     assert at(service, published.model).sample(PROMPT, 1, PARAMS).result().model == published.model
 
@@ -204,7 +199,7 @@ def test_a_killed_trainer_costs_the_client_a_delay_and_the_run_nothing(cluster, 
     training.forward_backward(data)
     update = training.optim_step(AdamParams(learning_rate=1e-2))
     cluster.trainer.start()
-    resumed = update.result(timeout=120)
+    resumed = update.result(timeout=PATIENCE)
     assert (resumed.step, resumed.grad_norm) == (straight.step, straight.grad_norm)
     newest = training.publish_weights(wait_for="all").result()
     assert newest.model.version > published.model.version
@@ -240,7 +235,7 @@ def run_python(cluster, directory, *arguments):
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -13,7 +13,6 @@ from paceline.collective.member import CHUNK_BYTES
 from paceline.errors import PeerLost
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_every_member_gets_each_file_and_a_lost_peer_is_an_error_at_all_within_the_deadline(
     tmp_path, signal_number

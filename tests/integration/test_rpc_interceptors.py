@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from patience import PATIENCE
 from structlog.testing import capture_logs
 
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor
@@ -59,7 +60,7 @@ async def test_a_call_that_is_cancelled_while_a_message_waits_to_be_sent_ends_in
             await call.read()
             await _until_it_stands_still(endless)
             call.cancel()
-            await asyncio.wait_for(note.left.wait(), 30)
+            await asyncio.wait_for(note.left.wait(), PATIENCE)
         await server.stop(None)
     assert note.tasks[0] is note.tasks[1]
     assert [(log["event"], log["code"]) for log in logs] == [("call", "CANCELLED")]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from gateway_stack import bearer, gateway
+from patience import PATIENCE
 from sampler_stack import Client, base_ref, sample_request, sampling, version_ref
 from tiny_models import make_tiny_llama
 from weight_stack import Trainer, make_checkpoint, make_version, serving
@@ -22,7 +23,7 @@ from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types.v1 import model_pb2
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("sampler_load")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SLOTS, IN_MEMORY, ON_DISK, VERSIONS = 4, 8, 40, 64
 LONG = list(b"a prompt of more than one block of the cache, which holds thirty-two tokens a block") * 2
@@ -88,7 +89,7 @@ class Tenant:
 
     async def call(self, method, request):
         try:
-            return await getattr(self.stub, method)(request, metadata=(bearer(self.key),), timeout=60)
+            return await getattr(self.stub, method)(request, metadata=(bearer(self.key),), timeout=PATIENCE)
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure) from None
 

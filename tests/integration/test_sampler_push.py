@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from patience import PATIENCE
 from sampler_stack import sampling, version_ref
 from weight_stack import chunks_of, make_version
 
@@ -36,7 +37,7 @@ async def _push(client, manifest, weights, sha256=None):
 
 async def _send(client, parts):
     try:
-        return await client.stub.UpdateWeights(iter(parts), metadata=client.metadata, timeout=60)
+        return await client.stub.UpdateWeights(iter(parts), metadata=client.metadata, timeout=PATIENCE)
     except grpc.aio.AioRpcError as failure:
         raise error_from_rpc(failure) from None
 

@@ -16,7 +16,7 @@ import paceline
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import PEER_TENANT
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.services
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ async def acknowledged(training, samplers):
 
 async def ends_on(client, version):
     """Wait until a version is loaded that nobody asked for."""
-    await until(lambda: _is_loaded(client, version), 120)
+    await until(lambda: _is_loaded(client, version))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ async def test_each_ends_on_the_newest_version_by_itself(cluster, engine, traini
         cut_off = await stack.enter_async_context(follower(cluster, network.port, "cut off"))
         channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port_of(cluster, 'sampler')}"))
         restarted = Client(channel, None, cluster.state, None, None, "")
-        first = await until(lambda: acknowledged(training, {"cut off", "restarted"}), 120)
+        first = await until(lambda: acknowledged(training, {"cut off", "restarted"}))
 
         network.cut()
         await asyncio.to_thread(cluster.sampler.kill)

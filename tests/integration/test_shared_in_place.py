@@ -19,7 +19,7 @@ from paceline.layout import Volume
 from paceline.shared_base import read_base
 from paceline.shared_writes import WriteRequest, write_turn
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(600), pytest.mark.xdist_group("shared_in_place")]
+pytestmark = pytest.mark.services
 
 PROMPT = list(b"Country: Peru\nCapital:")
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster
+from patience import PATIENCE
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from tiny_models import VOCAB_SIZE, make_tiny_llama
@@ -29,7 +30,7 @@ from paceline.types.v1 import lora_pb2, model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
 
-pytestmark = [pytest.mark.services, pytest.mark.xdist_group("trainer_service")]
+pytestmark = pytest.mark.services
 
 DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7], logprobs=-1.0, advantages=1.0)
 SFT_DATUM = Datum.from_completion([1, 2, 3, 4], [5, 6, 7])
@@ -66,7 +67,7 @@ class Caller:
 
     async def call(self, method, request):
         try:
-            return await getattr(self.stub, method)(request, metadata=self.metadata, timeout=60)
+            return await getattr(self.stub, method)(request, metadata=self.metadata, timeout=PATIENCE)
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure) from None
 
@@ -496,7 +497,7 @@ async def test_checkpoints_are_listed_in_pages_and_expire_and_are_not_overwritte
     assert names == ["a", "c", "b"]
     path = f"paceline://{caller.run_id}/state/b"
     await caller.call("SetCheckpointTtl", pb.SetCheckpointTtlRequest(path=path, ttl_seconds=1))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         remaining = 3
         while remaining == 3:
             remaining = len(await caller.list_checkpoints())
@@ -736,7 +737,7 @@ async def _weights_sha(caller, version):
 
 
 async def _when_available(call):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while True:
             try:
                 return await call()
