@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Protocol
 
 from paceline import errors
-from paceline.rpc.identity import DEFAULT_TENANT, Identity
-
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+from paceline.rpc.identity import DEFAULT_TENANT, Identity, is_tenant
 
 
 class Authenticator(Protocol):
@@ -55,11 +52,3 @@ class JwtVerifier:
             return None
         tenant = claims[self._tenant_claim]
         return Identity(tenant, str(claims.get("sub", "jwt"))) if is_tenant(tenant) else None
-
-
-def is_tenant(name: object) -> bool:
-    """Return whether `name` can name a tenant: 1 to 64 characters of [A-Za-z0-9._-], the first a letter or a digit.
-
-    The empty name is that of services that call for themselves; no caller of the gateway may have it.
-    """
-    return isinstance(name, str) and _TENANT.fullmatch(name) is not None

@@ -17,11 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gateway.authenticators import is_tenant
 from paceline import errors
 from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token
 from paceline.log import get_logger
-from paceline.rpc.identity import Identity
+from paceline.rpc.identity import Identity, is_tenant
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _log = get_logger(__name__)

@@ -29,6 +29,8 @@ class Upstream:
         self.channel = open_channel(target, tls)
         self.in_flight = 0
         self.ready = False
+        self._told: bool | None = None
+        """What the log says of `ready`."""
         self.settled = asyncio.Event()
         """Set once the first attempt to connect has ended, well or not."""
         self._unary: dict[str, UnaryCall] = {}
@@ -73,7 +75,9 @@ class Upstream:
 
     def _note(self, state: grpc.ChannelConnectivity) -> None:
         ready = state is _READY
-        if ready != self.ready or (not self.settled.is_set() and state not in _CONNECTING):
+        # A connection that was closed for being idle is opened again at once, which is no news.
+        if ready is not self._told and state not in _CONNECTING:
+            self._told = ready
             log: Any = _log.info if ready else _log.warning
             log("upstream is up" if ready else "upstream is down", upstream=self.name, target=self.target)
         self.ready = ready

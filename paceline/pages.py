@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -36,7 +35,7 @@ def _encode(key: str) -> str:
 def _decode(token: str) -> str:
     try:
         return base64.b64decode(token, altchars=b"-_", validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise errors.InvalidPageToken(
             "is not one that a list returned; leave it empty for the first page", field="page_token"
         ) from error

@@ -29,6 +29,9 @@ CLIENT_VARIABLES = frozenset({"PACELINE_ADDRESS", "PACELINE_API_KEY", "PACELINE_
 
 _AREAS = ("PACELINE_TRAINER_", "PACELINE_SAMPLER_", "PACELINE_GATEWAY_", "PACELINE_UP_")
 
+_MIN_SECRET_LENGTH = 16
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
+
 S = TypeVar("S", bound="ServiceSettings")
 
 
@@ -74,6 +77,12 @@ class ServiceSettings(BaseSettings):
     """How long calls in progress may take to end after SIGTERM."""
     max_message_bytes: int = Field(32 << 20, ge=1 << 20)
     """Largest message that is taken."""
+    max_connections: int = Field(1024, ge=1)
+    """Connections that are open at the same time; more are closed as they come."""
+    max_streams: int = Field(8192, ge=1)
+    """Calls that one connection carries at the same time; a client holds more back until others end."""
+    idle_seconds: float = Field(3600, gt=0)
+    """How long a connection may be without a call before it is closed; clients open another when they need it."""
     log_level: LogLevel = "INFO"
     """Lines below this level are left out."""
     log_format: LogFormat = "auto"
@@ -107,15 +116,44 @@ class PeerSettings(ServiceSettings):
     @model_validator(mode="after")
     def _check_credential(self) -> Self:
         if self.credential is None and self.credential_file is not None:
-            self.credential = SecretStr(self.credential_file.read_text().strip())
+            self.credential = SecretStr(_read_credential(self.credential_file))
         if self.insecure == (self.credential is not None):
             raise ValueError("set credential or credential_file, or insecure to run without; not both")
+        if self.credential is not None:
+            _check_secret(self.credential.get_secret_value())
         return self
 
     @property
     def secret(self) -> str:
         """The credential; empty when running insecurely."""
         return self.credential.get_secret_value() if self.credential else ""
+
+
+class BackendSettings(PeerSettings):
+    """What a service can be told that calls of other services reach, past the gateway."""
+
+    @model_validator(mode="after")
+    def _check_insecure(self) -> Self:
+        # Without a credential whoever reaches the port may call for any tenant, and as a service does for itself.
+        if self.insecure and self.listen.rpartition(":")[0] not in _LOOPBACK:
+            raise ValueError(f"insecure takes a listen address of this machine alone, not {self.listen}")
+        return self
+
+
+def _read_credential(path: Path) -> str:
+    try:
+        return path.read_text("ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"credential_file: {path} cannot be read as a line of ASCII") from error
+
+
+def _check_secret(secret: str) -> None:
+    """Refuse what would let everybody in, or could not be sent as metadata."""
+    if len(secret) < _MIN_SECRET_LENGTH or not (secret.isascii() and secret.isprintable()):
+        raise ValueError(
+            f"the credential must be at least {_MIN_SECRET_LENGTH} printable ASCII characters; "
+            "make one with `python -c 'import secrets; print(secrets.token_hex(32))'`, or set insecure to run without"
+        )
 
 
 class UpstreamTls(BaseModel):

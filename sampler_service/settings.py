@@ -9,11 +9,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from paceline.settings import Address, PeerSettings, UpstreamTls
+from paceline.settings import Address, BackendSettings, UpstreamTls
 from sampler_service.engine.options import EngineOptions
 
 
-class SamplerSettings(PeerSettings, UpstreamTls):
+class SamplerSettings(BackendSettings, UpstreamTls):
     """What the sampler can be told."""
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_SAMPLER_", cli_prog_name="python -m sampler_service")

@@ -147,6 +147,7 @@ class Client:
     """Stubs on the gateway."""
 
     channel: grpc.aio.Channel
+    address: str
 
     @property
     def trainer(self) -> Any:
@@ -186,7 +187,7 @@ async def gateway(
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
         try:
-            yield Client(channel)
+            yield Client(channel, f"127.0.0.1:{port}")
         finally:
             await server.stop(None)
             await service.stop()

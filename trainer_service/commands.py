@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from paceline import codec, errors
 from paceline.codec.checkpoints import checkpoint_to_proto, run_to_proto
 from paceline.layout import CheckpointPath
+from paceline.rpc.bounds import check_message
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind
@@ -37,6 +38,7 @@ class Commands:
 
     async def execute(self, run: RunRecord, command: Command, turn: Turn) -> Message:
         """Execute a command and return its reply. Raises PacelineError."""
+        check_message(command.request)
         return await self._verbs[command.method](run, command, command.request, turn)
 
     async def _forward_backward(

@@ -9,10 +9,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from paceline.settings import Address, PeerSettings
+from paceline.settings import Address, BackendSettings
 
 
-class TrainerSettings(PeerSettings):
+class TrainerSettings(BackendSettings):
     """What the trainer can be told."""
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_TRAINER_", cli_prog_name="python -m trainer_service")

@@ -41,6 +41,7 @@ from paceline.errors.requests import (
     TokenOutOfRange,
     UnknownField,
     UnknownLoss,
+    UnreadableMessage,
 )
 from paceline.errors.service import (
     AckTimeout,
@@ -160,6 +161,7 @@ __all__ = [
     "Unavailable",
     "UnknownField",
     "UnknownLoss",
+    "UnreadableMessage",
     "Unsupported",
     "UpstreamUnavailable",
     "VersionExists",

@@ -12,6 +12,12 @@ class InvalidArgument(PacelineError):
     reason = "INVALID_FIELD"
 
 
+class UnreadableMessage(InvalidArgument):
+    """A message is missing, or its bytes are not one of the contract's."""
+
+    reason = "UNREADABLE_MESSAGE"
+
+
 class MissingField(InvalidArgument):
     """A required field is not set."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,6 +34,17 @@ class Identity:
     def is_peer(self) -> bool:
         """Whether a service calls for itself."""
         return self.tenant == PEER_TENANT
+
+
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def is_tenant(name: object) -> bool:
+    """Return whether `name` can name a tenant: 1 to 64 characters of [A-Za-z0-9._-], the first a letter or a digit.
+
+    The empty name is that of services that call for themselves; no caller of the gateway may have it.
+    """
+    return isinstance(name, str) and _TENANT.fullmatch(name) is not None
 
 
 _current: ContextVar[Identity] = ContextVar("paceline_identity")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import grpc
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
@@ -20,6 +21,8 @@ from paceline.settings import ServiceSettings
 
 _log = get_logger(__name__)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
+_HANDSHAKE_MS = 20_000
+_MAX_METADATA_BYTES = 16 << 10
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -124,7 +127,12 @@ def make_server(service: Service, settings: ServiceSettings, registry: Collector
     """Make the service's server, bound and not yet started."""
     server = grpc.aio.server(
         interceptors=[
-            Chain(LoggingInterceptor(), MetricsInterceptor(registry), ErrorInterceptor(), *service.interceptors())
+            Chain(
+                LoggingInterceptor(),
+                MetricsInterceptor(registry, _methods(service)),
+                ErrorInterceptor(),
+                *service.interceptors(),
+            )
         ],
         options=_server_options(settings),
     )
@@ -136,8 +144,27 @@ def make_server(service: Service, settings: ServiceSettings, registry: Collector
     return server
 
 
+def _methods(service: Service) -> frozenset[str]:
+    """Return the methods that a server has, as /package.Service/Method."""
+    pool = descriptor_pool.Default()
+    services = [pool.FindServiceByName(name) for name in (*service.service_names, reflection.SERVICE_NAME)]
+    return frozenset(f"/{found.full_name}/{method.name}" for found in services for method in found.methods)
+
+
 def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:
     return (
+        # What a peer may hold before it has shown who it is: connections, and calls on each. Calls without a key end
+        # when their headers are there (AroundInterceptor); one that never completes its handshake, or never calls, is
+        # closed.
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.max_concurrent_streams", settings.max_streams),
+        # Otherwise calls that a client holds back are refused as they come, while those before them are cleared away.
+        ("grpc.http.overload_protection", 0),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.http2.settings_timeout", _HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", int(1e3 * settings.idle_seconds)),
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         # grpcio >= 1.82 drops bursts above its default limits on calls that wait for a handler; clients here send

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -13,6 +14,9 @@ from paceline.errors import CATALOG, Code, PacelineError
 
 DOMAIN = "paceline"
 DETAILS_KEY = "grpc-status-details-bin"
+
+_MAX_MESSAGE, _MAX_FIELD, _MAX_METADATA = 768, 128, 1024
+"""Bytes of an error's text. It is sent three times in the trailers, of which peers take 8 KiB in all."""
 
 _STATUS_CODES: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
 _FALLBACKS: dict[int, type[PacelineError]] = {
@@ -34,11 +38,13 @@ def status_code(error: PacelineError) -> grpc.StatusCode:
 
 def status_details(error: PacelineError) -> bytes:
     """Return the serialised `google.rpc.Status` of an error."""
-    status = status_pb2.Status(code=code_pb2.Code.ValueType(error.code.value), message=str(error))
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    status = status_pb2.Status(code=code_pb2.Code.ValueType(error.code.value), message=status_message(error))
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_fitting(error.metadata))
     status.details.add().Pack(info)
     if error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_clip(error.field, _MAX_FIELD), description=_clip(error.message, _MAX_MESSAGE)
+        )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after is not None:
         delay = duration_pb2.Duration()
@@ -47,9 +53,33 @@ def status_details(error: PacelineError) -> bytes:
     return bytes(status.SerializeToString())
 
 
+def status_message(error: PacelineError) -> str:
+    """Return the text that an error is sent with, clipped: part of it may be the caller's own, of any length."""
+    message = _clip(error.message, _MAX_MESSAGE)
+    return f"{_clip(error.field, _MAX_FIELD)}: {message}" if error.field else message
+
+
+def _clip(text: str, most: int) -> str:
+    encoded = text.encode("utf-8", "replace")
+    return text if len(encoded) <= most else encoded[: most - 3].decode("utf-8", "ignore") + "..."
+
+
+def _fitting(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the first facts that fit; they are the service's own and short."""
+    left, kept = _MAX_METADATA, {}
+    for name, value in metadata.items():
+        left -= len(name.encode()) + len(value.encode())
+        if left < 0:
+            break
+        kept[name] = value
+    return kept
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineError) -> None:
     """End a call with an error. Raises `grpc.aio.AbortError`."""
-    await context.abort(status_code(error), str(error), trailing_metadata=((DETAILS_KEY, status_details(error)),))
+    await context.abort(
+        status_code(error), status_message(error), trailing_metadata=((DETAILS_KEY, status_details(error)),)
+    )
 
 
 def error_from_rpc(failure: grpc.aio.AioRpcError) -> PacelineError:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from inspect import isasyncgenfunction
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError, Message
+
+from paceline import errors
+from paceline.rpc.bounds import check_message, check_size, check_wire, is_command, request_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_Make = Callable[..., "grpc.RpcMethodHandler[Any, Any]"]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+MESSAGE_SECONDS = 60.0
+"""How long the message of a call that was let in may take to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,11 @@ class Call:
 
 
 class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
-    """Base of interceptors: `around` runs before the handler up to its yield, and after it from there."""
+    """Base of interceptors: `around` runs before the handler up to its yield, and after it from there.
+
+    It is entered when a call's headers are there. Its message is read after that, inside: who is refused by `around`
+    has not had a body held, and a message that cannot be read is an error like any other.
+    """
 
     @abstractmethod
     def around(self, call: Call) -> AbstractAsyncContextManager[None]:
@@ -38,30 +50,36 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the handler that comes next, whatever its kind."""
-        handler = await continuation(handler_call_details)
+    ) -> Handler:
+        """Wrap the handler that comes next, whatever its kind; a method without one fails inside `around` too."""
         method = handler_call_details.method
-        if handler is None:
-            return None
-        make, inner = _parts(handler)
-        wrapped = self._stream(inner, method) if handler.response_streaming else self._unary(inner, method)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        handler = await continuation(handler_call_details) or grpc.unary_unary_rpc_method_handler(_unknown)
+        # On the wire a single message is a stream of one. Only handlers of streams begin before it is there.
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                self._stream(handler, method), None, handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(self._unary(handler, method), None, handler.response_serializer)
 
-    def _unary(self, inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
-        async def behavior(request: Any, context: Context) -> Any:
+    def _unary(self, handler: Handler, method: str) -> Callable[..., Awaitable[Any]]:
+        inner, read = _behavior(handler), _reader(handler, method)
+
+        async def behavior(messages: AsyncIterator[bytes], context: Context) -> Any:
             async with self.around(Call(method, context)):
-                return await inner(request, context)
+                return await inner(await read(messages, context), context)
 
         return behavior
 
-    def _stream(self, inner: Callable[..., Any], method: str) -> Callable[..., Awaitable[None]]:
+    def _stream(self, handler: Handler, method: str) -> Callable[..., Awaitable[None]]:
+        inner, read = _behavior(handler), _reader(handler, method)
+
         # A handler that writes instead of yielding ends in the task it began in. Of calls that are cancelled between
         # two messages the server drops the generator, and its clean-up would run later, in another context.
-        async def behavior(request: Any, context: Context) -> None:
+        async def behavior(messages: AsyncIterator[bytes], context: Context) -> None:
             async with self.around(Call(method, context)):
+                request = await read(messages, context)
                 if not isasyncgenfunction(inner):
                     await inner(request, context)
                     return
@@ -86,17 +104,55 @@ class Chain(AroundInterceptor):
             yield
 
 
-def _parts(handler: grpc.RpcMethodHandler[Any, Any]) -> tuple[_Make, Callable[..., Any]]:
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler, _present(handler.stream_stream)
-    if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler, _present(handler.stream_unary)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler, _present(handler.unary_stream)
-    return grpc.unary_unary_rpc_method_handler, _present(handler.unary_unary)
+def _reader(handler: Handler, method: str) -> Callable[[AsyncIterator[bytes], Context], Awaitable[Any]]:
+    """Return what gives a handler its request, within its bounds: the message, or an iterator of messages."""
+    decode, contract = handler.request_deserializer, request_of(method)
+
+    def decoded(message: bytes) -> Any:
+        if contract is not None:
+            check_size(len(message), contract)
+        if decode is None:
+            return message
+        if contract is not None:
+            check_wire(message, contract)
+        try:
+            request = decode(message)
+        except DecodeError as error:
+            raise errors.UnreadableMessage("the message cannot be parsed; compare it with the contract") from error
+        if isinstance(request, Message) and not (contract is not None and is_command(contract)):
+            check_message(request)
+        return request
+
+    async def one(messages: AsyncIterator[bytes], context: Context) -> Any:
+        try:
+            async with asyncio.timeout(MESSAGE_SECONDS):
+                message = await context.read()
+        except TimeoutError as error:
+            raise errors.TimedOut(f"the message did not arrive within {MESSAGE_SECONDS:g} s") from error
+        if message is grpc.aio.EOF:
+            raise errors.UnreadableMessage("the message is missing; a call of this method sends one")
+        return decoded(message)
+
+    async def many(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        return messages if decode is None else each(messages)
+
+    async def each(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for message in messages:
+            yield decoded(message)
+
+    return many if handler.request_streaming else one
 
 
-def _present(behavior: Callable[..., Any] | None) -> Callable[..., Any]:
+def _behavior(handler: Handler) -> Callable[..., Any]:
+    behavior = (
+        (handler.stream_stream if handler.response_streaming else handler.stream_unary)
+        if handler.request_streaming
+        else (handler.unary_stream if handler.response_streaming else handler.unary_unary)
+    )
     if behavior is None:
         raise TypeError("the handler's kind and its behavior disagree")
     return behavior
+
+
+async def _unknown(message: bytes, context: Context) -> bytes:
+    raise errors.Unsupported("no such method; compare the versions of client and service")

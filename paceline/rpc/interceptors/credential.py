@@ -7,7 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from paceline import errors
-from paceline.rpc.identity import CREDENTIAL_KEY, DEFAULT_TENANT, TENANT_KEY, Identity, set_identity
+from paceline.rpc.identity import (
+    CREDENTIAL_KEY,
+    DEFAULT_TENANT,
+    PEER_TENANT,
+    TENANT_KEY,
+    Identity,
+    is_tenant,
+    set_identity,
+)
 from paceline.rpc.interceptors.around import AroundInterceptor, Call
 
 
@@ -30,5 +38,7 @@ class CredentialInterceptor(AroundInterceptor):
                 raise errors.MissingCredential(
                     "this service answers only the gateway; call the gateway with an API key"
                 )
+        if tenant not in {None, PEER_TENANT} and not is_tenant(tenant):
+            raise errors.MissingCredential("the metadata name no tenant; call the gateway with an API key")
         set_identity(Identity(DEFAULT_TENANT if tenant is None else tenant))
         yield

@@ -16,6 +16,8 @@ from paceline.rpc.interceptors.around import AroundInterceptor, Call
 from paceline.rpc.interceptors.outcome import outcome
 
 _log = get_logger(__name__)
+_MAX_RPC = 64
+"""Characters of a method's name that are logged; a caller may send any."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -27,7 +29,7 @@ class LoggingInterceptor(AroundInterceptor):
         given = call.metadata(REQUEST_ID_KEY) or ""
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         start, code = perf_counter(), "OK"
-        with bound_contextvars(request_id=request_id, rpc=call.method.rpartition("/")[2]):
+        with bound_contextvars(request_id=request_id, rpc=call.method.rpartition("/")[2][:_MAX_RPC]):
             try:
                 yield
             except BaseException as error:

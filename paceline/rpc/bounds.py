@@ -1,0 +1,245 @@
+"""What a request may hold at most, as its contract says (`paceline.types.v1.bounds`), checked before it is decoded.
+
+    bytes ── check_size ── check_wire ── parsed ── check_message ── the service's own validation
+
+A run's commands are checked at their turn instead of before it: one that is refused has its place in the run's order.
+A field without a bound fails a test, so that a new one cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from math import isfinite
+from typing import Any
+
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from paceline import errors
+from paceline.types.v1 import bounds_pb2 as pb
+
+MAX_KEY_BYTES = 128
+"""Bytes of a map's key."""
+
+_MAX_PARTS = 131_072
+"""Fields of a request, those of the messages in it included: each takes memory many times its bytes."""
+_UNKNOWN_PARTS = 64
+"""Fields of one message that a newer client sends."""
+_SCAN_BYTES = 1 << 16
+"""Messages up to here are parsed at once; they cannot hold enough to matter."""
+_UNKNOWN_BYTES = 4096
+"""Room for fields that a newer client sends."""
+_NUMBER_BYTES, _HEAD_BYTES = 10, 8
+"""Longest number on the wire, and longest tag with a length."""
+
+_STRINGS = (FieldDescriptor.CPPTYPE_STRING,)
+_FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+_Check = Callable[[Any], None]
+
+
+@cache
+def request_of(method: str) -> Descriptor | None:
+    """Return the request of /package.Service/Method, or None where no contract of this process has the method."""
+    service, _, name = method.removeprefix("/").partition("/")
+    try:
+        methods = descriptor_pool.Default().FindServiceByName(service).methods_by_name
+    except KeyError:
+        return None
+    return methods[name].input_type if name in methods else None
+
+
+@cache
+def largest(message: Descriptor) -> int:
+    """Return the most bytes of a message whose fields keep their bounds, and of fields that are not known here."""
+    return _UNKNOWN_BYTES + sum(map(_largest_field, message.fields))
+
+
+def is_command(message: Descriptor) -> bool:
+    """Whether a request has its place in a run's order."""
+    return {"run_id", "seq_id"} <= set(message.fields_by_name) and message.name.endswith("Request")
+
+
+def bounds_of(field: FieldDescriptor) -> pb.Bounds:
+    """Return a field's bounds; empty ones where the contract gives none."""
+    bounds: pb.Bounds = field.GetOptions().Extensions[pb.bounds]
+    return bounds
+
+
+def check_size(size: int, message: Descriptor) -> None:
+    """Check a message by its length alone. Raises MessageTooLarge."""
+    if size > largest(message):
+        raise errors.MessageTooLarge(f"has {size} bytes; a {message.name} takes at most {largest(message)}")
+
+
+def check_wire(data: bytes, message: Descriptor) -> None:
+    """Count the fields of a message and of those within it, without parsing. Raises OutOfRange, UnreadableMessage."""
+    if len(data) <= _SCAN_BYTES:
+        return
+    try:
+        _scan(data, 0, len(data), message, _MAX_PARTS)
+    except IndexError as error:
+        raise errors.UnreadableMessage("the message ends too early") from error
+
+
+def check_message(message: Message) -> None:
+    """Check every field that is set. Raises OutOfRange, NonFinite or InvalidArgument naming the field."""
+    checks = _checks(message.DESCRIPTOR)
+    for field, value in message.ListFields():
+        try:
+            checks[field.number](value)
+        except errors.PacelineError as error:
+            raise _placed(error, field.name) from None
+
+
+def _placed(error: errors.PacelineError, place: str) -> errors.PacelineError:
+    """Put a place before an error's own."""
+    separator = "." if error.field and not error.field.startswith("[") else ""
+    error.field = f"{place}{separator}{error.field}"
+    return error
+
+
+@cache
+def _checks(message: Descriptor) -> Mapping[int, _Check]:
+    return {field.number: _check_of(field) for field in message.fields}
+
+
+def _check_of(field: FieldDescriptor) -> _Check:
+    if not field.is_repeated:
+        return _check_value_of(field)
+    most = bounds_of(field).max_items
+    entries = field.message_type if is_map(field) else None
+    check = _check_value_of(field if entries is None else entries.fields_by_name["value"], bounds_of(field))
+
+    def check_elements(elements: Any) -> None:
+        if len(elements) > most:
+            raise errors.OutOfRange(f"has {len(elements)} elements; at most {most} are taken")
+        for place, element in elements.items() if entries else enumerate(elements):
+            if entries and len(place.encode()) > MAX_KEY_BYTES:
+                raise errors.OutOfRange(f"has a name of {len(place.encode())} bytes; at most {MAX_KEY_BYTES}")
+            try:
+                check(element)
+            except errors.PacelineError as error:
+                raise _placed(error, f"[{place}]") from None
+
+    return check_elements
+
+
+def _check_value_of(field: FieldDescriptor, bounds: pb.Bounds | None = None) -> _Check:
+    limits = bounds or bounds_of(field)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+        return check_message
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return lambda value: None
+    if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
+        return _check_enum_of(field)
+    if field.cpp_type in _STRINGS:
+        return _check_bytes_of(limits.max_bytes, text=field.type == FieldDescriptor.TYPE_STRING)
+    return _check_number_of(limits.min, limits.max)
+
+
+def _check_enum_of(field: FieldDescriptor) -> _Check:
+    known = field.enum_type.values_by_number
+    names = ", ".join(value.name for number, value in known.items() if number)
+
+    def check(value: int) -> None:
+        if value not in known:
+            raise errors.InvalidArgument(f"is {value}; send one of {names}")
+
+    return check
+
+
+def _check_bytes_of(most: int, *, text: bool) -> _Check:
+    def check(value: str | bytes) -> None:
+        size = len(value.encode()) if text and isinstance(value, str) else len(value)
+        if size > most:
+            raise errors.OutOfRange(f"has {size} bytes; at most {most} are taken")
+
+    return check
+
+
+def _check_number_of(low: float, high: float) -> _Check:
+    def check(value: float) -> None:
+        if not isfinite(value):
+            raise errors.NonFinite("must be a finite number")
+        if not low <= value <= high:
+            raise errors.OutOfRange(f"is {value:g}; it must be from {low:g} to {high:g}")
+
+    return check
+
+
+def _largest_field(field: FieldDescriptor) -> int:
+    limits = bounds_of(field)
+    if is_map(field):
+        value = _largest_value(field.message_type.fields_by_name["value"], limits)
+        return limits.max_items * (2 * _HEAD_BYTES + MAX_KEY_BYTES + value)
+    return (limits.max_items if field.is_repeated else 1) * _largest_value(field, limits)
+
+
+def _largest_value(field: FieldDescriptor, limits: pb.Bounds) -> int:
+    if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+        return _HEAD_BYTES + largest(field.message_type)
+    return _HEAD_BYTES + (limits.max_bytes if field.cpp_type in _STRINGS else _NUMBER_BYTES)
+
+
+def is_map(field: FieldDescriptor) -> bool:
+    """Whether a field is a map."""
+    return bool(field.message_type is not None and field.message_type.GetOptions().map_entry)
+
+
+@cache
+def _parts_of(message: Descriptor) -> tuple[int, Mapping[int, Descriptor]]:
+    """Return how many fields a message may have on the wire, and which of them are messages."""
+    within = {field.number: field.message_type for field in message.fields if field.message_type is not None}
+    return _UNKNOWN_PARTS + sum(bounds_of(field).max_items + 2 for field in message.fields), within
+
+
+def _scan(data: bytes, at: int, end: int, message: Descriptor, left: int) -> int:
+    """Count the fields between two places, and those within; return how many more may come.
+
+    A Python loop over bytes, so it does without functions (https://protobuf.dev/programming-guides/encoding/).
+    """
+    most, within = _parts_of(message)
+    stop = max(left - most, 0)
+    while at < end:
+        if left == stop:
+            raise errors.OutOfRange(f"a {message.name} has more parts than are taken; split the request")
+        left -= 1
+        tag = data[at]
+        at += 1
+        if tag > 0x7F:
+            tag, at = _varint(data, at - 1)
+        kind = tag & 7
+        if kind == 2:
+            size = data[at]
+            at += 1
+            if size > 0x7F:
+                size, at = _varint(data, at - 1)
+            if at + size > end:
+                raise errors.UnreadableMessage("a field ends after its message")
+            if (inner := within.get(tag >> 3)) is not None and size:
+                before = left
+                left = _scan(data, at, at + size, inner, left)
+                stop = max(stop - (before - left), 0)
+            at += size
+        elif kind == 0:
+            while data[at] > 0x7F:
+                at += 1
+            at += 1
+        elif kind in {1, 5}:
+            at += 8 if kind == 1 else 4
+        else:
+            raise errors.UnreadableMessage("the message has a group; compare it with the contract")
+    return left
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise errors.UnreadableMessage("a number is longer than ten bytes")
