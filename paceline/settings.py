@@ -81,7 +81,7 @@ class ServiceSettings(BaseSettings):
     """Connections that are open at the same time; more are closed as they come."""
     max_streams: int = Field(8192, ge=1)
     """Calls that one connection carries at the same time; a client holds more back until others end."""
-    idle_seconds: float = Field(3600, gt=0)
+    idle_seconds: float = Field(3600.0, gt=0)
     """How long a connection may be without a call before it is closed; clients open another when they need it."""
     log_level: LogLevel = "INFO"
     """Lines below this level are left out."""

@@ -32,7 +32,10 @@ def make_secrets(directory: Path) -> list[Path]:
     if not keys.exists():
         keys.parent.mkdir(exist_ok=True)
         keys.parent.chmod(0o755)
-        made += [_write(directory / "api_key", add_key(keys, "default", "default")), _share(keys)]
+        api_key = _write(directory / "api_key", add_key(keys, "default", "default"))
+        # No container reads this one.
+        api_key.chmod(0o600)
+        made += [api_key, _share(keys)]
     return made
 
 

@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
 from trainer_service.servicer import TrainerServicer
 from trainer_service.settings import TrainerSettings
+from trainer_service.tokenizer import read_tokenizer_files
 from trainer_service.trainer import Trainer
 from trainer_service.weight_servicer import WeightServicer
 
@@ -100,6 +101,7 @@ class TrainerService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._readiness: Readiness | None = None
         self._lock: int | None = None
+        self._tokenizer_files: Mapping[str, bytes] = {}
         self._restarting = False
         Gauge("paceline_trainer_runs", "Runs", registry=metrics).set_function(lambda: len(list(self._registry)))
         Gauge("paceline_trainer_watchers", "Samplers that watch", registry=metrics).set_function(self._feed.count)
@@ -125,6 +127,8 @@ class TrainerService:
             pid=self._engine.pid,
             weights_sha256=self._engine.base_sha256,
         )
+        # Read once, here: a model's name is looked up in a hub, which no caller may have the service do.
+        self._tokenizer_files = await asyncio.to_thread(read_tokenizer_files, self._settings.model)
         self._spawn(self._watch_base())
         self._spawn(self._recovery.recover_all(self._registry))
         self._spawn(self._trainer.expire_checkpoints())
@@ -132,7 +136,13 @@ class TrainerService:
 
     def register(self, server: grpc.aio.Server) -> None:
         trainer = TrainerServicer(
-            self._settings, self._trainer, self._engine, self._registry, self._checkpoints, self._agreements
+            self._settings,
+            self._trainer,
+            self._engine,
+            self._registry,
+            self._checkpoints,
+            self._agreements,
+            self._tokenizer_files,
         )
         add_TrainerServiceServicer_to_server(trainer, server)
         weights = WeightServicer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any, Protocol, cast
 
@@ -26,7 +27,6 @@ from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
 from trainer_service.settings import TrainerSettings
-from trainer_service.tokenizer import read_tokenizer_files
 from trainer_service.trainer import Trainer
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -52,6 +52,7 @@ class TrainerServicer(TrainerServiceServicer):
         registry: RunRegistry,
         checkpoints: CheckpointStore,
         agreements: Agreements,
+        tokenizer_files: Mapping[str, bytes],
     ) -> None:
         self._settings = settings
         self._trainer = trainer
@@ -59,6 +60,7 @@ class TrainerServicer(TrainerServiceServicer):
         self._registry = registry
         self._checkpoints = checkpoints
         self._agreements = agreements
+        self._tokenizer_files = tokenizer_files
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
@@ -75,7 +77,7 @@ class TrainerServicer(TrainerServiceServicer):
         model = self._engine.describe()
         if request.base_model not in {"", model.name}:
             raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
-        return pb.GetTokenizerResponse(files=read_tokenizer_files(self._settings.model))
+        return pb.GetTokenizerResponse(files=self._tokenizer_files)
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         if request.HasField("like_checkpoint"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,6 +24,7 @@ _log = get_logger(__name__)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _HANDSHAKE_MS = 20_000
 _MAX_METADATA_BYTES = 16 << 10
+_UMASK = 0o077
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -93,6 +95,8 @@ class Service(Protocol):
 
 async def serve(service: Service, settings: ServiceSettings, registry: CollectorRegistry) -> None:
     """Run a service until SIGTERM or SIGINT. Raises SystemExit when the service fails by itself."""
+    # What services and their processes write is training data: 0600 and 0700, whatever the shell's umask was.
+    os.umask(_UMASK)
     configure_logging(service.name, settings.log_level, settings.log_format)
     stopping = _stop_event()
     if settings.metrics_listen:

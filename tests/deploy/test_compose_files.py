@@ -36,7 +36,7 @@ each_service = pytest.mark.parametrize("service", SERVICES)
 @pytest.fixture
 def credential(tmp_path: Path) -> Path:
     path = tmp_path / "credential"
-    path.write_text("a-credential\n")
+    path.write_text("a-credential-of-the-tests\n")
     return path
 
 
@@ -51,7 +51,7 @@ def test_service_starts_with_the_variables_it_is_given(
     file: str, service: str, monkeypatch: pytest.MonkeyPatch, credential: Path
 ) -> None:
     settings = settings_of(compose_container(file, service), monkeypatch, credential)
-    assert settings.secret == "a-credential"
+    assert settings.secret == "a-credential-of-the-tests"
     assert not settings.insecure
 
 
@@ -97,10 +97,22 @@ def test_healthcheck_asks_the_health_port_for_the_service(file: str, service: st
 
 
 @each_file
+@each_service
+def test_a_container_writes_to_its_volumes_alone_and_is_bounded(file: str, service: str) -> None:
+    spec = compose_services(file)[service]
+    assert spec["read_only"]
+    assert spec["cap_drop"] == ["ALL"]
+    assert 0 < spec["pids_limit"] <= 4096
+    assert "mem_limit" in spec
+
+
+@each_file
 def test_volumes_and_secrets_that_services_use_are_declared(file: str) -> None:
     document = load(ROOT / file)
     for spec in compose_services(file).values():
-        sources = [volume.split(":")[0] for volume in spec.get("volumes", []) if isinstance(volume, str)]
+        sources = [
+            volume.split(":")[0] for volume in spec.get("volumes", []) if isinstance(volume, str) and ":" in volume
+        ]
         assert {source for source in sources if not source.startswith(".")} <= set(document["volumes"])
         assert all((ROOT / source).exists() for source in sources if source.startswith("."))
         assert set(spec.get("secrets", [])) <= set(document["secrets"])

@@ -14,6 +14,7 @@ from deploy_files import (
     SETTINGS,
     USER,
     Container,
+    default_port,
     kubernetes_container,
     kustomized,
     load,
@@ -30,7 +31,7 @@ each_service = pytest.mark.parametrize("service", SERVICES)
 @pytest.fixture
 def credential(tmp_path: Path) -> Path:
     path = tmp_path / "credential"
-    path.write_text("a-credential\n")
+    path.write_text("a-credential-of-the-tests\n")
     return path
 
 
@@ -78,7 +79,7 @@ def test_service_starts_with_the_variables_it_is_given(
     service: str, monkeypatch: pytest.MonkeyPatch, credential: Path
 ) -> None:
     settings = settings_of(kubernetes_container(service), monkeypatch, credential)
-    assert settings.secret == "a-credential"
+    assert settings.secret == "a-credential-of-the-tests"
     assert not settings.insecure
 
 
@@ -182,6 +183,16 @@ def test_network_policy_lets_in_only_those_that_call(service: str, callers: list
     (source,) = rule["from"]
     (expression,) = source["podSelector"]["matchExpressions"]
     assert expression == {"key": "app.kubernetes.io/component", "operator": "In", "values": callers}
+
+
+def test_network_policy_of_the_gateway_opens_its_port_and_lets_it_call_the_services_alone() -> None:
+    (policy,) = objects("gateway", "NetworkPolicy")
+    assert policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+    assert {"ports": [{"port": "grpc"}]} in policy["spec"]["ingress"]
+    called, _names = policy["spec"]["egress"]
+    (target,) = called["to"]
+    assert target["podSelector"]["matchExpressions"][0]["values"] == ["trainer", "sampler"]
+    assert called["ports"] == [{"port": default_port(name, "listen")} for name in ("trainer", "sampler")]
 
 
 @each_service

@@ -28,7 +28,7 @@ class MappedFile:
     def __init__(self, directory: Path, size: int) -> None:
         """Make a file of `size` bytes in a directory's file system. Raises OSError."""
         self.size = size
-        self._descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o666)
+        self._descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(self._descriptor, 0, size)
             self._map = mmap(self._descriptor, size)
