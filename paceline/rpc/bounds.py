@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf import descriptor_pool
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from paceline import errors
@@ -109,14 +109,14 @@ def _check_of(field: FieldDescriptor) -> _Check:
     if not field.is_repeated:
         return _check_value_of(field)
     most = bounds_of(field).max_items
-    entries = field.message_type if is_map(field) else None
-    check = _check_value_of(field if entries is None else entries.fields_by_name["value"], bounds_of(field))
+    named = is_map(field)
+    check = _check_value_of(value_of(field), bounds_of(field))
 
     def check_elements(elements: Any) -> None:
         if len(elements) > most:
             raise errors.OutOfRange(f"has {len(elements)} elements; at most {most} are taken")
-        for place, element in elements.items() if entries else enumerate(elements):
-            if entries and len(place.encode()) > MAX_KEY_BYTES:
+        for place, element in elements.items() if named else enumerate(elements):
+            if isinstance(place, str) and len(place.encode()) > MAX_KEY_BYTES:
                 raise errors.OutOfRange(f"has a name of {len(place.encode())} bytes; at most {MAX_KEY_BYTES}")
             try:
                 check(element)
@@ -140,7 +140,7 @@ def _check_value_of(field: FieldDescriptor, bounds: pb.Bounds | None = None) -> 
 
 
 def _check_enum_of(field: FieldDescriptor) -> _Check:
-    known = field.enum_type.values_by_number
+    known = cast("EnumDescriptor", field.enum_type).values_by_number
     names = ", ".join(value.name for number, value in known.items() if number)
 
     def check(value: int) -> None:
@@ -172,7 +172,7 @@ def _check_number_of(low: float, high: float) -> _Check:
 def _largest_field(field: FieldDescriptor) -> int:
     limits = bounds_of(field)
     if is_map(field):
-        value = _largest_value(field.message_type.fields_by_name["value"], limits)
+        value = _largest_value(value_of(field), limits)
         return limits.max_items * (2 * _HEAD_BYTES + MAX_KEY_BYTES + value)
     return (limits.max_items if field.is_repeated else 1) * _largest_value(field, limits)
 
@@ -181,6 +181,11 @@ def _largest_value(field: FieldDescriptor, limits: pb.Bounds) -> int:
     if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
         return _HEAD_BYTES + largest(field.message_type)
     return _HEAD_BYTES + (limits.max_bytes if field.cpp_type in _STRINGS else _NUMBER_BYTES)
+
+
+def value_of(field: FieldDescriptor) -> FieldDescriptor:
+    """Return the field that holds a map's values, of another field itself."""
+    return cast("Descriptor", field.message_type).fields_by_name["value"] if is_map(field) else field
 
 
 def is_map(field: FieldDescriptor) -> bool:
