@@ -6,7 +6,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared chaos images clean
+.PHONY: help proto demo up test wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared chaos fuzz images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -85,6 +85,9 @@ bench-saves: proto ## Measure how long a save and a publish hold up training
 
 chaos: proto ## Kill the trainer 1,000 times while it trains, and check that nothing is lost
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/chaos.py $(KILLS)
+
+fuzz: proto ## Fire 1,000,000 hostile calls at the services while another tenant trains beside
+	@OMP_NUM_THREADS=1 $(RUN)/python bench/fuzz.py $(CASES)
 
 images: proto ## Build the three container images for CPU
 	@deploy/build-images.sh cpu

@@ -1,0 +1,140 @@
+"""Real services against callers who mean harm: every method without a key and at another's things, and fuzzed calls."""
+
+from __future__ import annotations
+
+import grpc
+import numpy as np
+import pytest
+from cluster import Cluster
+from fuzz_cases import methods, path_of
+from fuzz_run import SETTINGS, Fuzz, is_flat
+from tiny_models import make_tiny_llama
+
+import paceline
+from gateway.access import ACCESS, Access
+from gateway.keys import add_key
+from paceline import codec, errors
+from paceline.rpc.identity import peer_metadata
+from paceline.rpc.status import error_from_rpc
+from paceline.types import AdamParams, ModelRef
+from paceline.weights.v1 import weight_service_pb2 as weights_pb
+
+_CASES = 20_000
+_TOKENS = codec.tensor_to_proto(np.arange(1, 5, dtype=np.int32))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "state").mkdir()
+    cluster = Cluster.make(folder / "state", make_tiny_llama(folder / "model"), **SETTINGS)
+    with cluster.running():
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def owned(cluster):
+    """What the first tenant has: a run, a state checkpoint of it, one for sampling, and a version."""
+    with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
+        training = service.create_lora_training_client(rank=2)
+        state = training.save_state("a").result().path
+        sampler = training.save_weights_for_sampler("a").result().path
+        training.publish_weights().result()
+        yield {"run_id": training.run_id, "state": state, "sampler": sampler}
+
+
+@pytest.fixture(scope="module")
+def stranger(cluster):
+    """Another tenant's key."""
+    return add_key(cluster.state / "keys.json", "stranger", "stranger")
+
+
+_ABOUT_NOTHING = frozenset({"GetServerInfo", "GetTokenizer", "GetCapabilities", "WhoAmI"})
+"""Methods whose requests name nothing that a tenant owns."""
+_LISTS = frozenset({"ListRuns", "ListCheckpoints", "ListVersions"})
+
+
+def _about(method, owned):
+    """A valid request of a method about what another tenant owns. A new method fails here until it has one."""
+    version = codec.model_ref_to_proto(ModelRef(run_id=owned["run_id"], version=1))
+    run = {"run_id": owned["run_id"]}
+    command = {**run, "seq_id": 1}
+    fields = {
+        "CreateRun": {"request_id": "stranger", "like_checkpoint": owned["state"]},
+        "GetRun": run,
+        "AttachRun": {**run, "request_id": "stranger"},
+        "DeleteRun": run,
+        "ForwardBackward": command,
+        "OptimStep": {**command, "adamw": codec.optimizer_to_proto(AdamParams()).adamw},
+        "SaveCheckpoint": {**command, "name": "b", "kind": 1},
+        "LoadCheckpoint": {**command, "path": owned["state"]},
+        "PublishWeights": command,
+        "ListRuns": {},
+        "ListCheckpoints": run,
+        "ListVersions": run,
+        "DeleteCheckpoint": {"path": owned["state"]},
+        "SetCheckpointTtl": {"path": owned["sampler"], "ttl_seconds": 1},
+        "Sample": {"model": version, "prompt": _TOKENS, "params": {"max_tokens": 1}},
+        "SampleStream": {"model": version, "prompt": _TOKENS, "params": {"max_tokens": 1}},
+        "ComputeLogprobs": {"model": version, "tokens": _TOKENS},
+        "LoadVersion": {"model": version},
+        "UnloadVersion": {"model": version},
+        "FetchVersion": {"model": version},
+        **{name: {} for name in _ABOUT_NOTHING},
+    }[method.name]
+    return method.input_type._concrete_class(**fields)
+
+
+def _call(address, method, message, *metadata):
+    """Return the replies as bytes, or raise what the call failed with."""
+    with grpc.insecure_channel(address) as channel:
+        call = channel.stream_stream(path_of(method))
+        try:
+            return b"".join(call(iter([message.SerializeToString()]), metadata=metadata, timeout=60))
+        except grpc.RpcError as failure:
+            raise error_from_rpc(failure) from None
+
+
+def _bearer(key):
+    return ("authorization", f"Bearer {key}")
+
+
+@pytest.mark.parametrize("method", methods(), ids=path_of)
+@pytest.mark.parametrize("metadata", [(), (_bearer("pk-wrong"),), (_bearer(""),)], ids=["no key", "wrong key", "empty"])
+def test_no_method_answers_without_a_key(cluster, method, metadata):
+    with pytest.raises(errors.InvalidApiKey):
+        _call(cluster.address, method, method.input_type._concrete_class(), *metadata)
+
+
+@pytest.mark.parametrize("method", [m for m in methods() if ".gateway." not in m.full_name], ids=path_of)
+@pytest.mark.parametrize("credential", ["", "a wrong credential, of some length"])
+def test_no_service_answers_without_the_credential(cluster, method, credential):
+    place = "PACELINE_GATEWAY_SAMPLERS" if ".sampler." in method.full_name else "PACELINE_GATEWAY_TRAINER"
+    address = cluster.gateway.plan.environment[place]
+    with pytest.raises(errors.MissingCredential):
+        _call(address, method, method.input_type._concrete_class(), *peer_metadata(credential))
+
+
+@pytest.mark.parametrize("method", methods(), ids=path_of)
+def test_anothers_things_look_absent(cluster, owned, stranger, method):
+    if ACCESS[path_of(method)] is Access.NOBODY:
+        with pytest.raises(errors.MethodNotAllowed):
+            _call(cluster.address, method, weights_pb.FetchVersionRequest(), _bearer(stranger))
+    elif method.name in _ABOUT_NOTHING | _LISTS:
+        try:
+            replies = _call(cluster.address, method, _about(method, owned), _bearer(stranger))
+        except errors.NotFound:
+            replies = b""
+        assert owned["run_id"].encode() not in replies
+    else:
+        with pytest.raises(errors.NotFound) as absent:
+            _call(cluster.address, method, _about(method, owned), _bearer(stranger))
+        assert owned["run_id"] not in str(absent.value)
+
+
+async def test_fuzzed_calls_change_nothing(cluster):
+    outcome = await Fuzz(cluster, seed=0).run(0, _CASES)
+    assert not outcome.failures, "\n".join(outcome.failures[:5])
+    assert sum(outcome.codes.values()) == _CASES
+    assert outcome.losses == outcome.expected
+    assert is_flat(outcome.memory)
