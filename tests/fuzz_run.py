@@ -91,6 +91,8 @@ class Fuzz:
         outcome.losses = await canary
         outcome.memory.append(self.memory())
         for service in self.cluster.services.values():
+            if "uncaught" in service.log.read_text(errors="replace"):
+                outcome.failures.append(f"{service.plan.name} met an exception that nobody foresaw:\n{service.tail()}")
             if service.process.poll() is not None:
                 outcome.failures.append(f"{service.plan.name} ended:\n{service.tail()}")
         return outcome
