@@ -21,7 +21,9 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     health_listen: Address = "127.0.0.1:50150"
     """Address of grpc.health.v1, always plaintext and without a credential, as probes need it."""
     max_streams: int = Field(1024, ge=1)
+    """Calls that one connection carries at the same time; a client holds more back until others end."""
     idle_seconds: float = Field(600.0, gt=0)
+    """How long a connection may be without a call before it is closed; clients open another when they need it."""
     trainer: str = "127.0.0.1:50051"
     """Address of the trainer."""
     samplers: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
