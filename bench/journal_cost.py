@@ -28,6 +28,7 @@ from trainer_service.disk import DiskGuard
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import Failpoints
+from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import Facts
 from trainer_service.runs.command import Command, answer_to_record
@@ -49,7 +50,13 @@ async def main() -> None:
     data = make_data(options.datums)
     with TemporaryDirectory(dir=options.directory) as directory:
         RunJournal.make(Path(directory) / "journal", 1)
-        journal = RunJournal(Path(directory) / "journal", 0, ThreadPoolExecutor(1), Failpoints(""), DiskGuard(0))
+        journal = RunJournal(
+            Path(directory) / "journal",
+            read_history(Path(directory) / "journal"),
+            ThreadPoolExecutor(1),
+            Failpoints(""),
+            DiskGuard(0),
+        )
         async with EngineProcess(EngineOptions(str(make_model(default_directory())), "bench")) as engine:
             await engine.create_run("run", LoraConfig(rank=16))
             parts = [await step(engine, journal, data, number) for number in range(options.steps + 1)][1:]

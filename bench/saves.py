@@ -33,6 +33,7 @@ from trainer_service.engine.link import Captured
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import NO_FAILPOINTS
+from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import Facts
 from trainer_service.runs.answers import Answers
@@ -102,7 +103,7 @@ class Run:
 
     def __init__(self, executor: Executor, directory: Path) -> None:
         RunJournal.make(directory, 1)
-        journal = RunJournal(directory, 0, ThreadPoolExecutor(1), NO_FAILPOINTS, DiskGuard(0))
+        journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, DiskGuard(0))
         self._sequencer = Sequencer(
             journal, Answers(), 0, gap_wait_seconds=60, max_attempts=2, failpoints=NO_FAILPOINTS
         )

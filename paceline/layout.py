@@ -87,6 +87,11 @@ def check_run_id(run_id: str, field: str = "run_id") -> str:
     return run_id
 
 
+def is_run_id(name: str) -> bool:
+    """Whether a name has the form of a run's."""
+    return _RUN_ID.fullmatch(name) is not None
+
+
 def new_run_id() -> str:
     """Make the id of a new run."""
     return f"run-{uuid4().hex}"
@@ -136,8 +141,10 @@ def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True)
     if final.exists() and not overwrite:
         raise FileExistsError(final)
     staging = final.parent / f".new-{uuid4().hex}"
-    staging.mkdir(parents=True)
+    if durable:
+        make_folder(final.parent)
     try:
+        staging.mkdir(parents=True)
         yield staging
         if durable:
             _sync_files(staging)
@@ -209,6 +216,40 @@ def remove_directory(final: Path) -> None:
     final.rename(trash)
     sync_directory(final.parent)  # or it may come back without some of its files
     shutil.rmtree(trash)
+
+
+def numbered(folder: Path) -> list[int]:
+    """Return the numbers that name entries of a folder; whatever else lies there has another name."""
+    names = (path.name for path in folder.glob("[0-9]*"))
+    return [int(name) for name in names if name.isascii() and name.isdigit()]
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file or directory, durably, so that nobody takes it for what it was; return its new path.
+
+    It is kept: what is damaged may be worth something to somebody.
+    """
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    sync_directory(path.parent)
+    return aside
+
+
+def find_set_aside(folder: Path) -> list[str]:
+    """Return the paths, relative to the folder, of what was set aside in it and in its own folders."""
+    found = [*folder.glob("*.damaged-*"), *folder.glob("*/*.damaged-*")]
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, durably: what is synced in a folder is lost with a name that is not."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_directory(folder.parent)
 
 
 def sweep(folder: Path) -> None:

@@ -56,7 +56,7 @@ class JournaledRun:
             RunJournal.make(directory, 1)
         self.executor = Executor()
         history = read_history(directory)
-        self.journal = RunJournal(directory, history.last_seq_id, ThreadPoolExecutor(2), NO_FAILPOINTS, guard)
+        self.journal = RunJournal(directory, history, ThreadPoolExecutor(2), NO_FAILPOINTS, guard)
         answers = Answers()
         for record in history.answers.values():
             answers.keep(record)

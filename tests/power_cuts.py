@@ -362,7 +362,7 @@ class _Trainer:
 
 def torn(volume: Path) -> list[str]:
     """Return what has its final name on a volume and is not whole."""
-    found = [f"{path} was given up" for path in volume.glob("runs/*/journal.damaged")]
+    found = [f"{path} was given up" for path in volume.glob("runs/**/*.damaged-*")]
     for directory in volume.glob("runs/*/*/[!.]*"):
         kind = directory.parent.name
         try:

@@ -63,6 +63,12 @@ class WarmTrainer:
         for pid in self.service.engines():
             os.kill(pid, signal.SIGKILL)
 
+    def forks(self):
+        """Return the process ids of what was forked and is no service: engines."""
+        tasks = [Path(f"/proc/{server.pid}/task/{server.pid}/children") for server in self.warm._servers]
+        children = [int(pid) for task in tasks for pid in task.read_text().split()]
+        return [pid for pid in children if pid != self.service.pid]
+
     def close(self):
         self.warm.close()
 

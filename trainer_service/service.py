@@ -19,7 +19,7 @@ from paceline.log import get_logger
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.server import Readiness
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
-from paceline.types import ModelInfo
+from paceline.types import ModelInfo, RunState
 from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
@@ -36,7 +36,9 @@ from trainer_service.runs.executor import SnapshotPolicy
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.recovery import Recovery
 from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.restore_point import RestorePoints
 from trainer_service.runs.storage import RunStorage
+from trainer_service.runs.volume_format import check_volume
 from trainer_service.servicer import TrainerServicer
 from trainer_service.settings import TrainerSettings
 from trainer_service.tokenizer import read_tokenizer_files
@@ -62,6 +64,7 @@ class TrainerService:
         storage = RunStorage(self._volume, settings, failpoints)
         self._registry = RunRegistry(self._volume, storage)
         self._checkpoints = CheckpointStore(self._volume, failpoints)
+        self._restore_points = RestorePoints(self._volume, self._registry, self._checkpoints)
         self._feed = Feed()
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
         self._group = BroadcastGroup(group, self._feed)
@@ -97,6 +100,9 @@ class TrainerService:
             Commands(self._trainer),
             SnapshotPolicy(settings.snapshot_commands, settings.snapshot_bytes, settings.snapshot_seconds),
             failpoints,
+            self._spawn,
+            self._restore_points,
+            self._registry,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._readiness: Readiness | None = None
@@ -114,8 +120,12 @@ class TrainerService:
 
     async def start(self, readiness: Readiness) -> None:
         self._readiness = readiness
+        check_volume(self._volume.root)
         self._lock = _lock_volume(self._volume.root)
         await self._registry.restore()
+        for run in self._registry:
+            if run.state is RunState.LOST:
+                await self._restore_points.offer(run)
         self._publisher.start()
         model = await self._load_engine(self._engine.start)
         # Of a model of the hub the files are there only now.
@@ -169,8 +179,8 @@ class TrainerService:
         if self._lock is not None:
             os.close(self._lock)
 
-    def _start_run(self, run: RunRecord) -> None:
-        self._recovery.start(run)
+    def _start_run(self, run: RunRecord, engines_lost: int) -> None:
+        self._recovery.start(run, engines_lost)
 
     def _engine_exited(self, status: int) -> None:
         _log.error("engine died", status=status)

@@ -28,6 +28,7 @@ from paceline.types import (
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.disk import DiskGuard
+from trainer_service.engine.base import AdapterInfo
 from trainer_service.engine.optimizers.specs import spec_of
 from trainer_service.engine.process import EngineProcess
 from trainer_service.publish.feed import AckPolicy
@@ -50,9 +51,9 @@ class Trainer:
         registry: RunRegistry,
         checkpoints: CheckpointStore,
         publisher: Publisher,
-        start_run: Callable[[RunRecord], None],
+        start_run: Callable[[RunRecord, int], None],
     ) -> None:
-        """Take `start_run` to let the commands of a new run execute."""
+        """Take `start_run` to let the commands of a new run execute, with how many engines were lost before its own."""
         self._settings = settings
         self._engine = engine
         self._registry = registry
@@ -113,26 +114,45 @@ class Trainer:
         if len(self._registry.owned_by(identity)) >= limit:
             raise errors.TooManyRuns(f"{limit} runs exist, as many as a tenant may have; delete one")
         run_id = layout.new_run_id()
-        sequencer, snapshots = await self._registry.make_journal(run_id)
+        engines_lost = self._registry.engines_lost
         made = await self._engine.create_run(run_id, parameters)
-        record = RunRecord(
-            run_id=run_id,
-            tenant=identity.tenant,
-            base_model=self._engine.describe().name,
-            base_sha256=self._engine.describe().weights_sha256,
-            parameters=parameters,
-            create_time=datetime.now(UTC),
-            trainable_parameters=made.trainable_parameters,
-            request_id=request_id,
-            request_digest=digest.hex(),
-            sequencer=sequencer,
-            snapshots=snapshots,
-            user_metadata=dict(user_metadata),
-            adapted_modules=made.modules,
-        )
-        await self._registry.add(record)
-        self._start_run(record)
+        try:
+            record = await self._add_run(run_id, identity, request_id, digest, parameters, user_metadata, made)
+        except BaseException:
+            with suppress(errors.EngineUnavailable):  # then it holds no runs
+                await self._engine.delete_run(run_id)
+            raise
+        self._start_run(record, engines_lost)
         _log.info("run made", run=run_id, kind=type(parameters).__name__, parameters=made.trainable_parameters)
+        return record
+
+    async def _add_run(
+        self,
+        run_id: str,
+        identity: Identity,
+        request_id: str,
+        digest: bytes,
+        parameters: RunParameters,
+        user_metadata: Mapping[str, str],
+        made: AdapterInfo,
+    ) -> RunRecord:
+        async with self._registry.making(run_id) as (sequencer, snapshots):
+            record = RunRecord(
+                run_id=run_id,
+                tenant=identity.tenant,
+                base_model=self._engine.describe().name,
+                base_sha256=self._engine.describe().weights_sha256,
+                parameters=parameters,
+                create_time=datetime.now(UTC),
+                trainable_parameters=made.trainable_parameters,
+                request_id=request_id,
+                request_digest=digest.hex(),
+                sequencer=sequencer,
+                snapshots=snapshots,
+                user_metadata=dict(user_metadata),
+                adapted_modules=made.modules,
+            )
+            await self._registry.add(record)
         return record
 
     async def attach(self, record: RunRecord, request_id: str) -> int:
@@ -146,14 +166,19 @@ class Trainer:
         return attachment
 
     async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:
-        """Delete a run once its command in progress has ended."""
+        """Delete a run once its command in progress has ended; one that waits for acknowledgements waits no longer."""
         async with record.recovering:
-            await record.sequencer.close(errors.RunNotFound("the run was deleted", field="run_id"))
-        if record.in_engine:
-            with suppress(errors.EngineUnavailable):  # then it holds no runs
-                await self._engine.delete_run(record.run_id)
-        await self._publisher.forget(record)
-        await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
+            if record.is_deleted:
+                raise errors.RunNotFound("no such run", field="run_id")
+            gone = errors.RunNotFound("the run was deleted", field="run_id")
+            record.sequencer.drain(gone)
+            await self._publisher.end_waits(record.run_id)
+            await record.sequencer.close(gone)
+            if record.in_engine:
+                with suppress(errors.EngineUnavailable):  # then it holds no runs
+                    await self._engine.delete_run(record.run_id)
+            await self._publisher.forget(record)
+            await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
         _log.info("run deleted", run=record.run_id)
 
     async def forward_backward(

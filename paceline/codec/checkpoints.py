@@ -22,6 +22,7 @@ def run_to_proto(run: Run) -> pb.Run:
         user_metadata=run.user_metadata,
         trainable_parameters=run.trainable_parameters,
         adapted_modules=run.adapted_modules,
+        damage=run.damage,
     )
     put_parameters(message, run.parameters)
     return message
@@ -42,6 +43,7 @@ def run_from_proto(message: pb.Run) -> Run:
         trainable_parameters=message.trainable_parameters,
         user_metadata=dict(message.user_metadata),
         adapted_modules=tuple(message.adapted_modules),
+        damage=tuple(message.damage),
     )
 
 

@@ -53,6 +53,8 @@ class Run:
     user_metadata: dict[str, str] = field(default_factory=dict)
     adapted_modules: tuple[str, ...] = ()
     """Full names of the modules that have an adapter; empty for a full-parameter run."""
+    damage: tuple[str, ...] = ()
+    """What was found damaged on the volume and set aside, by its name in the run's folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
+from warm_trainer import WarmTrainer
 
 import paceline
 
@@ -12,3 +15,22 @@ def service(cluster):
     """A client of the test module's cluster."""
     with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
         yield service
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    trainer = WarmTrainer(tmp_path_factory.mktemp("recovery"))
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def trainer(warm, tmp_path):
+    """A trainer on a volume of its own."""
+    warm.volume = tmp_path / "volume"
+    warm.environment["PACELINE_TRAINER_CHECKPOINT_DIR"] = str(warm.volume)
+    warm.log = tmp_path / "trainer.log"
+    yield warm
+    with suppress(ProcessLookupError):  # it has ended
+        warm.service.kill()
+        warm.service.wait(20)

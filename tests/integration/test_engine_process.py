@@ -32,6 +32,7 @@ from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.process import EngineProcess
 from trainer_service.engine.watchdog import Patience
+from trainer_service.engine.wire import SaveState
 
 LORA = LoraConfig(rank=4, dropout=0.1, layers=(0, 1))
 ADAM = AdamParams(learning_rate=1e-2)
@@ -250,14 +251,13 @@ async def test_an_engine_that_is_stopped_is_killed_and_its_calls_fail_as_of_a_de
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_engine_whose_loop_hangs_is_killed_and_the_command_is_charged(options, tmp_path):
+    os.mkfifo(tmp_path / "adapter_model.safetensors")  # whoever writes into it waits for a reader
     async with EngineProcess(options) as engine:
         await engine.create_run("run", LORA)
-        await engine.save_state("run", tmp_path)
-        (tmp_path / "trainer_state.json").unlink()
-        os.mkfifo(tmp_path / "trainer_state.json")  # whoever reads it waits for a writer
         engine._link._watchdog._patience = Patience(60.0, 5.0)  # the start took as long as it took
+        engine._suspects.add([SaveState("run", "")])  # so that the loop itself writes
         with pytest.raises(EngineDiedError):
-            await engine.load_state("run", tmp_path, with_optimizer=True)
+            await engine.save_state("run", tmp_path)
 
 
 async def outcomes(calls):

@@ -7,29 +7,11 @@ import pytest
 from cluster import wait_for
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from warm_trainer import SERVICE, WarmRun, WarmTrainer
+from warm_trainer import SERVICE, WarmRun
 
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
-pytestmark = [pytest.mark.services, pytest.mark.xdist_group("recovery")]
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    trainer = WarmTrainer(tmp_path_factory.mktemp("recovery"))
-    yield trainer
-    trainer.close()
-
-
-@pytest.fixture
-def trainer(warm, tmp_path):
-    """A trainer on a volume of its own."""
-    warm.volume = tmp_path / "volume"
-    warm.environment["PACELINE_TRAINER_CHECKPOINT_DIR"] = str(warm.volume)
-    warm.log = tmp_path / "trainer.log"
-    yield warm
-    if not warm.service.wait(0.01):
-        warm.kill()
+pytestmark = [pytest.mark.services, pytest.mark.xdist_group("warm_trainer")]
 
 
 def test_an_engine_that_dies_again_and_again_while_a_run_is_replayed_costs_it_nothing(trainer):

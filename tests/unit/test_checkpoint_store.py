@@ -49,7 +49,7 @@ async def save(
 def volume(tmp_path: Path) -> layout.Volume:
     volume = layout.Volume(tmp_path)
     volume.run(RUN_ID).mkdir(parents=True)
-    (volume.run(RUN_ID) / layout.RUN_FILE).write_text(json.dumps({"tenant": "team"}))
+    (volume.run(RUN_ID) / layout.RUN_FILE).write_text(json.dumps({"format": 1, "tenant": "team"}))
     return volume
 
 

@@ -29,7 +29,8 @@ def volume(tmp_path):
 def run_id(volume):
     run_id = new_run_id()
     volume.run(run_id).mkdir(parents=True)
-    facts = {"run_id": run_id, "tenant": "team", "base_model": "tiny", "lora": asdict(LoraConfig(rank=4, alpha=8))}
+    parameters = asdict(LoraConfig(rank=4, alpha=8))
+    facts = {"format": 1, "run_id": run_id, "tenant": "team", "base_model": "tiny", "lora": parameters}
     (volume.run(run_id) / RUN_FILE).write_text(json.dumps(facts))
     return run_id
 

@@ -6,24 +6,29 @@ import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
+import google_crc32c
+import msgspec
 import pytest
 from journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, blocked, refusal
 
-from paceline import errors
+from paceline import errors, layout
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.history import read_history, segments
+from trainer_service.journal.frames import UNIT, decode_segment
+from trainer_service.journal.history import check_formats, highest_seq_id, read_history, segments
+from trainer_service.journal.index import read_index
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import (
-    MAGIC,
     AnswerRecord,
     CommandRecord,
     Facts,
     JournalDamagedError,
-    decode,
-    encode,
+    UnknownFormatError,
+    decode_records,
+    encode_records,
 )
 from trainer_service.journal.snapshots import SnapshotStore
 
@@ -41,7 +46,7 @@ def command(seq_id):
 
 async def written(directory, *records):
     RunJournal.make(directory, 1)
-    journal = RunJournal(directory, 0, ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
+    journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
     for record in records:
         await journal.append(record, sync=True)
     await journal.close()
@@ -85,7 +90,7 @@ async def test_after_a_restart_answers_are_given_again_and_commands_without_one_
     release.set()
 
 
-@pytest.mark.parametrize("lost", [1, 11, 40])
+@pytest.mark.parametrize("lost", [1, 64, 127])
 async def test_a_torn_end_is_dropped_and_the_journal_goes_on_behind_what_is_whole(directory, lost):
     path = await written(directory, command(1), command(2))
     os.truncate(path, path.stat().st_size - lost)
@@ -102,14 +107,139 @@ async def test_a_file_that_was_made_longer_and_never_written_is_a_torn_end(direc
     assert list(read_history(directory).commands) == [1]
 
 
-@pytest.mark.parametrize("place", [0, 9, 13, 17, 60])
-async def test_damage_before_whole_records_is_told_from_a_torn_end(directory, place):
-    path = await written(directory, command(1), command(2))
+def frames_of(path):
+    """Return where the frames of a segment begin."""
+    data = path.read_bytes()
+    return [place for place in range(UNIT, len(data), UNIT) if data[place : place + 4] == b"\xa7PJF"]
+
+
+@pytest.mark.parametrize("place", range(0, 320, 7))
+async def test_damage_to_what_was_durable_is_told_from_a_torn_end(directory, place):
+    path = await written(directory, command(1), command(2), command(3))
+    assert len(frames_of(path)) == 3
+    assert frames_of(path)[2] >= 320
     data = bytearray(path.read_bytes())
     data[place] ^= 0x40
     path.write_bytes(data)
+    if data[:8] != b"PACEJNL2" and data[:7] == b"PACEJNL":
+        with pytest.raises(UnknownFormatError):
+            read_history(directory)
+        return
+    if not _is_padding(path, place):
+        with pytest.raises(JournalDamagedError):
+            read_history(directory)
+
+
+def _is_padding(path, place):
+    """Whether nothing is read at a place: the padding of a header or frame."""
+    start = max([0, *(begin for begin in frames_of(path) if begin <= place)])
+    if start == 0:
+        return 52 <= place < UNIT - 4
+    return place >= start + 44 + int.from_bytes(path.read_bytes()[start + 4 : start + 8], "little")
+
+
+async def test_an_unacknowledged_batch_of_which_only_the_end_reached_the_disk_is_no_damage(directory):
+    RunJournal.make(directory, 1)
+    journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
+    await journal.append(command(1), sync=True)
+    for seq_id in (2, 3):  # not synced, and so not told to anybody
+        await journal.append(command(seq_id), sync=False)
+    (path,) = segments(directory).values()
+    second, third = frames_of(path)[1:]
+    data = bytearray(path.read_bytes())
+    data[second:third] = bytes(third - second)
+    path.write_bytes(data)
+    assert list(read_history(directory).commands) == [1]
+    run = JournaledRun(directory)
+    await run.send(2)
+    assert (list(run.history().commands), run.executor.ran) == ([1, 2], [1, 2])
+
+
+async def test_bytes_of_a_client_are_never_taken_for_records(directory):
+    forger = directory.with_name("forger")
+    path = await written(forger, command(1), AnswerRecord(1, b"d", "OptimStep", b"reply"), command(2))
+    stolen = path.read_bytes()  # more than a client can know: records of a run, and the frames of another key
+    old = b"".join(b"\xa7PJR" + len(p).to_bytes(4, "little") + checksum(p) + p for p in payloads(stolen))
+    for content in (stolen, old):
+        for shift in range(0, UNIT, 16):
+            folder = directory.with_name(f"journal-{len(content)}-{shift}")
+            target = await written(folder, command(1), CommandRecord(2, "X", "t", bytes(shift) + content * 3))
+            data = bytearray(target.read_bytes())
+            data[frames_of(target)[1] + 5] ^= 1  # the second is torn
+            target.write_bytes(data)
+            history = read_history(folder)
+            assert (list(history.commands), history.answers, history.attempts) == ([1], {}, {})
+
+
+def payloads(data):
+    return [msgspec.msgpack.encode(record) for record in decode_segment(data).records]
+
+
+def checksum(payload):
+    length = len(payload).to_bytes(4, "little")
+    return google_crc32c.extend(google_crc32c.value(length), payload).to_bytes(4, "little")
+
+
+async def test_a_sync_that_fails_gives_the_segment_up_and_nothing_that_was_told_is_lost(directory, monkeypatch):
+    run = JournaledRun(directory)
+    await run.send(1)
+    first = await run.send(2)  # its answer needs no sync, and has none
+    (old,) = segments(directory)
+    sync, failures = os.fdatasync, [OSError(5, "Input/output error")]
+
+    def fail_once(file):
+        if failures:
+            raise failures.pop()
+        sync(file)
+
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    await run.send(3)
+    assert len(segments(directory)) == 2
+    with segments(directory)[old].open("r+b") as lost:  # what was never synced is gone, as after a power cut
+        lost.truncate(run.journal._previous[1])
+    assert list(run.history().commands) == [1, 2, 3]
+    assert set(run.history().answers) >= {1, 2}
+    assert await JournaledRun(directory).send(2) == first
+
+
+async def test_a_journal_is_closed_between_its_writes(directory):
+    before = open_files()
+    runs = [JournaledRun(directory / str(number)) for number in range(20)]
+    await asyncio.gather(*(run.send(1) for run in runs))
+    assert open_files() <= before + 5, "not one for each of them"
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_the_newest_segment_is_missed_when_it_is_gone(directory):
+    run = JournaledRun(directory)
+    await run.send(1)
+    await run.journal.rotate()
+    await run.send(2)
+    list(segments(directory).values())[-1].unlink()
+    index = read_index(directory)
     with pytest.raises(JournalDamagedError):
-        read_history(directory)
+        read_history(directory, 0, index.newest)
+    assert highest_seq_id(directory, index.newest) is None
+    assert index.limit >= 2
+
+
+async def test_a_journal_of_another_format_is_refused_and_one_of_format_1_goes_on(directory):
+    path = await written(directory, command(1))
+    data = path.read_bytes()
+    path.write_bytes(b"PACEJNL3" + data[8:])
+    with pytest.raises(UnknownFormatError):
+        check_formats(directory)
+    path.unlink()
+    payload = msgspec.msgpack.encode(command(1))
+    old = b"PACEJNL1\xa7PJR" + len(payload).to_bytes(4, "little") + checksum(payload) + payload
+    (directory / f"{1:020d}.journal").write_bytes(old + old[8:30])  # with a torn end
+    run = JournaledRun(directory)
+    await run.send(2)
+    assert (list(run.history().commands), len(segments(directory))) == ([1, 2], 2)
+    assert JournaledRun(directory).sequencer.last_seq_id == 2
 
 
 async def test_a_journal_without_its_segments_or_with_a_command_missing_is_damaged(directory):
@@ -123,8 +253,7 @@ async def test_a_journal_without_its_segments_or_with_a_command_missing_is_damag
 
 def test_a_record_comes_back_as_it_was():
     records = [command(1), AnswerRecord(1, b"d", "OptimStep", b"reply", None, Facts(3, 2, 4, "paceline://x"))]
-    segment = decode(MAGIC + b"".join(map(encode, records)))
-    assert (segment.records, segment.is_damaged) == (records, False)
+    assert decode_records(encode_records(records)) == records
 
 
 async def test_commands_that_wait_at_the_same_time_share_one_sync(directory, monkeypatch):
@@ -245,16 +374,16 @@ async def test_a_snapshot_comes_back_whole_or_not_at_all(tmp_path):
         (directory / "weights").write_bytes(b"w" * 100)
         return Facts(step=seq_id), answers
 
-    for seq_id in (3, 5):
+    for seq_id in (2, 3, 5):
         await store.save(seq_id, 100, write)
-    store.drop_before(5)
-    assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["5"]
-    snapshot = store.newest(above=0)
+    (tmp_path / "snapshots" / "4.bak").mkdir()
+    assert store.drop_old() == 3
+    assert {path.name for path in (tmp_path / "snapshots").iterdir()} == {"3", "5", "4.bak"}
+    snapshot = store.newest()
     assert (snapshot.seq_id, snapshot.facts, snapshot.answers) == (5, Facts(step=5), answers)
-    assert store.newest(above=6) is None
     (snapshot.directory / "weights").write_bytes(b"v" * 100)
-    with pytest.raises(JournalDamagedError):
-        store.newest(above=0)
+    assert store.newest().seq_id == 3
+    assert layout.find_set_aside(tmp_path) == ["snapshots/5.damaged-1"]
 
 
 def test_failpoints_are_checked_and_off_by_default():

@@ -261,7 +261,7 @@ async def test_who_attached_last_outlives_the_service(run, tmp_path):
         attached_by="second",
     )
     again = JournaledRun(tmp_path / "again")
-    restored = RunRecord.from_json(record.to_json(), again.sequencer, None)
+    restored = RunRecord.from_facts(record.to_facts(), again.sequencer, None)
     assert (restored.attachment, restored.attached_by) == (2, "second")
     with pytest.raises(errors.ClientSuperseded):
         await again.send(1, attachment=1)

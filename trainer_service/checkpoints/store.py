@@ -31,6 +31,7 @@ from paceline.weights.summary import summarize
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints import expiry
 from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
+from trainer_service.runs.run_file import tenant_of
 
 Writer = Callable[[Path], Awaitable[None]]
 T = TypeVar("T")
@@ -229,9 +230,8 @@ class _Run(msgspec.Struct, frozen=True):
 
 def _owner(run: Path, checkpoint: Path) -> str | None:
     """Return whose a checkpoint is: its run's tenant; where no file of the run says that, its manifest's."""
-    for name in (layout.RUN_FILE, layout.DELETED_FILE):
-        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            return msgspec.json.decode((run / name).read_bytes(), type=_Run).tenant
+    if (tenant := tenant_of(run)) is not None:
+        return tenant
     with suppress(OSError, errors.ChecksumMismatch):
         return summarize(checkpoint).tenant
     return None

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
+from trainer_service.journal.frames import UNIT, Header, Segment, SegmentName, check_magic, decode_segment
 from trainer_service.journal.records import (
-    MAGIC,
     AnswerRecord,
     AttemptRecord,
     CommandRecord,
     JournalDamagedError,
     RebaseRecord,
-    Segment,
-    decode,
 )
 
-_SUFFIX = ".journal"
+_NAME = re.compile(r"(\d{20})(?:-(\d{4,}))?\.journal")
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where a journal ends, which is where it goes on."""
+
+    name: SegmentName
+    header: Header | None
+    """None in format 1."""
+    good_bytes: int
+    size: int
+    """Of the file; bytes beyond the good ones are a torn end."""
 
 
 @dataclass(slots=True)
@@ -31,8 +44,7 @@ class History:
     answers: dict[int, AnswerRecord] = field(default_factory=dict)
     attempts: Counter[int] = field(default_factory=Counter)
     """How often the engine died of a command."""
-    rebased: int = 0
-    """Where the run went on after its state was lost; 0 where that never happened."""
+    end: End | None = None
 
     @property
     def last_seq_id(self) -> int:
@@ -52,46 +64,97 @@ class History:
                 case AttemptRecord():
                     self.attempts[record.seq_id] += 1
                 case RebaseRecord():
-                    self.base, self.rebased = record.seq_id, record.seq_id
+                    self.base = record.seq_id
                     self.commands.clear()
 
 
-def segment_path(directory: Path, base: int) -> Path:
-    """Return the file of the segment that begins with command `base`."""
-    return directory / f"{base:020d}{_SUFFIX}"
+def segment_path(directory: Path, name: SegmentName) -> Path:
+    """Return the file of a segment."""
+    return directory / f"{name.base:020d}-{name.generation:04d}.journal"
 
 
-def segments(directory: Path) -> dict[int, Path]:
-    """Return the segments of a journal by their first seq_id, oldest first."""
-    return {int(path.name.removesuffix(_SUFFIX)): path for path in sorted(directory.glob(f"[0-9]*{_SUFFIX}"))}
+def segments(directory: Path) -> dict[SegmentName, Path]:
+    """Return the segments of a journal, oldest first; whatever else lies there is none. Format 1 had no generations."""
+    return dict(sorted((_name(path), path) for path in directory.glob("*.journal") if _NAME.fullmatch(path.name)))
 
 
-def read_history(directory: Path) -> History:
-    """Read a journal. Raises JournalDamagedError; a torn end is left out."""
+def check_formats(directory: Path) -> None:
+    """Check that every segment is of a format that can be read. Raises UnknownFormatError."""
+    for path in segments(directory).values():
+        with path.open("rb") as file:
+            check_magic(file.read(8), path.name)
+
+
+def read_history(directory: Path, after: int = 0, newest: SegmentName | None = None) -> History:
+    """Read what a journal says of the commands after `after`; segments that hold none of them are not looked at.
+
+    `newest` is a segment that must be there. Raises JournalDamagedError, UnknownFormatError; a torn end is left out.
+    """
     found = segments(directory)
     if not found:
         raise JournalDamagedError("the journal is gone")
-    history = History(min(found))
-    for base, path in found.items():
-        data = path.read_bytes()
-        segment = decode(data)
-        if segment.is_damaged or (base != max(found) and segment.good_bytes != len(data)):
-            raise JournalDamagedError(f"{path.name} is damaged after {segment.good_bytes} bytes")
+    names = list(found)
+    if newest is not None and newest > names[-1]:
+        raise JournalDamagedError(f"{segment_path(directory, newest).name} is gone")
+    # The command after `after` is in the last segment that begins at or before it.
+    first = max((index for index, name in enumerate(names) if name.base <= after + 1), default=0)
+    while first and names[first - 1].base == names[first].base:
+        first -= 1
+    read = [_read(found[name]) for name in names[first:]]
+    history = History(names[first].base)
+    for index, name in enumerate(names[first:]):
+        segment, data = read[index]
+        if index + 1 < len(read):
+            segment = _up_to_successor(name, segment, data, read[index + 1][0])
+        if segment.is_damaged:
+            raise JournalDamagedError(f"{found[name].name} is damaged after {segment.good_bytes} bytes")
         history.add(segment)
+        history.end = End(name, segment.header, segment.good_bytes, len(data))
     return history
 
 
-def highest_seq_id(directory: Path) -> int:
-    """Return the highest seq_id that can still be read of a journal, damaged or not."""
-    records = [record for path in segments(directory).values() for record in decode(path.read_bytes()).records]
-    return max((record.seq_id for record in records), default=0)
+def highest_seq_id(directory: Path, newest: SegmentName | None = None) -> int | None:
+    """Return the highest seq_id accepted by a journal that may be damaged; None where its end cannot be read."""
+    found = segments(directory)
+    if not found or (newest is not None and newest > max(found)):
+        return None
+    highest, is_whole = 0, False
+    for path in found.values():
+        try:
+            segment, data = _read(path)
+        except JournalDamagedError:
+            is_whole = False
+            continue
+        highest = max(highest, segment.last_seq_id)
+        is_whole = segment.is_damaged or segment.good_bytes == len(data)
+    return highest if is_whole else None
 
 
-def drop_torn_end(path: Path) -> int:
-    """Cut a segment after its last whole record; return its length. Makes the segment where there is none."""
-    good = decode(path.read_bytes()).good_bytes if path.exists() else 0
-    with path.open("r+b" if path.exists() else "wb") as file:
-        file.truncate(good)
-        if not good:
-            file.write(MAGIC)
-    return max(good, len(MAGIC))
+def _name(path: Path) -> SegmentName:
+    base, _, generation = path.name.removesuffix(".journal").partition("-")
+    return SegmentName(int(base), int(generation or 0))
+
+
+def _read(path: Path) -> tuple[Segment, bytes]:
+    data = path.read_bytes()
+    if len(data) < UNIT and path == segment_path(path.parent, _name(path)):
+        raise JournalDamagedError(f"{path.name} is shorter than its header")
+    try:
+        return decode_segment(data), data
+    except msgspec.MsgspecError as error:
+        raise JournalDamagedError(f"{path.name} holds no records: {error}") from error
+    except JournalDamagedError as error:
+        raise JournalDamagedError(f"{path.name}: {error}") from error
+
+
+def _up_to_successor(name: SegmentName, segment: Segment, data: bytes, successor: Segment) -> Segment:
+    """Return the part of a segment that its successor says to be good; damaged where that is not whole."""
+    if successor.header is None:  # format 1: all of it
+        segment.is_damaged |= segment.good_bytes != len(data)
+        return segment
+    if successor.header.previous != name:
+        raise JournalDamagedError(f"the segment before {name} is not the one that it goes on from")
+    limit = successor.header.previous_bytes
+    part = segment if limit == len(data) else decode_segment(data[:limit])
+    part.is_damaged |= part.good_bytes != limit
+    return part

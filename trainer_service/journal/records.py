@@ -1,25 +1,14 @@
-"""What a journal holds, and its bytes.
-
-A segment is the magic and records. A record is a mark, its payload's length (u32, little-endian), the CRC-32C of length
-and payload (u32), and the payload in msgpack. The mark lets a reader find whole records behind damaged bytes, and so
-tell damage from the torn end of the newest segment, of which nobody was told.
-"""
+"""What a journal holds: records in msgpack, each behind its length (u32, little-endian)."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-import google_crc32c
 import msgspec
 
 from trainer_service.engine.wire import Failure
 
-MAGIC = b"PACEJNL1"
-
-_MARK = b"\xa7PJR"
-_HEADER = struct.Struct("<4sII")
+_LENGTH_BYTES = 4
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -85,51 +74,32 @@ class JournalDamagedError(Exception):
     """A journal or snapshot holds bytes that differ from their checksum, or lacks some."""
 
 
+class UnknownFormatError(Exception):
+    """A file was written by another version of this service, or by something else. Nothing of it may be touched."""
+
+
 def encode(record: Record) -> bytes:
     """Return a record's bytes."""
     payload = msgspec.msgpack.encode(record)
-    length = len(payload).to_bytes(4, "little")
-    checksum = google_crc32c.extend(google_crc32c.value(length), payload)
-    return _MARK + length + int(checksum).to_bytes(4, "little") + payload
+    return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """What was read of one segment."""
-
-    records: list[Record]
-    good_bytes: int
-    """Length of the part before a torn end."""
-    is_damaged: bool
-    """Whether whole records follow bytes that are none: those before them were once good too."""
+def encode_records(records: Iterable[Record]) -> bytes:
+    """Return the bytes of records, one behind the other."""
+    return b"".join(map(encode, records))
 
 
-def decode(data: bytes) -> Segment:
-    """Read a segment's bytes."""
-    if data[: len(MAGIC)] != MAGIC:
-        return Segment([], 0, is_damaged=len(data) > len(MAGIC))
-    records, offset = [], len(MAGIC)
-    while payload := _payload_at(data, offset):
-        records.append(_decoder.decode(payload))
-        offset += _HEADER.size + len(payload)
-    after = [found for start in _marks(data, offset + 1) if (found := _payload_at(data, start))]
-    return Segment([*records, *map(_decoder.decode, after)], offset, is_damaged=bool(after))
+def decode_records(data: bytes) -> list[Record]:
+    """Read records, one behind the other. Raises msgspec.MsgspecError; checksums are the caller's to compare."""
+    records, offset = [], 0
+    while offset < len(data):
+        start = offset + _LENGTH_BYTES
+        offset = start + int.from_bytes(data[offset:start], "little")
+        records.append(decode_record(data[start:offset]))
+    return records
 
 
-def _marks(data: bytes, start: int) -> Iterator[int]:
-    while (start := data.find(_MARK, start)) >= 0:
-        yield start
-        start += 1
-
-
-def _payload_at(data: bytes, offset: int) -> bytes:
-    """Return the payload of the record at `offset`; nothing where there is none."""
-    start = offset + _HEADER.size
-    if start >= len(data):
-        return b""
-    mark, length, checksum = _HEADER.unpack_from(data, offset)
-    if mark != _MARK or not 0 < length <= len(data) - start:
-        return b""
-    payload = data[start : start + length]
-    prefix = google_crc32c.value(length.to_bytes(4, "little"))
-    return payload if google_crc32c.extend(prefix, payload) == checksum else b""
+def decode_record(payload: bytes) -> Record:
+    """Read a record without its length. Raises msgspec.MsgspecError."""
+    record: Record = _decoder.decode(payload)
+    return record

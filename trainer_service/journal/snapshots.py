@@ -14,13 +14,31 @@ from pathlib import Path
 import msgspec
 
 from paceline import layout
+from paceline.log import get_logger
 from paceline.weights import find_damaged, write_sums
+from paceline.weights.sums import SUMS_FILE
 from trainer_service.checkpoints.store import staged_directory
 from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.records import MAGIC, AnswerRecord, Facts, JournalDamagedError, decode, encode
+from trainer_service.journal import format1
+from trainer_service.journal.records import (
+    AnswerRecord,
+    Facts,
+    JournalDamagedError,
+    Record,
+    UnknownFormatError,
+    decode_records,
+    encode_records,
+)
 
 _ANSWERS, _FACTS = "answers", "facts.json"
+_MAGIC = b"PACEANS2"
+_KEPT = 2
+"""Snapshots of a run that are kept, so that damage to the newest costs a longer replay and nothing else."""
+OWN_FILES = frozenset({_ANSWERS, _FACTS, SUMS_FILE})
+"""Files of a snapshot beside those that the engine wrote."""
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +62,30 @@ class SnapshotStore:
         self._loads = run_directory / "loads"
         self._failpoints = failpoints
 
-    def newest(self, above: int) -> Snapshot | None:
-        """Read and verify the newest snapshot, unless it is older than command `above`.
+    def newest(self) -> Snapshot | None:
+        """Read and verify the newest snapshot that is whole; damaged ones are set aside.
 
-        Raises JournalDamagedError.
+        Raises UnknownFormatError, or OSError where one cannot be read now, which says nothing of what it holds.
         """
-        seq_id = max(self._numbers(self._root), default=-1)
-        if seq_id < above:
-            return None
-        directory = self._root / str(seq_id)
+        for seq_id in sorted(self._numbers(self._root), reverse=True):
+            directory = self._root / str(seq_id)
+            try:
+                return self._read(seq_id, directory)
+            except JournalDamagedError as damage:
+                aside = layout.set_aside(directory)
+                _log.error(
+                    "snapshot damaged and set aside", run=self._directory.name, aside=aside.name, damage=str(damage)
+                )
+        return None
+
+    @staticmethod
+    def _read(seq_id: int, directory: Path) -> Snapshot:
         try:
             if name := find_damaged(directory):
                 raise JournalDamagedError(f"{seq_id}/{name} is damaged")
             facts = msgspec.json.decode((directory / _FACTS).read_bytes(), type=Facts)
-            records = decode((directory / _ANSWERS).read_bytes()).records
-        except (OSError, msgspec.MsgspecError) as error:
+            records = _decode_answers((directory / _ANSWERS).read_bytes())
+        except (FileNotFoundError, UnicodeDecodeError, msgspec.MsgspecError) as error:
             raise JournalDamagedError(f"snapshot {seq_id} cannot be read: {error}") from error
         answers = [record for record in records if isinstance(record, AnswerRecord)]
         return Snapshot(seq_id, directory, facts, answers)
@@ -77,12 +104,14 @@ class SnapshotStore:
             self._failpoints.hit("during_snapshot")
         self._failpoints.hit("after_snapshot")
 
-    def drop_before(self, seq_id: int) -> None:
-        """Remove what a snapshot after command `seq_id` makes superfluous."""
-        old = [self._root / str(number) for number in self._numbers(self._root) if number < seq_id]
-        old += [self._loads / str(number) for number in self._numbers(self._loads) if number <= seq_id]
+    def drop_old(self) -> int:
+        """Remove what the newest snapshots make superfluous; return the seq_id of the oldest that is kept."""
+        kept = sorted(self._numbers(self._root))[-_KEPT:]
+        old = [self._root / str(number) for number in self._numbers(self._root) if number < kept[0]]
+        old += [self._loads / str(number) for number in self._numbers(self._loads) if number <= kept[0]]
         for directory in old:
             layout.remove_directory(directory)
+        return kept[0]
 
     async def pin(self, seq_id: int, take: Callable[[Path], Awaitable[None]]) -> Path:
         """Keep the checkpoint that `take` puts into a directory for the replay of the command that loads it.
@@ -102,10 +131,20 @@ class SnapshotStore:
 
     @staticmethod
     def _numbers(folder: Path) -> list[int]:
-        return [int(path.name) for path in folder.glob("[0-9]*")]
+        return layout.numbered(folder)
 
 
 def _seal(directory: Path, facts: Facts, answers: list[AnswerRecord]) -> None:
     (directory / _FACTS).write_bytes(msgspec.json.encode(facts))
-    (directory / _ANSWERS).write_bytes(MAGIC + b"".join(map(encode, answers)))
+    (directory / _ANSWERS).write_bytes(_MAGIC + encode_records(answers))
     write_sums(directory)
+
+
+def _decode_answers(data: bytes) -> list[Record]:
+    """Read answers whose checksum was compared."""
+    magic = data[: len(_MAGIC)]
+    if magic == format1.MAGIC:
+        return format1.decode(data).records
+    if magic != _MAGIC:
+        raise UnknownFormatError(f"answers of format {magic!r}")
+    return decode_records(data[len(_MAGIC) :])

@@ -72,6 +72,8 @@ class Feed:
         """SHA-256 of every version that was announced."""
         self._acks: dict[VersionKey, dict[str, pb.Acknowledgement]] = defaultdict(dict)
         self._refusals: dict[VersionKey, dict[str, pb.Refusal]] = defaultdict(dict)
+        self._ended: set[str] = set()
+        """Runs that are being deleted."""
         self._changed = asyncio.Condition()
 
     def count(self) -> int:
@@ -180,9 +182,15 @@ class Feed:
         """Return the versions that some watcher holds."""
         return frozenset(chain.from_iterable(watcher.held for watcher in self._watchers.values()))
 
+    async def end_waits(self, run_id: str) -> None:
+        """Wait for no more acknowledgements of a run's versions."""
+        self._ended.add(run_id)
+        await self._notify()
+
     def forget_run(self, run_id: str) -> None:
         """Tell every watcher that a run is gone."""
         self._newest.pop(run_id, None)
+        self._ended.discard(run_id)
         for key in [key for key in (*self._announced, *self._acks, *self._refusals) if key[0] == run_id]:
             self.forget_version(key)
         for watcher in self._watchers.values():
@@ -211,6 +219,8 @@ class Feed:
         return list(self._acks[key].values())
 
     def _is_settled(self, key: VersionKey, policy: AckPolicy, expected: Set[str]) -> bool:
+        if key[0] in self._ended:
+            raise errors.RunNotFound("the run was deleted", field="run_id")
         acknowledged = self._acks[key].keys()
         watching = expected & self._watchers.keys()
         refusing = {name for name, refusal in self._refusals[key].items() if name in watching and not refusal.pending}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -153,6 +153,10 @@ class Publisher:
         """Return the manifest of a version that is staged; None for what lies on the volume."""
         return self._manifests.get(directory)
 
+    async def end_waits(self, run_id: str) -> None:
+        """Have publishes of a run that is about to be deleted wait for no sampler."""
+        await self._feed.end_waits(run_id)
+
     async def forget(self, run: RunRecord) -> None:
         """Drop a run's staged versions and tell the samplers that it is gone."""
         self._feed.forget_run(run.run_id)
@@ -162,12 +166,25 @@ class Publisher:
         await asyncio.to_thread(shutil.rmtree, self._staging / run.run_id, ignore_errors=True)
 
     def _announce_restored(self, run: RunRecord) -> None:
-        """Find a restored run's newest version on the volume and announce it."""
-        newest = max(self._on_volume_numbers(run.run_id), default=0)
-        run.latest_version = max(run.latest_version, newest)
-        if newest:
-            manifest = weights.read_manifest(self._volume.version(run.run_id, newest))
+        """Find a restored run's newest version that is whole on the volume and announce it; set damaged ones aside."""
+        numbers = sorted(self._on_volume_numbers(run.run_id), reverse=True)
+        run.latest_version = max([run.latest_version, *numbers])
+        for number in numbers:
+            directory = self._volume.version(run.run_id, number)
+            try:
+                manifest = weights.read_manifest(directory)
+                if (manifest.model.run_id, manifest.model.version) != (run.run_id, number):
+                    raise errors.ChecksumMismatch("the manifest is another version's")
+            except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch) as error:
+                aside = layout.set_aside(directory)
+                run.damage.append(f"{directory.parent.name}/{aside.name}")
+                _log.error("version damaged and set aside", run=run.run_id, aside=aside.name, error=str(error))
+                continue
+            except OSError as error:  # not now, perhaps later
+                _log.error("version cannot be read", run=run.run_id, version=number, error=str(error))
+                continue
             self._feed.announce(self._announcement(manifest))
+            return
 
     async def _next_version(self, run: RunRecord, seq_id: int) -> int:
         """Return the number that the run's current weights get: none that other weights ever had."""
@@ -196,7 +213,8 @@ class Publisher:
         async with staged_directory(directory, overwrite=whole, durable=whole) as staging:
             # What is made again may differ from what it was: its checksum, not yet known, decides whether it is used.
             published = PublishedAs(run.run_id, version, run.tenant) if offer is not None else None
-            await self._save_adapter(run.run_id, staging, turn.capture, published)
+            with nullcontext() if whole else _staging_named():
+                await self._save_adapter(run.run_id, staging, turn.capture, published)
             turn.release()
             draft = await asyncio.to_thread(
                 weights.draft_manifest,
@@ -253,8 +271,9 @@ class Publisher:
 
     def _remove_before(self, run_id: str, newest: int) -> None:
         """Remove staged versions that the volume holds, and versions on the volume that nobody needs."""
-        for staged in (self._staging / run_id).glob("[0-9]*"):
-            if int(staged.name) < newest and self._volume.version(run_id, int(staged.name)).exists():
+        for number in layout.numbered(self._staging / run_id):
+            staged = self._staged(run_id, number)
+            if number < newest and self._volume.version(run_id, number).exists():
                 self._manifests.pop(staged, None)
                 shutil.rmtree(staged, ignore_errors=True)  # Its run may be deleted meanwhile.
         leased = self._feed.leased()
@@ -276,7 +295,7 @@ class Publisher:
         return self._volume.version(run_id, version) if _is_whole(run) else self._staged(run_id, version)
 
     def _on_volume_numbers(self, run_id: str) -> list[int]:
-        return [int(path.name) for path in self._volume.version(run_id, 0).parent.glob("[0-9]*")]
+        return layout.numbered(self._volume.version(run_id, 0).parent)
 
     def _announce(self, manifest: pb.Manifest, directory: Path) -> Set[str]:
         """Announce a version that was made, and broadcast it; a whole model is on the volume from the first."""
@@ -290,6 +309,16 @@ class Publisher:
     def _announcement(self, manifest: pb.Manifest) -> pb.Announcement:
         directory = self._volume.version(manifest.model.run_id, manifest.model.version)
         return pb.Announcement(manifest=manifest, volume_path=str(directory.relative_to(self._volume.root)))
+
+
+@contextmanager
+def _staging_named() -> Iterator[None]:
+    """Say of a full disk that it is not the checkpoint volume's."""
+    try:
+        yield
+    except errors.DiskFull as error:
+        message = "the trainer's staging_dir is full; give it more room, or set another, and publish again"
+        raise errors.DiskFull(message) from error
 
 
 def _seal_model(directory: Path, draft: pb.Manifest) -> pb.Manifest:

@@ -8,6 +8,10 @@ from pathlib import Path
 import msgspec
 
 from paceline import layout
+from paceline.log import get_logger
+from trainer_service.checked_file import DamagedFileError, decode_checked, write_checked
+
+_log = get_logger(__name__)
 
 _FILE = "deleted-runs.json"
 _KEPT = 1_000
@@ -28,18 +32,34 @@ class DeletedRuns:
         self._requests: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def read(self) -> None:
-        """Read them from the volume."""
-        if self._path.exists():
-            known = msgspec.json.decode(self._path.read_bytes(), type=list[_Request])
-            self._requests.update({(request.tenant, request.request_id): request.digest for request in known})
+        """Read them from the volume. Raises UnknownFormatError."""
+        if not self._path.exists():
+            return
+        try:
+            known = self._decode(self._path.read_bytes())
+        except (DamagedFileError, msgspec.MsgspecError) as error:
+            aside = layout.set_aside(self._path)
+            _log.error("requests of deleted runs damaged and set aside", aside=aside.name, error=str(error))
+            return
+        self._requests.update({(request.tenant, request.request_id): request.digest for request in known})
+
+    @staticmethod
+    def _decode(text: bytes) -> list[_Request]:
+        if text.startswith(b"["):  # format 1
+            return msgspec.json.decode(text, type=list[_Request])
+        return decode_checked(text, list[_Request], _FILE)
 
     def add(self, tenant: str, request_id: str, digest: str) -> None:
         """Keep a request, durably. Raises DiskFull."""
         self._requests[tenant, request_id] = digest
         while len(self._requests) > _KEPT:
             self._requests.popitem(last=False)
+        self.write()
+
+    def write(self) -> None:
+        """Write what is known, durably. Raises DiskFull."""
         kept = [_Request(*key, digest) for key, digest in self._requests.items()]
-        layout.write_file(self._path, msgspec.json.encode(kept))
+        write_checked(self._path, kept)
 
     def find(self, tenant: str, request_id: str) -> str:
         """Return the digest of a tenant's request; empty if it is not known."""

@@ -124,8 +124,7 @@ class RunExecutor:
         try:
             await sequencer.journal.rotate()
             await snapshots.save(seq_id, self._run.state_bytes(CheckpointKind.STATE), write)
-            await asyncio.to_thread(snapshots.drop_before, seq_id)
-            await sequencer.journal.drop(seq_id)
+            await sequencer.journal.drop(await asyncio.to_thread(snapshots.drop_old))
         except (errors.PacelineError, OSError) as error:
             _log.warning("snapshot not saved; the journal stays", run=self._run.run_id, error=str(error))
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
@@ -12,9 +11,9 @@ from paceline.types import CheckpointKind, FullParameters, LoraConfig, Run, RunP
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.runs.line import Line
+from trainer_service.runs.run_file import decode_run_file
 from trainer_service.runs.sequencer import Sequencer
 
-_FORMAT = 1
 _WEIGHT_BYTES, _STATE_BYTES = 4, 16
 
 
@@ -29,8 +28,8 @@ class RunOrigin:
 
     @classmethod
     def from_json(cls, text: bytes) -> RunOrigin:
-        """Read it from run.json."""
-        facts = json.loads(text)
+        """Read it from run.json or deleted.json. Raises DamagedFileError, UnknownFormatError."""
+        facts = decode_run_file(text)
         tenant, base_model = facts["tenant"], facts["base_model"]
         return cls(tenant, base_model, _take_parameters(facts), facts.get("user_metadata", {}))
 
@@ -77,6 +76,10 @@ class RunRecord:
     """Held while its state is being rebuilt."""
     persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while run.json is written, so that what is known last is written last."""
+    is_deleted: bool = False
+    """Whether its files are gone."""
+    damage: list[str] = field(default_factory=list)
+    """Files and directories that were found damaged and set aside, by their names in the run's folder."""
     announcing: Line = field(default_factory=Line)
     """The publishes that have captured their weights: versions are announced in order."""
 
@@ -118,12 +121,12 @@ class RunRecord:
             trainable_parameters=self.trainable_parameters,
             user_metadata=self.user_metadata,
             adapted_modules=self.adapted_modules,
+            damage=tuple(self.damage),
         )
 
-    def to_json(self) -> bytes:
+    def to_facts(self) -> dict[str, Any]:
         """Return what survives a restart."""
-        facts: dict[str, Any] = {
-            "format": _FORMAT,
+        return {
             "run_id": self.run_id,
             "tenant": self.tenant,
             "base_model": self.base_model,
@@ -142,20 +145,10 @@ class RunRecord:
             "latest_state_checkpoint": self.latest_state_checkpoint,
             "last_seq_id": self.sequencer.last_seq_id,
         }
-        return json.dumps(facts, indent=2).encode()
-
-    @staticmethod
-    def peek(text: bytes) -> tuple[str, int]:
-        """Return the run_id, and the highest seq_id that run.json knows of."""
-        facts = json.loads(text)
-        return facts["run_id"], facts["last_seq_id"]
 
     @classmethod
-    def from_json(cls, text: bytes, sequencer: Sequencer, snapshots: SnapshotStore) -> RunRecord:
+    def from_facts(cls, facts: dict[str, Any], sequencer: Sequencer, snapshots: SnapshotStore) -> RunRecord:
         """Restore a run, whose state is not in the engine."""
-        facts = json.loads(text)
-        if facts.pop("format") != _FORMAT:
-            raise ValueError("run.json was written by another version of this service")
         parameters = _take_parameters(facts)
         del facts["last_seq_id"]  # the journal knows better
         sequencer.attach(facts.get("attachment", 0))

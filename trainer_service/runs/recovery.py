@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 
 from paceline import errors
 from paceline.base_weights import check_same_base
@@ -21,6 +21,8 @@ from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.command import Command, answer_from_record
 from trainer_service.runs.executor import CommandVerbs, RunExecutor, SnapshotPolicy
 from trainer_service.runs.record import RunRecord
+from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.restore_point import RestorePoints
 from trainer_service.runs.storage import Past, RunStorage
 from trainer_service.runs.turn import Turn
 
@@ -48,6 +50,9 @@ class Recovery:
         verbs: CommandVerbs,
         policy: SnapshotPolicy,
         failpoints: Failpoints,
+        spawn: Callable[[Coroutine[None, None, None]], None],
+        restore_points: RestorePoints,
+        registry: RunRegistry,
     ) -> None:
         self._engine = engine
         self._storage = storage
@@ -55,12 +60,19 @@ class Recovery:
         self._verbs = verbs
         self._policy = policy
         self._failpoints = failpoints
+        self._spawn = spawn
+        self._restore_points = restore_points
+        self._registry = registry
         self._deaths: Counter[str] = Counter()
         """How often in a row the engine died while it executed a run's answered commands again, by run."""
 
-    def start(self, run: RunRecord) -> None:
-        """Let a new run's commands execute."""
-        run.sequencer.start(self._executor(run))
+    def start(self, run: RunRecord, engines_lost: int) -> None:
+        """Let the commands of a new run execute, which was made in the engine after that many others were lost."""
+        if self._registry.engines_lost == engines_lost:
+            run.sequencer.start(self._executor(run))
+            return
+        run.in_engine = run.is_restored = False  # that engine died before it was known to hold the run
+        self._spawn(self._try_recover(run))
 
     def _executor(self, run: RunRecord) -> RunExecutor:
         save_state, settled = self._engine.save_state, self._publisher.settled
@@ -111,22 +123,32 @@ class Recovery:
         """Rebuild a run's state and let its commands go on, or declare it lost. Raises EngineUnavailable."""
         await run.sequencer.recover()
         run.shown = run.shown or run.facts()
-        executor = self._executor(run)
+        executor, engines_lost = self._executor(run), self._registry.engines_lost
         try:
             past = await asyncio.to_thread(self._storage.read, run.run_id)
             run.state = RunState.READY if past.has_state else RunState.LOST
             if past.has_state:
                 await self._rebuild(run, past, executor)
-        except (JournalDamagedError, ReplayFailedError) as damage:
-            _log.error("run's state lost: its journal cannot be replayed", run=run.run_id, damage=str(damage))
-            await self._engine.delete_run(run.run_id)
-            run.state = RunState.LOST
-        run.in_engine = run.state is RunState.READY
+        except JournalDamagedError as damage:
+            await self._lose(run, damage)
+            run.damage.append(await run.sequencer.journal.begin_anew())
+        except ReplayFailedError as failure:  # its journal may serve another engine
+            await self._lose(run, failure)
+        if run.state is RunState.LOST:
+            await self._restore_points.offer(run)
+        run.in_engine = run.state is RunState.READY and self._registry.engines_lost == engines_lost
         if run.state is RunState.LOST:
             for seq_id in run.sequencer.overtaken:
                 await run.sequencer.replay(seq_id, executor)
+        if self._registry.engines_lost != engines_lost:
+            raise errors.EngineUnavailable("the engine died while the run was restored")
         run.shown, run.is_restored = None, True
         run.sequencer.start(executor)
+
+    async def _lose(self, run: RunRecord, reason: Exception) -> None:
+        _log.error("run's state lost: its journal cannot be replayed", run=run.run_id, reason=str(reason))
+        await self._engine.delete_run(run.run_id)
+        run.state = RunState.LOST
 
     async def _rebuild(self, run: RunRecord, past: Past, executor: RunExecutor) -> None:
         await self._engine.delete_run(run.run_id)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from paceline import errors, layout
@@ -12,12 +13,16 @@ from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import RunState
+from trainer_service.checked_file import DamagedFileError
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.runs.deleted import DeletedRuns
+from trainer_service.runs.deletion import delete_files, finish_all
 from trainer_service.runs.record import RunOrigin, RunRecord
+from trainer_service.runs.run_file import read_run_file, write_run_file
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.storage import Past, RunStorage
+from trainer_service.runs.volume_format import is_current, write_volume_format
 
 _CLOSE_SECONDS = 5.0
 
@@ -32,27 +37,63 @@ class RunRegistry:
         self._storage = storage
         self._deleted = DeletedRuns(volume.root)
         self._runs: dict[str, RunRecord] = {}
+        self._unreadable: dict[str, str] = {}
+        """Why runs on the volume are not served, by run_id."""
+        self.engines_lost = 0
+        """How many engines these runs have outlived."""
 
     def __iter__(self) -> Iterator[RunRecord]:
         return iter(list(self._runs.values()))
 
     async def restore(self) -> None:
-        """Read every run from the volume, with its commands and answers; its state is not in the engine."""
-        self._volume.runs.mkdir(parents=True, exist_ok=True)
-        layout.sweep(self._volume.root)
-        self._deleted.read()
-        for file in sorted(self._volume.runs.glob(f"*/{RUN_FILE}")):
-            for folder in (file.parent, *_kind_folders(file.parent)):
-                layout.sweep(folder)
-            record = await self._restore(file.read_bytes())
-            self._runs[record.run_id] = record
-        _log.info("runs restored", runs=len(self._runs))
+        """Read every run from the volume, with its commands and answers; its state is not in the engine.
 
-    async def _restore(self, text: bytes) -> RunRecord:
-        record_id, last_seq_id = RunRecord.peek(text)
-        past = await asyncio.to_thread(self._storage.read_or_restart, record_id, last_seq_id)
-        sequencer = self._storage.open(record_id, past)
-        record = RunRecord.from_json(text, sequencer, self._storage.snapshots(record_id))
+        A run that cannot be read is left as it is, and its callers are told why; the others are served.
+        """
+        await asyncio.to_thread(self._prepare)
+        for folder in sorted(self._volume.runs.glob("run-*")):
+            if (folder / DELETED_FILE).exists() or not layout.is_run_id(folder.name):
+                continue
+            try:
+                record = await self._restore(folder)
+            except Exception as error:
+                self._unreadable[folder.name] = str(error)
+                _log.exception("run cannot be read; its files are left as they are", run=folder.name)
+                continue
+            self._runs[record.run_id] = record
+            if record.damage:
+                _log.error("parts of a run are damaged and set aside", run=record.run_id, damage=record.damage)
+        await asyncio.to_thread(self._migrate)
+        _log.info("runs restored", runs=len(self._runs), unreadable=len(self._unreadable))
+
+    def _prepare(self) -> None:
+        """Finish what a crash interrupted, for all runs together."""
+        layout.make_folder(self._volume.runs)
+        for folder in (self._volume.root, self._volume.runs):
+            layout.sweep(folder)
+        self._deleted.read()
+        finish_all(self._volume.runs, self._deleted.add)
+
+    def _migrate(self) -> None:
+        """Write in today's format what is not, now that all of it was read."""
+        if is_current(self._volume.root):
+            return
+        for record in self._runs.values():
+            write_run_file(self._volume.run(record.run_id), record.to_facts())
+        self._deleted.write()
+        write_volume_format(self._volume.root)
+
+    async def _restore(self, folder: Path) -> RunRecord:
+        run_id = folder.name
+        facts = await asyncio.to_thread(read_run_file, folder)
+        if facts["run_id"] != run_id:
+            raise DamagedFileError(f"{RUN_FILE} is another run's")
+        past = await asyncio.to_thread(self._storage.read_or_restart, run_id, facts["last_seq_id"])
+        for part in (folder, *_kind_folders(folder)):
+            layout.sweep(part)
+        sequencer = self._storage.open(run_id, past)
+        record = RunRecord.from_facts(facts, sequencer, self._storage.snapshots(run_id))
+        record.damage = layout.find_set_aside(folder)
         if past.has_state:
             record.apply(past.facts or Facts())
         else:
@@ -60,8 +101,13 @@ class RunRegistry:
         return record
 
     def get(self, run_id: str, identity: Identity) -> RunRecord:
-        """Return the caller's run. Raises RunNotFound, also for another tenant's."""
+        """Return the caller's run. Raises RunNotFound, also for another tenant's; RunStateLost for an unreadable one.
+
+        Whose an unreadable run is may be just what cannot be read: whoever knows its name is told.
+        """
         record = self._runs.get(layout.check_run_id(run_id))
+        if run_id in self._unreadable:
+            raise _unreadable(self._unreadable[run_id])
         if record is None or not (identity.is_peer or record.tenant == identity.tenant):
             raise errors.RunNotFound("no such run", field="run_id")
         return record
@@ -82,19 +128,27 @@ class RunRegistry:
         """Read what never changes of a run, also of one that was deleted and whose checkpoints were kept."""
         folder = self._volume.run(run_id)
         file = folder / RUN_FILE if run_id in self._runs else folder / DELETED_FILE
-        return RunOrigin.from_json(await asyncio.to_thread(file.read_bytes))
+        try:
+            return RunOrigin.from_json(await asyncio.to_thread(file.read_bytes))
+        except (DamagedFileError, FileNotFoundError) as error:
+            message = f"says what its run was in {file.name}, which is damaged; set the configuration yourself"
+            raise errors.ChecksumMismatch(message, field="like_checkpoint") from error
 
-    async def make_journal(self, run_id: str) -> tuple[Sequencer, SnapshotStore]:
-        """Make a new run's folder, with an empty journal."""
+    @asynccontextmanager
+    async def making(self, run_id: str) -> AsyncIterator[tuple[Sequencer, SnapshotStore]]:
+        """Make a new run's folder, with an empty journal, for the block that adds the run; it goes if that fails."""
+        folder = self._volume.run(run_id)
+        try:
+            past = await asyncio.to_thread(self._make_folder, folder)
+            yield self._storage.open(run_id, past), self._storage.snapshots(run_id)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
 
-        def make() -> Past:
-            self._volume.run(run_id).mkdir(parents=True)
-            layout.sync_directory(self._volume.runs)
-            self._storage.make(run_id)
-            return self._storage.read(run_id)
-
-        past = await asyncio.to_thread(make)
-        return self._storage.open(run_id, past), self._storage.snapshots(run_id)
+    def _make_folder(self, folder: Path) -> Past:
+        layout.make_folder(folder)
+        self._storage.make(folder.name)
+        return self._storage.read(folder.name)
 
     async def add(self, record: RunRecord) -> None:
         """Take in a new run, durably."""
@@ -102,20 +156,25 @@ class RunRegistry:
         self._runs[record.run_id] = record
 
     async def persist(self, record: RunRecord) -> None:
-        """Write what must survive a restart, as it is when this is its turn."""
+        """Write what must survive a restart, as it is when this is its turn. Raises DiskFull."""
         async with record.persisting:
-            await asyncio.to_thread(layout.write_file, self._volume.run(record.run_id) / RUN_FILE, record.to_json())
+            if not record.is_deleted:
+                await asyncio.to_thread(write_run_file, self._volume.run(record.run_id), record.to_facts())
 
     async def remove(self, record: RunRecord, *, keep_checkpoints: bool) -> None:
-        """Forget a run. Checkpoints that are kept stay loadable by their owner's other runs."""
-        del self._runs[record.run_id]
+        """Forget a run, also where the disk is full. Checkpoints that are kept stay loadable by their owner's runs.
+
+        It is deleted when this returns, also where what is left of it can only be removed at the next start.
+        """
         folder = self._volume.run(record.run_id)
-        await asyncio.to_thread(self._deleted.add, record.tenant, record.request_id, record.request_digest)
-        await asyncio.to_thread(_remove_files, folder, keep_checkpoints=keep_checkpoints)
-        await asyncio.to_thread(self._storage.remove, record.run_id)
+        async with record.persisting:
+            await asyncio.to_thread(delete_files, folder, self._deleted.add, keep_checkpoints=keep_checkpoints)
+            record.is_deleted = True
+        self._runs.pop(record.run_id, None)
 
     def hold_all(self, error: errors.PacelineError) -> None:
         """Note that the engine is gone and the state of every run with it: commands wait until that is rebuilt."""
+        self.engines_lost += 1
         for record in self._runs.values():
             record.in_engine = record.is_restored = False
             record.sequencer.hold(error)
@@ -131,6 +190,11 @@ class RunRegistry:
         if closing:  # one that still waits for acknowledgements is in the journal, and goes on after the next start
             await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
         self._storage.close()
+
+
+def _unreadable(reason: str) -> errors.RunStateLost:
+    message = f"the run cannot be read and its files were left as they are ({reason}); restore them, then start again"
+    return errors.RunStateLost(message, field="run_id", metadata={"checkpoint": ""})
 
 
 def _stopping() -> errors.ShuttingDown:
@@ -150,12 +214,3 @@ def lost(record: RunRecord) -> errors.RunStateLost:
 
 def _kind_folders(folder: Path) -> Iterable[Path]:
     return (child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
-
-
-def _remove_files(folder: Path, *, keep_checkpoints: bool) -> None:
-    if not keep_checkpoints:
-        layout.remove_directory(folder)
-        return
-    (folder / RUN_FILE).rename(folder / DELETED_FILE)
-    layout.sync_directory(folder)
-    shutil.rmtree(folder / "versions", ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -10,7 +9,8 @@ from paceline import layout
 from paceline.log import get_logger
 from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.history import History, highest_seq_id, read_history
+from trainer_service.journal.history import History, check_formats, highest_seq_id, read_history
+from trainer_service.journal.index import read_index
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import AnswerRecord, Facts, JournalDamagedError
 from trainer_service.journal.snapshots import Snapshot, SnapshotStore
@@ -19,7 +19,7 @@ from trainer_service.runs.command import Command
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.settings import TrainerSettings
 
-_JOURNAL, _DAMAGED = "journal", "journal.damaged"
+_JOURNAL = "journal"
 _SYNCING_THREADS = 8
 _log = get_logger(__name__)
 
@@ -98,32 +98,52 @@ class RunStorage:
         return SnapshotStore(self._volume.run(run_id), self._failpoints, self._guard)
 
     def read(self, run_id: str) -> Past:
-        """Read what the volume says of a run. Raises JournalDamagedError."""
-        history = read_history(self._volume.run(run_id) / _JOURNAL)
-        return Past(self.snapshots(run_id).newest(above=history.base - 1), history)
+        """Read what the volume says of a run: its newest snapshot that is whole, and what its journal has after that.
+
+        Raises JournalDamagedError, UnknownFormatError before anything is touched, or OSError where something cannot be
+        read now.
+        """
+        directory = self._volume.run(run_id) / _JOURNAL
+        check_formats(directory)
+        index = read_index(directory)
+        snapshot = self.snapshots(run_id).newest()
+        history = read_history(directory, snapshot.seq_id if snapshot else 0, index.newest if index else None)
+        # One from before a journal that was begun anew has no part in it.
+        is_reached = snapshot is not None and snapshot.seq_id >= history.base - 1
+        return Past(snapshot if is_reached else None, history)
 
     def read_or_restart(self, run_id: str, last_seq_id: int) -> Past:
-        """Read what the volume says of a run; where that is damaged, put it aside and begin a journal without state."""
+        """Read what the volume says of a run; where its journal is damaged, set it aside and begin one without state.
+
+        Nothing is deleted. Raises UnknownFormatError, OSError, and DiskFull.
+        """
         try:
             return self.read(run_id)
         except JournalDamagedError as damage:
             folder = self._volume.run(run_id)
             _log.error("run's state lost: its journal cannot be replayed", run=run_id, damage=str(damage))
-            base = max(last_seq_id, highest_seq_id(folder / _JOURNAL)) + 1
-            shutil.rmtree(folder / _DAMAGED, ignore_errors=True)
+            base = max(last_seq_id, self._highest_accepted(run_id)) + 1
             if (folder / _JOURNAL).exists():
-                shutil.copytree(folder / _JOURNAL, folder / _DAMAGED)
-            shutil.rmtree(folder / "snapshots", ignore_errors=True)
+                layout.set_aside(folder / _JOURNAL)
             # The base of a journal with state is 1, or stands behind a snapshot.
             RunJournal.make(folder / _JOURNAL, base=max(base, 2))
             return self.read(run_id)
+
+    def _highest_accepted(self, run_id: str) -> int:
+        """Return a seq_id that no command of a run with a damaged journal was accepted above."""
+        directory = self._volume.run(run_id) / _JOURNAL
+        index, snapshot = read_index(directory), self.snapshots(run_id).newest()
+        highest = highest_seq_id(directory, index.newest if index else None)
+        if highest is None:
+            highest = index.limit if index else 0
+        return max(highest, snapshot.seq_id if snapshot else 0)
 
     def open(self, run_id: str, past: Past) -> Sequencer:
         """Make a run's sequencer, with the answers that it gave and the commands that it has still to execute."""
         sequencer = Sequencer(
             RunJournal(
                 self._volume.run(run_id) / _JOURNAL,
-                past.history.last_seq_id,
+                past.history,
                 self._threads,
                 self._failpoints,
                 self._guard,
@@ -138,11 +158,6 @@ class RunStorage:
         for seq_id in past.unanswered:
             sequencer.restore(Command.from_record(past.history.commands[seq_id]))
         return sequencer
-
-    def remove(self, run_id: str) -> None:
-        """Remove a deleted run's journal and snapshots."""
-        for name in (_JOURNAL, _DAMAGED, "snapshots", "loads"):
-            shutil.rmtree(self._volume.run(run_id) / name, ignore_errors=True)
 
     def close(self) -> None:
         """End the threads."""

@@ -1,0 +1,226 @@
+"""What is damaged, old or full on the volume: it costs its run alone, and nothing that is whole is deleted for it."""
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+from cluster import wait_for
+from warm_trainer import WarmRun
+
+from paceline import errors
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+
+pytestmark = [pytest.mark.services, pytest.mark.xdist_group("warm_trainer")]
+
+VOLUMES = Path(__file__).parent.parent / "volumes"
+
+
+def flip(path, place=0.5):
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * place)] ^= 1
+    path.write_bytes(data)
+
+
+def folder_of(trainer, run):
+    return trainer.volume / "runs" / run.run_id
+
+
+def snapshots(trainer, run):
+    return sorted(path.name for path in (folder_of(trainer, run) / "snapshots").glob("[0-9]*"))
+
+
+def files_of(root):
+    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in VOLUMES.glob("format-*")))
+def test_a_volume_of_an_earlier_format_serves_on(trainer, name):
+    shutil.copytree(VOLUMES / name / "volume", trainer.volume)
+    expected = json.loads((VOLUMES / name / "expected.json").read_text())
+    for _ in range(2):  # as it was kept, and as it was migrated
+        assert trainer.start(), trainer.text()
+        with trainer.connect() as stub:
+            run = WarmRun(stub, "format-run")
+            assert run.run_id == expected["run_id"]
+            found = run.get()
+            assert (found.state, list(found.damage)) == (pb.RUN_STATE_READY, [])
+            assert (found.step, found.last_seq_id) == (expected["step"], expected["last_seq_id"])
+            assert found.latest_version == expected["version"]["number"]
+            listed = run.call("ListCheckpoints", pb.ListCheckpointsRequest()).checkpoints
+            hashes = {checkpoint.path: checkpoint.sha256 for checkpoint in listed}
+            for kind in ("state", "sampler"):
+                assert hashes[expected[kind]["path"]] == expected[kind]["sha256"]
+            assert expected["deleted"]["kept"] in hashes
+            with pytest.raises(errors.RunNotFound):
+                WarmRun(stub, expected["deleted"]["request_id"])
+            run.seq_id = expected["last_seq_id"] - 2
+            assert run.step().SerializeToString(deterministic=True).hex() == expected["last_answer"]
+        trainer.kill()
+    assert trainer.start()
+    with trainer.connect() as stub:
+        run = WarmRun(stub, "format-run")
+        run.seq_id = expected["last_seq_id"]
+        assert run.step().step == expected["step"] + 1
+        assert run.publish().version == expected["version"]["number"] + 1
+        run.load(expected["state"]["path"])
+
+
+def test_a_volume_of_a_later_format_is_refused_and_not_touched(trainer):
+    assert trainer.start(), trainer.text()
+    with trainer.connect() as stub:
+        WarmRun(stub).step()
+    trainer.kill()
+    file = trainer.volume / "volume.json"
+    file.write_text(file.read_text().replace('"format":2', '"format":3'))
+    before = files_of(trainer.volume)
+    assert not trainer.start()
+    assert "has format 3 and this trainer knows up to 2; nothing was changed" in trainer.text()
+    assert files_of(trainer.volume) == before
+
+
+def test_damage_to_small_files_costs_at_most_their_own_run(trainer):
+    assert trainer.start(), trainer.text()
+    with trainer.connect() as stub:
+        copied, lost, whole, later = (WarmRun(stub, name) for name in ("copied", "lost", "whole", "later"))
+        for run in (copied, lost, whole, later):
+            run.step()
+        for _ in range(2):
+            whole.publish(durable=True)
+        trainer.kill()
+        flip(folder_of(trainer, copied) / "run.json")
+        for name in ("run.json", "run.copy.json"):
+            (folder_of(trainer, lost) / name).write_bytes(b"")
+        versions = folder_of(trainer, whole) / "versions"
+        (versions / "2" / "manifest.json").write_bytes(b"{")
+        (versions / "1.bak").mkdir()
+        (trainer.volume / "deleted-runs.json").write_bytes(b"")
+        (segment,) = (folder_of(trainer, later) / "journal").glob("*.journal")
+        segment.write_bytes(b"PACEJNL9" + segment.read_bytes()[8:])
+        kept = {run: files_of(folder_of(trainer, run)) for run in (lost, later)}
+        assert trainer.start(), trainer.text()
+        assert list(copied.get().damage) == ["run.json.damaged-1"]
+        assert list(whole.get().damage) == ["versions/2.damaged-1"]
+        for run in (copied, whole):
+            assert run.step().step == 2
+        assert whole.publish().version > 2
+        for run in (lost, later):
+            with pytest.raises(errors.RunStateLost, match="files were left as they are"):
+                run.get()
+            assert files_of(folder_of(trainer, run)) == kept[run]
+        assert lost.run_id in trainer.text()
+
+
+def test_a_damaged_snapshot_costs_a_longer_replay_and_a_damaged_journal_leaves_the_snapshot(trainer):
+    assert trainer.start(snapshot_commands=4), trainer.text()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        answers = [run.step() for _ in range(5)]
+        wait_for(lambda: snapshots(trainer, run) == ["4", "8"], 60)
+        trainer.kill()
+        flip(folder_of(trainer, run) / "snapshots" / "8" / "optimizer.safetensors")
+        assert trainer.start(snapshot_commands=100)
+        found = run.get()
+        assert (found.state, found.step) == (pb.RUN_STATE_READY, 5)
+        assert list(found.damage) == ["snapshots/8.damaged-1"]
+        run.seq_id = 8
+        assert run.step() == answers[4]
+        trainer.kill()
+        flip(sorted((folder_of(trainer, run) / "journal").glob("*.journal"))[-1], 0.1)
+        assert trainer.start(snapshot_commands=100)
+        with pytest.raises(errors.RunStateLost) as caught:
+            run.forward_backward()
+        restored = caught.value.metadata["checkpoint"]
+        assert restored == f"paceline://{run.run_id}/state/restored-4"
+        found = run.get()
+        assert list(found.damage) == ["journal.damaged-1", "snapshots/8.damaged-1"]
+        run.seq_id = found.last_seq_id
+        assert run.load(restored).step == 2
+        assert run.step().grad_norm == answers[2].grad_norm
+        trainer.kill()
+        assert trainer.start()
+        assert run.step().step == 4
+
+
+def test_without_its_journal_a_run_takes_no_seq_id_again(trainer):
+    assert trainer.start(), trainer.text()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        path = run.save("kept").path
+        run.step()
+        trainer.kill()
+        shutil.rmtree(folder_of(trainer, run) / "journal")
+        assert trainer.start()
+        run.seq_id = 1
+        with pytest.raises(errors.SeqIdExpired):
+            run.load(path)
+        run.seq_id = run.get().last_seq_id
+        assert run.seq_id >= 3
+        run.load(path)
+        assert run.step().step == 1
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_deletion_that_was_interrupted_is_finished_at_the_next_start(trainer, checkpoints):
+    assert trainer.start(), trainer.text()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        run.save("kept")
+        run.publish(durable=True)
+        trainer.kill()
+        folder = folder_of(trainer, run)
+        if checkpoints:
+            folder.rename(folder.with_name(f".deleted-{run.run_id}"))
+        else:
+            (folder / "run.json").rename(folder / "deleted.json")
+        (folder.parent / ".old-0123").mkdir()
+        shutil.copy(VOLUMES / "format-1" / "expected.json", folder.parent / ".old-0123" / "run.json")
+        assert trainer.start(), trainer.text()
+        left = {str(path.relative_to(folder.parent)) for path in folder.parent.rglob("*") if path.is_dir()}
+        name = run.run_id
+        assert left == (set() if checkpoints else {name, f"{name}/state", f"{name}/state/kept"})
+        with pytest.raises(errors.RunNotFound):
+            run.get()
+        with pytest.raises(errors.RunNotFound):
+            WarmRun(stub)
+
+
+def test_a_run_is_deleted_while_a_publish_waits_for_acknowledgements(trainer):
+    assert trainer.start(), trainer.text()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        request = pb.PublishWeightsRequest(
+            run_id=run.run_id, seq_id=1, wait_for=pb.ACK_POLICY_ANY, ack_timeout_ms=3_600_000
+        )
+        publishing = stub.PublishWeights.future(request, timeout=3600)
+        wait_for(lambda: run.get().latest_version == 1, 60)
+        run.call("DeleteRun", pb.DeleteRunRequest(run_id=run.run_id))
+        assert "RUN_NOT_FOUND" in str(publishing.exception()) or publishing.exception() is not None
+        assert not folder_of(trainer, run).exists() or (folder_of(trainer, run) / "deleted.json").exists()
+
+
+def test_more_runs_than_descriptors_are_served_and_one_that_cannot_be_made_leaves_nothing(trainer):
+    assert trainer.start(max_runs_per_tenant=1000), trainer.text()
+    with trainer.connect() as stub:
+        before = len(list(Path(f"/proc/{trainer.service.pid}/fd").iterdir()))
+        runs = [WarmRun(stub, f"r{number}") for number in range(40)]
+        for run in runs:
+            run.forward_backward()
+        after = len(list(Path(f"/proc/{trainer.service.pid}/fd").iterdir()))
+        assert after < before + 20
+        folders = set((trainer.volume / "runs").iterdir())
+        with pytest.raises(errors.PacelineError):
+            WarmRun(stub, "bad", rank=0)
+        assert set((trainer.volume / "runs").iterdir()) == folders
+
+
+def test_a_full_staging_directory_is_not_called_the_checkpoint_volume(trainer):
+    assert trainer.start(), trainer.text()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        for pid in trainer.forks():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+        with pytest.raises(errors.DiskFull, match="staging_dir is full"):
+            run.publish()
