@@ -1,0 +1,70 @@
+"""`scripts/install.sh` marks an installation as done only where torch and vLLM can be imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deploy_files import ROOT
+
+REASON = "ImportError: libcudnn.so.9: cannot open shared object file"
+
+PYTHON = """#!/bin/sh
+# Makes an environment in which pip installs the torch of BROKEN, and nothing else.
+case "$1 $2" in
+"-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+"-m pip") shift 2; echo "$@" >> "$BROKEN/asked" ;;
+*) PYTHONPATH=$BROKEN exec {python} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """Where a torch lies that cannot be imported, as the build for CUDA without what it needs."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch.py").write_text('raise ImportError("libcudnn.so.9: cannot open shared object file")')
+    return tmp_path / "broken"
+
+
+def install(venv: Path, python: Path | str, broken: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ROOT / "scripts" / "install.sh", venv, python],
+        cwd=ROOT,
+        env=os.environ | {"BROKEN": str(broken)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_an_installation_that_cannot_be_imported_fails_with_the_reason_and_without_a_mark(
+    tmp_path: Path, broken: Path
+) -> None:
+    python, venv = tmp_path / "python", tmp_path / "venv"
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    venv.mkdir()
+    (venv / ".installed").touch()
+    done = install(venv, python, broken)
+    assert done.returncode == 1
+    assert f"torch cannot be imported: {REASON}" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"The installation in {venv} is of no use")
+    assert not (venv / ".installed").exists()
+
+    # torch comes with what it needs; all else is a closed set.
+    torch, *others = (broken / "asked").read_text().splitlines()
+    assert torch.endswith(" --constraint requirements/cpu.txt torch")
+    assert "--no-deps" not in torch
+    assert others
+    assert all("--no-deps" in line for line in others)
+
+
+def test_a_python_that_will_not_do_is_refused_by_its_name(tmp_path: Path, broken: Path) -> None:
+    done = install(tmp_path / "venv", "/no/such/python", broken)
+    assert done.returncode == 1
+    assert "/no/such/python" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "venv").exists()
