@@ -1,11 +1,13 @@
 # The gateway: small, no torch. Build from the root of the repository:
 #   docker build --file deploy/docker/gateway.Dockerfile --tag paceline/gateway .
-FROM python:3.11-slim-bookworm AS wheel
+# The Python of `make test-gpu`, too.
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim-bookworm AS wheel
 WORKDIR /src
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-FROM python:3.11-slim-bookworm
+FROM python:${PYTHON}-slim-bookworm
 COPY requirements/gateway.txt /tmp/requirements.txt
 RUN pip install --no-cache-dir --no-deps --requirement /tmp/requirements.txt
 RUN groupadd --gid 10001 paceline && useradd --uid 10001 --gid paceline --create-home paceline

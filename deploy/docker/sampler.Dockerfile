@@ -1,12 +1,14 @@
 # The sampler, for GPUs or, with --build-arg VARIANT=cpu, for CPUs. Build from the root of the repository:
 #   docker build --file deploy/docker/sampler.Dockerfile --tag paceline/sampler:gpu .
 # Trainer and sampler have the same layers up to the user; only the end differs.
-FROM python:3.11-slim-bookworm AS wheel
+# The Python of `make test-gpu`, too.
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim-bookworm AS wheel
 WORKDIR /src
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-FROM python:3.11-slim-bookworm
+FROM python:${PYTHON}-slim-bookworm
 ARG VARIANT=gpu
 # gpu: Triton compiles its kernels' launchers when they are first used. cpu: vLLM's CPU build links libnuma.
 RUN apt-get update \

@@ -65,6 +65,7 @@ def test_services_are_given_addresses_that_others_listen_on(
     assert gateway.trainer == sampler.trainer == f"trainer:{port(trainer.listen)}"
     assert gateway.samplers == (f"sampler:{port(sampler.listen)}",)
     assert trainer.model == sampler.model
+    assert trainer.dtype == sampler.dtype != "auto"
 
 
 @each_file

@@ -94,6 +94,7 @@ def test_services_are_given_addresses_that_others_listen_on(monkeypatch: pytest.
         for number in range(pods["spec"]["replicas"])
     )
     assert trainer.model == sampler.model
+    assert trainer.dtype == sampler.dtype != "auto"
 
 
 @each_service

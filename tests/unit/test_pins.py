@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,10 @@ def test_a_pin_stands_in_one_file(wheels, others):
 def test_images_have_the_pins_of_the_cpu_installation(wheels, image):
     cpu = wheels.read_pins("cpu.txt")
     assert not {name: pin for name, pin in wheels.read_pins(image).items() if cpu.get(name, pin) != pin}
+
+
+@pytest.mark.parametrize("image", ["trainer", "sampler", "gateway"])
+def test_images_have_the_python_of_the_gpu_tests(wheels, image):
+    text = (ROOT / "deploy" / "docker" / f"{image}.Dockerfile").read_text()
+    assert f"ARG PYTHON={wheels.MACHINE['python_version']}\n" in text
+    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["python:${PYTHON}-slim-bookworm"] * 2
