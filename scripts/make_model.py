@@ -31,7 +31,7 @@ def make_model(directory: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     source = str(_find_gguf().parent)
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
