@@ -23,7 +23,10 @@ def configure_logging(service: str, level: str, log_format: LogFormat) -> None:
         _add_service(service),
     ]
     renderer: Processor = (
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else structlog.processors.JSONRenderer()
+        # Plain: the default prints local variables with a traceback, prompts and keys among them.
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+        if console
+        else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

@@ -13,7 +13,7 @@ from sampler_service.admission import Admission
 from sampler_service.engine.base import Adapter, GenerationRequest, SamplerEngine, TokenDelta
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.requests import SampleRequest
-from sampler_service.tokens import collect, complete
+from sampler_service.tokens import collect, complete, repeated
 from sampler_service.validation import RequestLimits, check_ref, check_sample, check_tokens
 from sampler_service.versions.base import Versions
 from sampler_service.versions.loaded import Lease
@@ -79,9 +79,11 @@ class Sampler:
         self._check_standing()
         with self._admission.admit(request.num_samples, self._engine.num_running()):
             async with self._registry.lease(request.ref, tenant) as lease:
-                deltas = self._engine.generate(_generation_request(request, lease.adapter, tenant, eager=eager))
-                async with aclosing(complete(deltas, request.num_samples, self._metrics.tokens.inc)) as completed:
-                    yield lease, completed
+                generation = _generation_request(request, lease.adapter, tenant, eager=eager)
+                deltas = self._engine.generate(generation)
+                completed = complete(deltas, generation.num_samples, self._metrics.tokens.inc)
+                async with aclosing(repeated(completed, request.num_samples // generation.num_samples)) as samples:
+                    yield lease, samples
 
 
 def _check_current(lease: Lease) -> None:
@@ -97,7 +99,8 @@ def _generation_request(
         request_id=uuid4().hex,
         prompt=request.prompt.tolist(),
         params=request.params,
-        num_samples=request.num_samples,
+        # Greedy samples are all the same: one is computed.
+        num_samples=request.num_samples if request.params.temperature > 0 else 1,
         adapter=adapter,
         tenant=tenant,
         prompt_logprobs=request.prompt_logprobs,

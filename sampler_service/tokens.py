@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -29,6 +30,15 @@ async def complete(
             yield delta
     for index in sorted(unfinished):
         yield TokenDelta(index, [], [], StopReason.ABORTED)
+
+
+async def repeated(deltas: AsyncGenerator[TokenDelta], copies: int) -> AsyncGenerator[TokenDelta]:
+    """Yield the deltas; where there are several copies, those of the one completion once for each of them."""
+    async with aclosing(deltas) as source:
+        async for delta in source:
+            yield delta
+            for index in range(1, copies):
+                yield replace(delta, index=index)
 
 
 async def collect(

@@ -15,7 +15,7 @@ from sampler_service.requests import SampleRequest
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
 """Between zero (greedy) and this, vLLM samples at 0.01 in silence; above the other it refuses."""
-_MAX_SEED = 2**63 - 1
+_MAX_SEED = 2**64 - 1
 _MAX_STOPS = 64
 _MAX_STOP_LENGTH = 1024
 
@@ -37,7 +37,7 @@ def check_sample(request: SampleRequest, limits: RequestLimits) -> None:
         raise errors.OutOfRange(f"is {request.num_samples}; at most {limits.max_num_samples}", field="num_samples")
     for name in ("topk_logprobs", "topk_prompt_logprobs"):
         _check_range(getattr(request, name), name, 0, min(limits.max_topk, limits.model.vocab_size))
-    check_params(request.params, request.num_samples, len(request.prompt), limits.model)
+    check_params(request.params, len(request.prompt), limits.model)
 
 
 def check_ref(ref: ModelRef, model: ModelInfo) -> None:
@@ -66,7 +66,7 @@ def check_tokens(tokens: Array, field: str, model: ModelInfo, *, room: int = 0) 
         raise errors.TokenOutOfRange(f"holds an id outside 0 to {model.vocab_size - 1}", field=field)
 
 
-def check_params(params: SamplingParams, num_samples: int, prompt_length: int, model: ModelInfo) -> None:
+def check_params(params: SamplingParams, prompt_length: int, model: ModelInfo) -> None:
     """Check how tokens are chosen, for a prompt of `prompt_length` tokens."""
     _check_length(params, model.max_context_length - prompt_length)
     _check_temperature(params.temperature)
@@ -74,7 +74,7 @@ def check_params(params: SamplingParams, num_samples: int, prompt_length: int, m
     _check_range(params.min_p, "params.min_p", 0.0, 1.0)
     _check_range(params.top_k, "params.top_k", 0, model.vocab_size)
     if params.seed is not None:
-        _check_range(params.seed, "params.seed", 0, _MAX_SEED - num_samples + 1)
+        _check_range(params.seed, "params.seed", 0, _MAX_SEED)
     _check_stops(params.stop, params.stop_token_ids, model)
     check_constraint(params)
 

@@ -38,7 +38,7 @@ class SamplingParams:
     """0 is off."""
     min_p: float = 0.0
     seed: int | None = None
-    """Sample i of a request uses seed + i. None means that the server draws one."""
+    """The same seed gives the same samples again. None means that the server draws one from the operating system."""
     stop: Sequence[str] = ()
     """Strings that end a sequence; their tokens stay in it. One string is one of them: "END" is not E, N and D.
 

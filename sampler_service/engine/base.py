@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,15 @@ class Adapter:
     """Directory with adapter_model.safetensors and adapter_config.json; stays in place while the adapter is loaded."""
     in_memory: bool = False
     """Whether the files lie in memory and in nobody else's hands, so that they can be mapped instead of read."""
+
+
+def first_seed(seed: int) -> int:
+    """Return the seed of a request's first sample, sample i having this one plus i: 0 to 2^62 - 1.
+
+    A hash spreads the seeds of requests so far apart that the samples of any two share none (64-bit seeds that follow
+    each other would share all but one).
+    """
+    return int.from_bytes(hashlib.sha256(seed.to_bytes(8, "little")).digest()[:8], "little") >> 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from paceline.types import StopReason
-from sampler_service.engine.base import GenerationRequest, TokenDelta
+from sampler_service.engine.base import GenerationRequest, TokenDelta, first_seed
 from sampler_service.engine.hf_adapters import AdapterBank
 from sampler_service.engine.hf_sampling import draw, is_greedy, processed_logprobs, topk_rows
 
@@ -141,14 +142,11 @@ class Cohort:
 class Batcher:
     """Runs all sequences of one model, a step at a time. Not thread-safe; only `Job.cancelled` is set from outside."""
 
-    def __init__(
-        self, model: PreTrainedModel, bank: AdapterBank, tokenizer: Any, eos_ids: Collection[int], seed: int
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, bank: AdapterBank, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self._model = model
         self._bank = bank
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
-        self._seeds = torch.Generator().manual_seed(seed)
         self._cohorts: list[Cohort] = []
 
     @torch.inference_mode()
@@ -183,15 +181,15 @@ class Batcher:
         return Completion(
             job=job,
             index=index,
-            generator=None if is_greedy(params) else self._generator(params.seed, index),
+            generator=None if is_greedy(params) else _generator(params.seed, index),
             stop_ids=chosen if params.ignore_eos else chosen | self._eos_ids,
             held_ids=sorted(chosen | self._eos_ids),
             strings=strings,
         )
 
-    def _generator(self, seed: int | None, index: int) -> torch.Generator:
-        drawn = int(torch.randint(2**62, (), generator=self._seeds)) if seed is None else seed + index
-        return torch.Generator().manual_seed(drawn % 2**64)
+
+def _generator(seed: int | None, index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(secrets.randbits(63) if seed is None else first_seed(seed) + index)
 
 
 def _adapter_id(job: Job) -> int:

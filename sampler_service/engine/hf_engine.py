@@ -211,7 +211,7 @@ def _load(options: EngineOptions) -> _Loaded:
     tokenizer = AutoTokenizer.from_pretrained(options.model_path, trust_remote_code=False, local_files_only=True)
     bank = AdapterBank(model, options.max_lora_rank)
     eos = _eos_ids(model.generation_config.eos_token_id) | _eos_ids(tokenizer.eos_token_id)
-    return _Loaded(model, bank, Batcher(model, bank, tokenizer.backend_tokenizer, eos, options.seed), info)
+    return _Loaded(model, bank, Batcher(model, bank, tokenizer.backend_tokenizer, eos), info)
 
 
 def _eos_ids(value: int | list[int] | None) -> set[int]:

@@ -45,8 +45,6 @@ class EngineOptions:
     """Directory where the base weights are lent to a trainer on the same machine; None means that they are not."""
     in_place: InPlace = "off"
     """Whether the lent weights may be written while the engine serves, and whether it pauses meanwhile."""
-    seed: int = 0
-    """Seed of completions that come without one."""
 
     def __post_init__(self) -> None:
         counts = {

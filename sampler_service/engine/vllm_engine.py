@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -222,7 +223,8 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
         pipeline_parallel_size=options.pipeline_parallel_size,
         enforce_eager=options.enforce_eager,
         max_num_seqs=options.max_num_seqs,
-        seed=options.seed,
+        # Not vLLM's constant: an engine that starts again would sample the same completions again.
+        seed=secrets.randbits(31),
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         structured_outputs_config=grammar_config(),

@@ -16,14 +16,11 @@ from vllm.sampling_params import RequestOutputKind
 
 from paceline.types import StopReason, TopkLogprobs, VersionSpan
 from paceline.types.training import Array
-from sampler_service.engine.base import Adapter, GenerationRequest, TokenDelta
+from sampler_service.engine.base import Adapter, GenerationRequest, TokenDelta, first_seed
 from sampler_service.engine.vllm_grammar import structured_outputs
 
 Position = Mapping[int, Logprob]
 """Token id -> log-probability at one position: the token that is there, and the likeliest ones when asked for."""
-
-SEED_MASK = 2**63 - 1
-"""vLLM takes -1 for no seed, and seeds travel as 64-bit integers."""
 
 MIXED = "~"
 """Ends vLLM's name of a version that is being written."""
@@ -45,7 +42,7 @@ def lora_request(adapter: Adapter) -> LoRARequest:
 def sampling_params(request: GenerationRequest, budget: int) -> VllmSamplingParams:
     """Map the request's parameters; `budget` is the number of tokens that may be sampled.
 
-    vLLM gives sample i the seed `seed + i`, and detokenizes only for stop strings, whose tokens it keeps.
+    vLLM gives sample i the first sample's seed plus i, and detokenizes only for stop strings, whose tokens it keeps.
     """
     params = request.params
     return VllmSamplingParams(
@@ -54,7 +51,7 @@ def sampling_params(request: GenerationRequest, budget: int) -> VllmSamplingPara
         top_p=params.top_p,
         top_k=params.top_k,
         min_p=params.min_p,
-        seed=None if params.seed is None else params.seed & SEED_MASK,
+        seed=None if params.seed is None else first_seed(params.seed),
         stop=list(params.stop),
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=params.ignore_eos,

@@ -11,6 +11,7 @@ from sampler_contract import ask, one, options_for
 from paceline.errors import EngineUnavailable
 from paceline.types import StopReason
 from sampler_service.engine.factory import create_engine
+from sampler_service.engine.vllm_engine import engine_args
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -46,3 +47,14 @@ async def test_stopping_ends_requests_as_aborted_and_later_ones_as_unavailable(k
         await one(engine, ask())
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
+
+
+async def test_an_engine_that_starts_again_samples_other_completions(model_path):
+    drawn = []
+    for _ in range(2):
+        engine = create_engine("hf", options_for(model_path))
+        await engine.start()
+        drawn.append((await one(engine, ask(max_tokens=12, temperature=1.5, ignore_eos=True))).tokens)
+        await engine.stop()
+    assert drawn[0] != drawn[1]
+    assert len({engine_args(options_for(model_path)).seed for _ in range(4)}) == 4, "vLLM's"

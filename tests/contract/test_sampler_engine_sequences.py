@@ -53,9 +53,8 @@ async def test_256_samples_of_one_call_each_follow_their_own_seed(engine):
     completions = await complete(engine, ask(**request, num_samples=256))
     assert {(len(completion.tokens), completion.stop_reason) for completion in completions} == {(8, StopReason.LENGTH)}
     assert len({tuple(completion.tokens) for completion in completions}) == 256
-    for index in (0, 100, 255):
-        alone = await one(engine, ask(**request | {"seed": 70 + index}))
-        assert alone.tokens == completions[index].tokens
+    fewer = await complete(engine, ask(**request, num_samples=101))
+    assert [completion.tokens for completion in fewer] == [completion.tokens for completion in completions[:101]]
     assert engine.num_running() == 0
 
 

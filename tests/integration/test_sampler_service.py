@@ -40,6 +40,16 @@ async def test_streams_and_unary_samples_agree(client):
         assert reasons == [sequence.stop_reason] == [sampling_pb2.STOP_REASON_LENGTH]
 
 
+async def test_greedy_samples_are_all_the_one_that_is_computed(client):
+    answer = await client.sample(base_ref(), num_samples=3, temperature=0.0, max_tokens=8)
+    assert [sequence.tokens.data for sequence in answer.sequences] == [answer.sequences[0].tokens.data] * 3
+    request = stream_request(base_ref(), num_samples=3, temperature=0.0, max_tokens=8)
+    messages = [message async for message in client.stub.SampleStream(request, metadata=client.metadata)]
+    for index, sequence in enumerate(answer.sequences):
+        streamed = [token for message in messages if message.index == index for token in message.tokens]
+        assert streamed == np.frombuffer(sequence.tokens.data, np.int32).tolist()
+
+
 async def test_nothing_is_sent_after_a_stop_string_that_several_messages_end(client):
     free = await client.sample(base_ref(), max_tokens=60)
     texts = [make_tokenizer().decode([token]) for token in np.frombuffer(free.sequences[0].tokens.data, np.int32)]

@@ -1,0 +1,30 @@
+"""What is logged, and what never is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+from paceline.log import configure_logging, get_logger
+
+def fail(prompt):
+    raise RuntimeError("no room")
+
+configure_logging("sampler", "info", "{log_format}")
+try:
+    fail("my " + "secret " + "prompt")
+except RuntimeError:
+    get_logger("test").exception("request failed")
+"""
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_a_traceback_shows_no_local_variable(log_format):
+    command = [sys.executable, "-c", PROGRAM.replace("{log_format}", log_format)]
+    logged = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "RuntimeError" in logged
+    assert "no room" in logged
+    assert "secret prompt" not in logged
