@@ -226,6 +226,27 @@ def test_clip_with_positive_advantage(name):
     assert one(name, 0.1, 1.0)[1] == pytest.approx(-0.1), "an unlikely good token is still pushed up"
 
 
+@pytest.mark.parametrize("name", ["ppo", "gspo", "grpo"])
+def test_a_clipped_ratio_that_overflows_has_the_loss_of_the_bound_and_no_gradient(name):
+    lp, inputs = np.array([-1.0]), {"logprobs": np.array([-90.0]), "advantages": np.array([2.0])}
+    bound = loss_spec(name).resolve_config({})["clip_high_threshold"]
+    loss, derivative, _ = evaluate(name, lp, inputs)
+    assert (loss[0], derivative[0]) == (pytest.approx(-2 * bound), 0.0)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "grpo"])
+def test_a_placeholder_of_a_log_probability_is_harmless_where_the_advantage_is_zero(name):
+    lp, inputs = np.array([-1.0]), {"logprobs": np.array([-1000.0]), "advantages": np.zeros(1)}
+    loss, derivative, _ = evaluate(name, lp, inputs)
+    assert (loss[0], derivative[0]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "gspo", "grpo"])
+def test_a_ratio_that_overflows_and_counts_is_not_hidden(name):
+    lp, inputs = np.array([-1.0]), {"logprobs": np.array([-1000.0]), "advantages": -np.ones(1)}
+    assert evaluate(name, lp, inputs)[0][0] == np.inf
+
+
 def test_cispo_keeps_the_gradient_that_ppo_takes_away():
     thresholds = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     assert one("ppo", 3.0, 1.0, thresholds)[1] == 0.0

@@ -43,8 +43,9 @@ def cross_entropy(lp: Tensor, inputs: Mapping[str, Tensor], _config: Mapping[str
 
 def importance_sampling(lp: Tensor, inputs: Mapping[str, Tensor], _config: Mapping[str, float]) -> TokenLoss:
     """-r A, the policy gradient corrected for the sampler's distribution."""
-    log_ratio = lp - inputs["logprobs"]
-    return TokenLoss(-log_ratio.exp() * inputs["advantages"], _ratio_means(log_ratio))
+    log_ratio, advantages = lp - inputs["logprobs"], inputs["advantages"]
+    ratio = _exp_where(advantages != 0, log_ratio)
+    return TokenLoss(-ratio * advantages, _ratio_means(log_ratio))
 
 
 def ppo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
@@ -54,7 +55,7 @@ def ppo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -
     positions where the clip takes the gradient away.
     """
     log_ratio = lp - inputs["logprobs"]
-    loss, clip_fraction = _surrogate(log_ratio.exp(), inputs, config)
+    loss, clip_fraction = _surrogate(log_ratio, inputs, config)
     return TokenLoss(loss, _ratio_means(log_ratio) | clip_fraction)
 
 
@@ -88,7 +89,7 @@ def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) 
     """
     log_ratio = (lp - inputs["logprobs"]).detach()
     log_sequence_ratio = _sequence_means(log_ratio, inputs.get(SEQUENCE_RATIO_MASK), inputs[SEQUENCE_LENGTHS])
-    loss, clip_fraction = _surrogate((log_sequence_ratio + lp - lp.detach()).exp(), inputs, config)
+    loss, clip_fraction = _surrogate(log_sequence_ratio + lp - lp.detach(), inputs, config)
     means = _ratio_means(log_ratio) | clip_fraction | {"sequence_ratio": log_sequence_ratio.exp()}
     return TokenLoss(loss, means)
 
@@ -113,17 +114,41 @@ LOSSES: Mapping[str, LossFunction] = {
 
 
 def _surrogate(
-    ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+    log_ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -min(ratio A, clamp(ratio, low, high) A) and, as a mean, where the clip takes the gradient away."""
-    advantages = inputs["advantages"]
-    plain, clipped = ratio * advantages, _clamp(ratio, inputs, config) * advantages
-    return -torch.minimum(plain, clipped), {"clip_fraction": (clipped < plain).float()}
+    """Return -min(r A, clamp(r, low, high) A) with r = exp(log_ratio) and, as a mean, where the clip holds it.
+
+    The clip holds r above `high` where A > 0 and below `low` where A < 0: the loss is constant there.
+    """
+    advantages, (low, high) = inputs["advantages"], _thresholds(inputs, config)
+    ratio = log_ratio.detach().exp()
+    held = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    bound = torch.where(advantages > 0, high, low)
+    ratio = _exp_where((advantages != 0) & ~held, log_ratio)
+    return -torch.where(held, bound, ratio) * advantages, {"clip_fraction": held.float()}
+
+
+def _exp_where(used: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio) where it is used and 1 elsewhere.
+
+    A ratio that overflows to infinity would make the loss or its derivative 0 * inf, NaN, where it has no part in them.
+    """
+    return torch.where(used, log_ratio, 0.0).exp()
 
 
 def _clamp(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    low, high = (inputs.get(name, config[name]) for name in (CLIP_LOW, CLIP_HIGH))
+    low, high = _thresholds(inputs, config)
     return ratio.clamp(min=low).clamp(max=high)
+
+
+def _thresholds(inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    """Return the clip thresholds of each position, or one for all as a scalar."""
+    like = inputs["advantages"]
+    low, high = (
+        torch.as_tensor(inputs.get(name, config[name]), dtype=like.dtype, device=like.device)
+        for name in (CLIP_LOW, CLIP_HIGH)
+    )
+    return low, high
 
 
 def _sequence_means(values: Tensor, mask: Tensor | None, lengths: Tensor) -> Tensor:
