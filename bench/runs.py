@@ -70,7 +70,7 @@ def make_engine(model: Path, dtype: str, runs: Sequence[str]) -> tuple[PeftEngin
 
     Returns also how many bytes more a pass over the runs moves than one over that run (see SWEEPS).
     """
-    engine = PeftEngine(EngineOptions(str(model), "embedded", dtype=dtype, logprob_chunk=256))  # type: ignore[arg-type]
+    engine = PeftEngine(EngineOptions(str(model), "embedded", dtype=dtype, logprob_chunk=256, joint_passes=True))  # type: ignore[arg-type]
     weights = -engine.create_run(ALONE, LoraConfig(rank=16)).trainable_parameters
     for place, run_id in enumerate(runs):
         weights += engine.create_run(run_id, LoraConfig(RANKS[place % len(RANKS)], seed=place)).trainable_parameters

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
 from tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3
+from transformers import AutoModelForCausalLM
 
 from paceline.errors import NonFiniteGradient
 from paceline.types import AdamParams, Datum
@@ -47,6 +50,27 @@ def warmed(engine, run_id="run"):
     train(engine, run_id)
     engine.optim_step(run_id, ADAM)
     return engine
+
+
+def lora_gradients(directory, state, data):
+    """Gradients of cross entropy by stock transformers and PEFT in float64, one datum at a time.
+
+    `state` is a run's weights, its LoRA configuration that of `LoraConfig(rank=4)`.
+    """
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(model, PeftLoraConfig(r=4, lora_alpha=8, target_modules=targets)).double().eval()
+    trained = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        parameter.data.copy_(state[name])
+    total = torch.zeros((), dtype=torch.float64)
+    for datum in data:
+        tokens = torch.from_numpy(datum.model_input.astype(np.int64))
+        targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+        lp = model(input_ids=tokens[None]).logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        total = total - (lp * torch.from_numpy(datum.loss_inputs["weights"] * datum.loss_inputs["mask"])).sum()
+    total.backward()
+    return total.item(), {name: parameter.grad for name, parameter in trained.items()}
 
 
 def saved(engine, directory, run_id="run"):

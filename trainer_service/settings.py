@@ -58,10 +58,11 @@ class TrainerSettings(BackendSettings):
     """Most datums in one ForwardBackward."""
     pack_tokens: int = Field(4096, ge=1)
     """Tokens in one forward pass of a rank; sets the peak of activation memory."""
-    joint_passes: bool = True
+    joint_passes: bool = False
     """Whether one pass takes tokens of several runs.
 
-    Off, other runs change no bit of a run's results; on, they change their rounding, and small batches are faster.
+    Off, other runs change no bit of a run's results, and a replay repeats its steps bit for bit. On, small batches of
+    many runs are faster, and who shares a pass changes the rounding.
     """
     logprob_chunk: int = Field(256, ge=1)
     """Positions whose logits exist at one time; sets the peak of the loss's memory."""

@@ -281,7 +281,8 @@ async def test_a_death_is_charged_to_the_command_that_was_executing_alone(option
 async def test_a_command_that_kills_the_engine_in_a_joint_pass_is_found_and_no_other_is_charged(options):
     # The first has many passes to do, so that the others come meanwhile and join.
     data = {"a": make_data((60,) * 100), "b": make_data((10,), 1), "c": make_data((10,), 2)}
-    async with EngineProcess(replace(options, failpoints="engine_pass_b:1+", pack_tokens=128)) as engine:
+    options = replace(options, failpoints="engine_pass_b:1+", pack_tokens=128, joint_passes=True)
+    async with EngineProcess(options) as engine:
 
         async def call(*run_ids):
             return await outcomes(

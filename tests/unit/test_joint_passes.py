@@ -35,7 +35,9 @@ STEP = AdamParams(learning_rate=1e-3)
 @pytest.fixture
 def make_engine(models):
     def make(names=RUNS, model="llama", **options):
-        engine = PeftEngine(EngineOptions(str(models[model]), "tiny", **{"logprob_chunk": 24} | options))
+        engine = PeftEngine(
+            EngineOptions(str(models[model]), "tiny", **{"logprob_chunk": 24, "joint_passes": True} | options)
+        )
         for name in names:
             engine.create_run(name, RUNS[name][0])
         return engine
@@ -95,15 +97,6 @@ def test_weights_after_50_steps_are_those_of_training_alone(make_engine, names, 
     for name in names:
         alone = train_alone(make_engine, name, 50, pack_tokens=pack_tokens)
         assert difference(weights(together, name), alone) <= 1e-5, name
-
-
-def test_runs_whose_batches_fit_a_pass_get_the_same_bits_as_alone(make_engine):
-    """At least 16 counted rows: below, the CPU's float32 products have other kernels, which round otherwise."""
-    together = make_engine(logprob_chunk=512)
-    train_together(together, RUNS, 5)
-    for name in RUNS:
-        alone = train_alone(make_engine, name, 5, logprob_chunk=512)
-        torch.testing.assert_close(weights(together, name), alone, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("model", MAKERS)
@@ -234,7 +227,7 @@ def test_a_gradient_that_is_not_finite_stays_in_its_own_run(make_engine):
         begin(each, "wide", 0)
         advance_all(each)
     assert not all(torch.isfinite(gradient).all() for gradient in gradients(engine, "plain").values())
-    torch.testing.assert_close(gradients(engine, "wide"), gradients(alone, "wide"), rtol=0, atol=0)
+    assert difference(gradients(engine, "wide"), gradients(alone, "wide")) <= 1e-5
 
 
 def test_weights_that_are_not_finite_stay_in_their_own_run(make_engine):
@@ -245,7 +238,7 @@ def test_weights_that_are_not_finite_stay_in_their_own_run(make_engine):
     for each in (engine, alone):
         begin(each, "wide", 0)
         advance_all(each)
-    torch.testing.assert_close(gradients(engine, "wide"), gradients(alone, "wide"), rtol=0, atol=0)
+    assert difference(gradients(engine, "wide"), gradients(alone, "wide")) <= 1e-5
 
 
 @pytest.mark.parametrize("setting", ["off", "alone"])
@@ -266,7 +259,9 @@ def test_without_joint_passes_every_bit_is_that_of_training_alone(make_engine, s
 def test_dropout_depends_on_neither_neighbours_nor_packing_nor_chunks(models):
     results = []
     for pack_tokens, chunk, neighbours in [(4096, 512, ()), (40, 5, ()), (4096, 7, ("plain", "wide"))]:
-        engine = PeftEngine(EngineOptions(str(models["llama"]), "tiny", pack_tokens=pack_tokens, logprob_chunk=chunk))
+        engine = PeftEngine(
+            EngineOptions(str(models["llama"]), "tiny", pack_tokens=pack_tokens, logprob_chunk=chunk, joint_passes=True)
+        )
         for name in ("head", *neighbours):
             engine.create_run(name, RUNS[name][0])
         warmed(engine, "head")
@@ -320,7 +315,7 @@ def test_models_whose_layers_are_not_fused_train_jointly_too(tmp_path):
     torch.manual_seed(0)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     names = ["plain", "wide", "dropped", "head", "attention"]
-    together = PeftEngine(EngineOptions(str(tmp_path), "tiny", pack_tokens=128))
+    together = PeftEngine(EngineOptions(str(tmp_path), "tiny", pack_tokens=128, joint_passes=True))
     for name in names:
         together.create_run(name, RUNS[name][0])
     train_together(together, names, 3)

@@ -23,7 +23,7 @@ class EngineOptions:
     """A torch device: cpu, cuda, cuda:1."""
     pack_tokens: int = 4096
     """Tokens that a rank's forward pass takes; a longer datum is a pass of its own. Bounds memory, not results."""
-    joint_passes: bool = True
+    joint_passes: bool = False
     """Whether one pass takes tokens of several runs. False makes results independent of other runs to the last bit."""
     logprob_chunk: int = 512
     """Positions whose logits exist at one time."""
