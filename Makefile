@@ -6,7 +6,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared chaos fuzz images clean
+.PHONY: help proto demo up test test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared chaos power-cuts fuzz images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -86,8 +86,11 @@ bench-journal: proto ## Measure what the journal costs a training step
 bench-saves: proto ## Measure how long a save and a publish hold up training
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/saves.py
 
-chaos: proto ## Kill the trainer 1,000 times while it trains, and check that nothing is lost
+chaos: proto ## Kill trainer, engine, sampler and gateway 2,000 times, and check that nothing is lost
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/chaos.py $(KILLS)
+
+power-cuts: proto ## Start the trainer on what 1,000 power cuts leave, and check that nothing is lost
+	@OMP_NUM_THREADS=1 $(RUN)/python bench/power_cuts.py $(CUTS)
 
 fuzz: proto ## Fire 1,000,000 hostile calls at the services while another tenant trains beside
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/fuzz.py $(CASES)

@@ -39,7 +39,8 @@ class UnreliableProxy(grpc.GenericRpcHandler):
         call = self._channel.unary_unary(handler_call_details.method)
 
         async def forward(request, context):
-            metadata = tuple((key, value) for key, value in context.invocation_metadata() if key.startswith("x-"))
+            given = context.invocation_metadata()
+            metadata = tuple((key, value) for key, value in given if key.startswith("x-") or key == "authorization")
             try:
                 return await self._troubled(lambda: call(request, metadata=metadata, timeout=60), context)
             except grpc.aio.AioRpcError as error:

@@ -23,6 +23,8 @@ VARIABLE = "WARM_PROCESSES"
 """The directory of the sockets, in the environment of the tests and of what they start."""
 
 _ENGINE = "trainer_service.engine"
+_ENGINE_NAME = "engine"
+"""Of its process, so that it can be found among the forks."""
 _PROGRAMS = {
     "trainer_service": (
         f"{_ENGINE}.__main__",
@@ -55,9 +57,15 @@ class WarmProcesses:
         self._servers = [self._serve(name, alive_read) for name in _PROGRAMS]
         os.close(alive_read)
 
-    def start(self, environment: dict[str, str], log: Path) -> "WarmProcess":
-        """Start the trainer."""
-        return WarmProcess(_ask_for_service(self.directory, "trainer_service", environment, log))
+    def start(self, environment: dict[str, str], log: Path, program: str = "trainer_service") -> "WarmProcess":
+        """Start a service."""
+        return WarmProcess(_ask_for_service(self.directory, program, environment, log))
+
+    def engines(self) -> list[int]:
+        """Process ids of the trainers' engines."""
+        server = self._servers[list(_PROGRAMS).index("trainer_service")].pid
+        pids = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        return [int(pid) for pid in pids if _name_of(pid) == _ENGINE_NAME]
 
     def close(self) -> None:
         os.close(self._alive)
@@ -146,6 +154,13 @@ def _ask(directory: Path, server: str, program: str, environment: dict[str, str]
     return connection
 
 
+def _name_of(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def _end_with_parent(alive: int, forks: set[int]) -> None:
     os.read(alive, 1)
     for pid in list(forks):
@@ -218,6 +233,7 @@ def _run(message: dict, files: list[int]) -> None:
         if recorder := sys.modules.get("file_recorder"):
             recorder.record_me()
         if program == _ENGINE:
+            Path("/proc/self/comm").write_text(_ENGINE_NAME)
             os.dup2(files[1], 2)
             sys.argv = [program, "--fd", str(files[0])]
         else:

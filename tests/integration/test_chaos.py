@@ -5,12 +5,12 @@ import os
 import signal
 
 import pytest
-from chaos_run import Chaos, Client
+from chaos_clients import Client
+from chaos_run import Chaos
 from tiny_models import make_tiny_llama
 
 from paceline import errors
 from paceline.rpc.channel import open_channel
-from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 KILLS = 50
 MOST_JOURNAL_BYTES = 65_536
@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.services, pytest.mark.xdist_group("chaos")]
 
 @pytest.fixture
 def chaos(tmp_path):
-    chaos = Chaos(tmp_path, make_tiny_llama(tmp_path / "model"), seed=0)
+    # Snapshots are made after a few commands, so that kills meet them.
+    chaos = Chaos(tmp_path, make_tiny_llama(tmp_path / "model"), seed=0, settings={"SNAPSHOT_COMMANDS": "7"})
     yield chaos
     chaos.close()
 
@@ -30,6 +31,8 @@ async def test_runs_that_are_killed_over_and_over_end_byte_identical_to_runs_tha
     outcome = await chaos.run(KILLS)
     assert outcome.kills.total() >= KILLS
     assert len(outcome.kills) > 8, "kills at many points"
+    assert {"sampler", "gateway"} <= {name.partition(" ")[0] for name in outcome.kills}
+    assert outcome.samples > 0
     assert outcome.differences == []
     for run in (chaos.volume / "runs").iterdir():
         journal = sum(path.stat().st_size for path in (run / "journal").iterdir())
@@ -40,8 +43,9 @@ async def test_runs_that_are_killed_over_and_over_end_byte_identical_to_runs_tha
 async def test_a_command_that_the_engine_dies_of_is_refused_and_the_run_goes_on(chaos):
     chaos.environment["PACELINE_TRAINER_MAX_ATTEMPTS"] = "2"
     service = chaos.start("engine_OptimStep:1+")
-    async with open_channel(f"127.0.0.1:{chaos.port}") as channel:
-        client = Client(TrainerServiceStub(channel), seed=0)
+    chaos.services.gateway.start()
+    async with open_channel(f"127.0.0.1:{chaos.services.gateway.port}") as channel:
+        client = Client(channel, seed=0, token="pl-red")
         await client.create()
         await client.forward_backward()
         with pytest.raises(errors.PoisonedCommand) as caught:

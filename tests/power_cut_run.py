@@ -20,7 +20,7 @@ from typing import Any
 import file_recorder
 import grpc
 import msgspec
-from chaos_run import until_answered
+from chaos_clients import until_answered
 from file_recorder import Call, Recording
 from kept_volume import Kept, KeptVolume
 from ports import free_port, is_free
@@ -208,7 +208,8 @@ class PowerCuts:
         for first, last in halves:
             async with self._trainer(volume, {file_recorder.VARIABLE: str(socket)}) as stub:
                 await asyncio.gather(*(script.record(stub, first, last) for script in self.scripts))
-        await recorder.communicate()
+        recorder.stdin.close()
+        await recorder.wait()
         self.calls = msgspec.msgpack.decode(recording.read_bytes(), type=Recording).calls
         for script in self.scripts[:2]:
             folder = volume / "runs" / script.run_id / "state" / "final"
@@ -272,7 +273,7 @@ class PowerCuts:
             found += [
                 f"{script.name}: {name} differs"
                 for name, content in script.final.items()
-                if (folder / name).read_bytes() != content
+                if not (folder / name).exists() or (folder / name).read_bytes() != content
             ]
         return found
 
@@ -363,7 +364,9 @@ class _Trainer:
 def torn(volume: Path) -> list[str]:
     """Return what has its final name on a volume and is not whole."""
     found = [f"{path} was given up" for path in volume.glob("runs/**/*.damaged-*")]
-    for directory in volume.glob("runs/*/*/[!.]*"):
+    for directory in volume.glob("runs/run-*/*/[!.]*"):
+        if not (directory.parent.parent / "run.json").exists():
+            continue  # A deleted run: what is left of it is nobody's, but for its checkpoints, which lists check.
         kind = directory.parent.name
         try:
             if kind in {"state", "snapshots"} and (name := weights.find_damaged(directory)):

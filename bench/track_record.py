@@ -1,0 +1,17 @@
+"""Rows of docs/track-record.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+RECORD = Path(__file__).resolve().parent.parent / "docs" / "track-record.md"
+
+
+def add_row(section: str, row: str) -> None:
+    """Add a row, which ends with a newline, to the first table of the section with this heading."""
+    lines = RECORD.read_text().splitlines(keepends=True)
+    begin = lines.index(f"## {section}\n")
+    first = next(index for index in range(begin, len(lines)) if lines[index].startswith("|"))
+    end = next((index for index in range(first, len(lines)) if not lines[index].startswith("|")), len(lines))
+    lines.insert(end, row)
+    RECORD.write_text("".join(lines))
