@@ -101,8 +101,12 @@ class Client:
 
     async def create(self) -> None:
         lora = lora_pb2.LoraConfig(rank=4, seed=self.seed, dropout=0.1)
-        reply = await self._call("CreateRun", pb.CreateRunRequest(request_id=uuid4().hex, lora=lora))
-        self.run_id = reply.run.run_id
+        request = pb.CreateRunRequest(request_id=uuid4().hex, lora=lora)
+        while not self.run_id:
+            try:
+                self.run_id = (await self._call("CreateRun", request)).run.run_id
+            except errors.DiskFull:
+                await asyncio.sleep(0.1)
 
     async def forward_backward(self):
         datum = codec.datum_to_proto(Datum.from_completion([1, 2, 3], [4, 5, 6, 7, 8, 9]))
