@@ -75,7 +75,7 @@ def _by_kind(outcome: Outcome) -> list[tuple[str, int]]:
     kinds: Counter[str] = Counter()
     for note, count in outcome.notes.items():
         kinds[note.partition(" in ")[0]] += count
-    return kinds.most_common()
+    return [(kind, count) for kind, count in kinds.most_common() if count]
 
 
 def make_row(arguments: str, outcome: Outcome) -> str:
