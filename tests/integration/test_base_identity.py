@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import grpc
@@ -25,6 +24,7 @@ from paceline.types.v1 import lora_pb2
 from paceline.weights import read_manifest, write_manifest
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
+from trainer_service.runs.run_file import read_run_file, write_run_file
 
 pytest_plugins = ["sampler_fixtures"]
 pytestmark = pytest.mark.services
@@ -92,7 +92,7 @@ async def test_a_trainer_with_other_weights_under_the_same_name_refuses_what_was
             with pytest.raises(errors.BaseMismatch, match="another, and the trainer's model is model"):
                 await _watch(caller, credential, base_model="another")
     run = volume / caller.run_id
-    assert json.loads((run / "run.json").read_bytes())["base_sha256"] == ours
+    assert read_run_file(run)["base_sha256"] == ours
     for made in (run / "state" / "made", run / "versions" / "1"):
         assert read_manifest(made).base_sha256 == ours
     cluster.trainer.plan.environment["PACELINE_TRAINER_MODEL"] = str(models[1])
@@ -108,9 +108,9 @@ async def test_a_trainer_with_other_weights_under_the_same_name_refuses_what_was
                 await caller.command("LoadCheckpoint", path=checkpoint.path)
             await caller.forward_backward()
     # A volume of before weights had an identity.
-    facts = json.loads((run / "run.json").read_bytes())
+    facts = read_run_file(run)
     del facts["base_sha256"]
-    (run / "run.json").write_text(json.dumps(facts))
+    write_run_file(run, facts)
     cluster.trainer.plan.environment["PACELINE_TRAINER_MODEL"] = str(models[0])
     cluster.trainer.plan.environment["PACELINE_TRAINER_MODEL_NAME"] = "renamed"
     with cluster.running(cluster.trainer):
