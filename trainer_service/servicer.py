@@ -18,6 +18,7 @@ from paceline.rpc.identity import current_identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from paceline.types import Checkpoint, CheckpointKind, RunParameters, RunState
+from paceline.weights.v1.weight_service_pb2 import Agreement
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.loss_specs import LOSS_SPECS
 from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
@@ -70,7 +71,7 @@ class TrainerServicer(TrainerServiceServicer):
             optimizers=OPTIMIZER_SPECS,
             max_message_bytes=self._settings.max_message_bytes,
             max_datums=self._settings.max_datums,
-            agreements=self._agreements.all(),
+            agreements=self._visible_agreements(),
         )
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
@@ -149,6 +150,11 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Context) -> pb.PublishWeightsResponse:
         return cast("pb.PublishWeightsResponse", await self._in_order(request))
+
+    def _visible_agreements(self) -> list[Agreement]:
+        """Return what is known of samplers with the base model, and with versions of the caller's own runs."""
+        mine = {"", *(run.run_id for run in self._registry.owned_by(current_identity()))}
+        return [agreement for agreement in self._agreements.all() if agreement.model.run_id in mine]
 
     def _run(self, run_id: str) -> RunRecord:
         return self._registry.get(run_id, current_identity())
