@@ -2,7 +2,7 @@
 
 import grpc
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import errors
@@ -27,6 +27,7 @@ def test_every_class_has_a_status_code(cls):
     assert status_code(cls("wrong")).value[0] == cls.code
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(sorted(CATALOG)),
     TEXT,
