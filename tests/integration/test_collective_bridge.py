@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cluster import Cluster, wait_for
 from descendants import descendants
+from prometheus_client import CollectorRegistry
 from sampler_stack import sampling, until, version_ref
 from tiny_models import make_tiny_llama
 from weight_stack import BASE, CREDENTIAL, Trainer, make_version
@@ -20,8 +21,12 @@ from paceline.rpc.interceptors import CredentialInterceptor, ErrorInterceptor
 from paceline.types import ModelInfo
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import add_WeightServiceServicer_to_server
+from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.process import EngineProcess
+from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.feed import AckPolicy, Feed
 from trainer_service.publish.group import BroadcastGroup, GroupOptions
+from trainer_service.runs.registry import RunRegistry
 from trainer_service.weight_servicer import WeightServicer
 
 pytest_plugins = ["sampler_fixtures"]
@@ -38,7 +43,10 @@ class GroupTrainer(WeightServicer):
         self.feed = Feed()
         self.group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", seconds), self.feed)
         self.versions = Trainer(volume)
-        super().__init__(self.feed, self.group, None, None, None, lambda: ModelInfo(BASE, 512, 260, "float32", 8, 2))
+        engine = EngineProcess(EngineOptions("", BASE))
+        agreements = Agreements(engine, lambda run, version: volume.version(run.run_id, version), CollectorRegistry())
+        model, runs = ModelInfo(BASE, 512, 260, "float32", 8, 2), RunRegistry(volume, None)
+        super().__init__(self.feed, self.group, None, runs, None, lambda: model, agreements)
 
     async def FetchVersion(self, request, context):  # noqa: N802
         async for part in self.versions.FetchVersion(request, context):
