@@ -25,8 +25,8 @@ def warm(tmp_path_factory):
 
 
 @pytest.fixture
-def trainer(warm, tmp_path):
-    """A trainer on a volume of its own."""
+def fresh_trainer(warm, tmp_path):
+    """A trainer on a volume of its own. (A fixture of this folder hides those of the modules' plugins.)"""
     warm.volume = tmp_path / "volume"
     warm.environment["PACELINE_TRAINER_CHECKPOINT_DIR"] = str(warm.volume)
     warm.log = tmp_path / "trainer.log"

@@ -14,6 +14,11 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 pytestmark = [pytest.mark.services, pytest.mark.xdist_group("warm_trainer")]
 
 
+@pytest.fixture
+def trainer(fresh_trainer):
+    return fresh_trainer
+
+
 def test_an_engine_that_dies_again_and_again_while_a_run_is_replayed_costs_it_nothing(trainer):
     assert trainer.start()
     with trainer.connect() as stub:

@@ -24,6 +24,11 @@ def flip(path, place=0.5):
     path.write_bytes(data)
 
 
+@pytest.fixture
+def trainer(fresh_trainer):
+    return fresh_trainer
+
+
 def folder_of(trainer, run):
     return trainer.volume / "runs" / run.run_id
 
