@@ -129,7 +129,8 @@ def _check_of(field: FieldDescriptor) -> _Check:
 def _check_value_of(field: FieldDescriptor, bounds: pb.Bounds | None = None) -> _Check:
     limits = bounds or bounds_of(field)
     if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
-        return check_message
+        # protobuf's own, such as a time, has no bounds beside its length.
+        return check_message if field.message_type.full_name.startswith("paceline.") else lambda value: None
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return lambda value: None
     if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:

@@ -140,3 +140,11 @@ def test_a_large_batch_passes_the_count():
     request = _FORWARD(run_id="r", data=[datum] * 1024)
     check_wire(request.SerializeToString(), _FORWARD.DESCRIPTOR)
     check_message(request)
+
+
+def test_a_time_in_a_request_is_taken():
+    """A pushed version's manifest says when it was made."""
+    push = sampler_pb.UpdateWeightsRequest()
+    push.manifest.create_time.FromSeconds(1_800_000_000)
+    check_message(push)
+    check_size(push.ByteSize(), push.DESCRIPTOR)
