@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cluster import Cluster, wait_for
 from descendants import descendants
+from ports import free_port
 from tiny_models import make_tiny_llama
 
 from paceline import AdamParams, Datum, FullParameters, SamplingParams, WeightStorage, errors
@@ -176,12 +177,14 @@ def test_a_sampler_started_from_a_checkpoint_computes_what_was_trained(cluster, 
     train(training, 3)
     checkpoint = training.save_weights_for_sampler("model").result()
     directory = Volume(cluster.state / "checkpoints").checkpoint(CheckpointPath.parse(checkpoint.path))
-    with sampler_of(cluster, PACELINE_SAMPLER_MODEL=str(directory), PACELINE_SAMPLER_MODEL_NAME="trained"):
+    own = {"MODEL": str(directory), "MODEL_NAME": "trained", "TRAINER": f"127.0.0.1:{free_port()}"}
+    # It is no sampler of the trainer's, whose base weights are others, and follows none.
+    with sampler_of(cluster, **{f"PACELINE_SAMPLER_{name}": value for name, value in own.items()}):
         sampling = service.create_sampling_client()
         reached = sampling.compute_logprobs(PROMPT + COMPLETION).result().logprobs[-len(COMPLETION) :]
         trained = logprobs(training)
         np.testing.assert_allclose(reached, trained, atol=1e-4)
         assert np.abs(trained - untrained).max() > 0.1
-        with pytest.raises(errors.Unsupported, match="whole model"):
-            whole = service.create_sampling_client(checkpoint.path)
-            whole.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result()
+    with sampler_of(cluster), pytest.raises(errors.Unsupported, match="whole model"):
+        whole = service.create_sampling_client(checkpoint.path)
+        whole.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result()
