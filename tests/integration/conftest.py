@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from warm_processes import VARIABLE
 from warm_trainer import WarmTrainer
 
 import paceline
@@ -15,6 +19,15 @@ def service(cluster):
     """A client of the test module's cluster."""
     with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
         yield service
+
+
+@pytest.fixture(scope="module")
+def forked_engines():
+    """Trainer's engines of one rank are forked: their `pid` is then that of a process that stands in for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if warm := os.environ.get(VARIABLE):
+            patch.setattr(sys, "executable", str(Path(warm) / "python"))
+        yield
 
 
 @pytest.fixture(scope="session")

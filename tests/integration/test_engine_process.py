@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from memory_limits import short_of_memory
 from tiny_models import VOCAB_SIZE, make_tiny_llama
+from warm_processes import behind
 
 from paceline.errors import (
     CheckpointMismatch,
@@ -33,6 +34,8 @@ from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.process import EngineProcess
 from trainer_service.engine.watchdog import Patience
 from trainer_service.engine.wire import SaveState
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 LORA = LoraConfig(rank=4, dropout=0.1, layers=(0, 1))
 ADAM = AdamParams(learning_rate=1e-2)
@@ -241,7 +244,7 @@ async def test_an_engine_that_is_stopped_is_killed_and_its_calls_fail_as_of_a_de
     exits = []
     async with EngineProcess(options, on_exit=exits.append, patience=Patience(5.0, 900.0)) as engine:
         await engine.create_run("run", LORA)
-        os.kill(engine.pid, signal.SIGSTOP)
+        os.kill(behind(engine.pid), signal.SIGSTOP)
         with pytest.raises(EngineUnavailable):
             await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
         await engine.restart()
@@ -306,7 +309,7 @@ async def test_a_sequence_that_the_process_has_no_memory_for_is_refused_with_wha
         for name in ("long", "other"):
             await engine.create_run(name, LORA)
             await engine.forward_backward(name, ready, "ppo", {}, forward_only=False)
-        with short_of_memory(engine.pid, 48 << 20):
+        with short_of_memory(behind(engine.pid), 48 << 20):
             refused, other = await asyncio.gather(
                 engine.forward_backward("long", long, "ppo", {}, forward_only=False),
                 engine.forward_backward("other", ready, "ppo", {}, forward_only=False),
@@ -330,7 +333,7 @@ async def test_a_model_that_does_not_load_is_an_error_of_start(options, tmp_path
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_engine_ignores_the_interrupt_of_its_group(engine):
-    os.kill(engine.pid, signal.SIGINT)
+    os.kill(behind(engine.pid), signal.SIGINT)
     assert (await engine.create_run("after", LORA)).trainable_parameters > 0
 
 
