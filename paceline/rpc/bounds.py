@@ -128,7 +128,7 @@ def _check_of(field: FieldDescriptor) -> _Check:
 
 def _check_value_of(field: FieldDescriptor, bounds: pb.Bounds | None = None) -> _Check:
     limits = bounds or bounds_of(field)
-    if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+    if field.message_type is not None:
         # protobuf's own, such as a time, has no bounds beside its length.
         return check_message if field.message_type.full_name.startswith("paceline.") else lambda value: None
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
