@@ -30,6 +30,7 @@ from trainer_service.runs.command import Command
 from trainer_service.runs.executor import SnapshotPolicy
 from trainer_service.runs.recovery import Recovery
 from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.restore_point import RestorePoints
 from trainer_service.runs.storage import RunStorage
 from trainer_service.settings import TrainerSettings
 from trainer_service.trainer import Trainer
@@ -103,13 +104,20 @@ async def trainer(engine, tmp_path):
     registry, checkpoints, feed = RunRegistry(volume, storage), CheckpointStore(volume), Feed()
     group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", 10), feed)
 
-    def start(run):
-        recovery.start(run)
+    def start(run, engines_lost):
+        recovery.start(run, engines_lost)
+
+    def spawn(work):
+        tasks.append(asyncio.create_task(work))
 
     publisher = Publisher(engine.save_adapter, registry, feed, volume, tmp_path / "staging", 8, NO_FAILPOINTS, group)
     trainer = Trainer(settings, engine, registry, checkpoints, publisher, start)
     policy = SnapshotPolicy(commands=SNAPSHOT_AFTER, journal_bytes=1 << 30, seconds=1e9)
-    recovery = Recovery(engine, storage, publisher, Commands(trainer), policy, NO_FAILPOINTS)
+    restore_points = RestorePoints(volume, registry, checkpoints)
+    tasks = []
+    recovery = Recovery(
+        engine, storage, publisher, Commands(trainer), policy, NO_FAILPOINTS, spawn, restore_points, registry
+    )
     await registry.restore()
     publisher.start()
     run = await trainer.create_run(Identity(TEAM), "request", b"digest", "", LoraConfig(rank=4, alpha=8), {})
