@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -68,6 +72,12 @@ def make_tiny_qwen3(directory: Path, *, tied: bool = True, seed: int = 0) -> Pat
     return _save(Qwen3ForCausalLM, Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=tied), directory, seed)
 
 
+def make_tiny(kind: str, directory: Path, *, seed: int = 0, **settings: Any) -> Path:
+    """Save a random model of a `model_type` and its tokenizer; returns `directory`."""
+    config = AutoConfig.for_model(kind, **(_SHAPE | {"tie_word_embeddings": False} | settings))
+    return _save(AutoModelForCausalLM.from_config, config, directory, seed)
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer: one token for each byte, no merges, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -81,7 +91,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _save(kind: type[PreTrainedModel], config: object, directory: Path, seed: int) -> Path:
+def _save(kind: Callable[[Any], PreTrainedModel], config: object, directory: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(config)

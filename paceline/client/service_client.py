@@ -81,8 +81,9 @@ class ServiceClient(Catalog):
     ) -> TrainingClient:
         """Make a run that trains a LoRA adapter (see LoraConfig) and return its client.
 
-        An empty `base_model` means the one that is served; `user_metadata` is kept with the run. Errors:
-        ModelNotFound, RankTooLarge, OutOfRange, TooManyRuns.
+        An empty `base_model` means the one that is served; `user_metadata` is kept with the run. `get_info` of the
+        client lists the modules that were adapted. Errors: ModelNotFound, RankTooLarge, OutOfRange, InvalidArgument
+        (a group of which the model can have a part only), TooManyRuns.
         """
         lora = LoraConfig(
             rank,

@@ -160,9 +160,13 @@ class LoraConfig:
     seed: int = 0
     """Seed of the initial weights: the same seed gives the same weights everywhere."""
     train_attn: bool = True
-    """Adapters on attention projections."""
+    """Adapters on attention, or what is in its place (linear attention, state-space mixers, short convolutions).
+
+    All of its linear layers, by the architecture's own names. A run is refused where a part of the weights can have no
+    adapter; `layers` may leave those out, and `target_modules` names what can.
+    """
     train_mlp: bool = True
-    """Adapters on MLP projections."""
+    """Adapters on the MLPs' linear layers, routers apart; refused as `train_attn`, so for experts in one tensor."""
     train_unembed: bool = False
     """An adapter on the output head."""
     layers: tuple[int, ...] = ()

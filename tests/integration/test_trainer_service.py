@@ -415,6 +415,14 @@ async def test_a_bad_adapter_is_refused_by_name(caller, lora, error, field):
     assert caught.value.field == field
 
 
+async def test_the_answer_lists_the_modules_adapted(caller):
+    lora = lora_pb2.LoraConfig(rank=4, train_mlp=False, layers=[1])
+    made = await caller.call("CreateRun", pb.CreateRunRequest(request_id=os.urandom(8).hex(), lora=lora))
+    assert list(made.run.adapted_modules) == [f"model.layers.1.self_attn.{name}_proj" for name in "qkvo"]
+    known = await caller.call("GetRun", pb.GetRunRequest(run_id=made.run.run_id))
+    assert codec.run_from_proto(known.run).adapted_modules == tuple(made.run.adapted_modules)
+
+
 async def test_an_unknown_base_model_is_refused(caller):
     request = pb.CreateRunRequest(request_id="x", base_model="other", lora=lora_pb2.LoraConfig(rank=4))
     with pytest.raises(errors.ModelNotFound):

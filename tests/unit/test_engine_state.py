@@ -198,6 +198,14 @@ def test_a_base_model_of_a_hub_is_named_by_its_whole_id():
     assert EngineOptions("Org/Model", "Model").base_reference == "Org/Model"
 
 
+@pytest.mark.parametrize("alpha", [16, 16.0, 2.5])
+def test_alpha_is_written_as_peft_reads_it(make_engine, new_directory, alpha):
+    engine, directory = make_engine(LoraConfig(rank=4, alpha=alpha)), new_directory()
+    engine.save_adapter("run", directory)
+    assert json.loads((directory / "adapter_config.json").read_text())["lora_alpha"] == alpha
+    engine.load_state("run", directory, with_optimizer=False)
+
+
 EVERY_MODULE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

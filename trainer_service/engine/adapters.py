@@ -16,17 +16,10 @@ from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, OutOfRange
 from paceline.types import LoraConfig
+from trainer_service.engine.adapter_groups import GROUPS, AdapterGroups, adaptable_modules
 from trainer_service.engine.fused.lora_linear import AdaptedLinear
 from trainer_service.engine.peft_format import scaling_alpha
 from trainer_service.engine.routing import Routing
-
-_GROUPS = {
-    "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "train_mlp": ("gate_proj", "up_proj", "down_proj"),
-    "train_unembed": ("lm_head",),
-}
-"""Flag of LoraConfig -> last names of the modules that it stands for in Llama and Qwen models."""
-
 
 _PEFT_PREFIX = "base_model.model."
 """Before the names that modules have in the base model."""
@@ -40,38 +33,34 @@ def adapt(model: PreTrainedModel) -> Routing:
 
     All are wrapped from the start, so that a run's sums do not depend on which layers others have adapters in.
     """
-    routing, last_names = Routing(), {name for names in _GROUPS.values() for name in names}
-    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    _inject(model, _NOBODY, LoraConfig(rank=1), sorted(last_names & present))
+    routing, names = Routing(), adaptable_modules(model)
+    if names:
+        _inject(model, _NOBODY, LoraConfig(rank=1), names)
     for index, (_, layer) in enumerate(layers_of(model, _NOBODY)):
         layer.routing, layer.index = routing, index
-    remove_adapter(model, _NOBODY)
+    if names:
+        remove_adapter(model, _NOBODY)
     return routing
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Name the modules that get an adapter: last names for all layers, full names for a choice of layers.
+    """Name the modules that get an adapter: last names where they mean just these in PEFT, else full names.
 
-    Raises InvalidArgument when the model has no module of a chosen group or no group is chosen, OutOfRange for layers
-    that it lacks.
+    Raises InvalidArgument when the model has only a part of what a chosen group stands for, or no group is chosen;
+    OutOfRange for layers that it lacks.
     """
     _check_layers(lora, model.config.num_hidden_layers)
-    linears = [name for name, module in model.named_modules() if isinstance(module, AdaptedLinear)]
     if lora.target_modules:
-        return _in_layers(named_modules(linears, lora.target_modules), lora)
-    chosen: list[str] = []
-    for flag, last_names in _GROUPS.items():
-        if not getattr(lora, flag):
-            continue
-        found = [name for name in linears if name.rpartition(".")[2] in last_names]
-        if not found:
-            raise InvalidArgument(f"the model has no module named {' or '.join(last_names)}.", field=f"lora.{flag}")
-        chosen += found
+        return _in_layers(named_modules(adaptable_modules(model), lora.target_modules), lora)
+    groups, chosen = AdapterGroups(model), list[str]()
+    for group in GROUPS:
+        if getattr(lora, group):
+            if refusal := groups.refusal(group, lora.layers):
+                raise InvalidArgument(refusal, field=f"lora.{group}")
+            chosen += groups.modules(group, lora.layers)
     if not chosen:
         raise InvalidArgument("choose train_attn, train_mlp or train_unembed.", field="lora")
-    if lora.layers:
-        return _in_layers(chosen, lora)
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
+    return _shortest(model, chosen)
 
 
 def named_modules(adaptable: Sequence[str], targets: Sequence[str]) -> list[str]:
@@ -211,6 +200,13 @@ def _check_layers(lora: LoraConfig, count: int) -> None:
 
 def _in_layers(names: Sequence[str], lora: LoraConfig) -> list[str]:
     return [name for name in names if not lora.layers or _layer_of(name) in {None, *lora.layers}]
+
+
+def _shortest(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return the last names, if no other module has one of them."""
+    last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    meant = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in last]
+    return last if set(meant) == set(names) else list(names)
 
 
 def _layer_of(name: str) -> int | None:

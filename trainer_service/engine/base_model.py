@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -75,6 +76,13 @@ def _recompute_layers(model: PreTrainedModel) -> None:
 def backbone(model: PreTrainedModel) -> nn.Module:
     """Find the part of a causal LM below its output head; it gives hidden states after the last norm."""
     return model.get_submodule(model.base_model_prefix)
+
+
+def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+    """Find the list of a causal LM's decoder layers; empty where there is none."""
+    count = model.config.num_hidden_layers
+    lists = (module for module in backbone(model).modules() if isinstance(module, nn.ModuleList))
+    return next((list(module) for module in lists if len(module) == count), [])
 
 
 def output_head(model: PreTrainedModel) -> nn.Module:

@@ -37,7 +37,7 @@ _DEFAULTS = {"use_rslora": False, "init_lora_weights": True}
 
 def scaling_alpha(lora: LoraConfig) -> float:
     """LoRA's alpha: 2 r unless set."""
-    return 2.0 * lora.rank if lora.alpha is None else lora.alpha
+    return float(2 * lora.rank if lora.alpha is None else lora.alpha)
 
 
 def check_adapter_config(lora: LoraConfig, config: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from paceline.errors import Unsupported
-from trainer_service.engine.base_model import backbone
+from trainer_service.engine.base_model import backbone, decoder_layers
 from trainer_service.engine.ranks import Ranks
 
 T = TypeVar("T")
@@ -66,7 +66,10 @@ class ShardedModel:
         """Shard each layer by itself, and what is outside them, the head too, together: there weights may be shared."""
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise Unsupported("several ranks need a torch whose FSDPModule has reset_iter_state.", field="ranks")
-        for part in (*_decoder_layers(model), _Root(model)):
+        layers = decoder_layers(model)
+        if not layers:
+            raise Unsupported(f"{type(model).__name__} has no list of layers to deal over ranks.", field="ranks")
+        for part in (*layers, _Root(model)):
             self._root = fully_shard(part, mesh=mesh)
             self._root.set_custom_all_gather(self._gathers)
         model.get_input_embeddings().register_forward_hook(self._enter)
@@ -152,11 +155,3 @@ class _Gathers:
             whole = torch.empty(count * dist.get_world_size(self._group), dtype=dtype, device=device)
             dist.all_gather_single(whole, zeros, group=self._group)
         self._done = len(self._plan)
-
-
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    count = model.config.num_hidden_layers
-    for module in backbone(model).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise Unsupported(f"{type(model).__name__} has no list of {count} layers to deal over ranks.", field="ranks")
