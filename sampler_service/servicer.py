@@ -85,7 +85,7 @@ class SamplerServicer(Base):
             max_active_versions=info.max_active_versions,
             max_num_samples=info.max_num_samples,
             sampler_id=info.sampler_id,
-            agreements=self._standing.agreements,
+            agreements=self._standing.agreements(current_identity()),
             refusal=self._standing.refusal,
         )
 

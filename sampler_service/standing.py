@@ -10,13 +10,14 @@ from paceline import errors
 from paceline.agreement import agreement_bound
 from paceline.codec import model_ref_from_proto, served_model_to_proto, tensor_from_proto, token_ids_from_proto
 from paceline.log import get_logger
-from paceline.rpc.identity import PEER_TENANT
+from paceline.rpc.identity import PEER_TENANT, Identity
 from paceline.types import ModelInfo, ModelRef, ServedModel
 from paceline.types.training import Array
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.engine.base import SamplerEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.base import Versions
+from sampler_service.versions.keys import VersionKey
 
 _TRAINER = "trainer"
 _log = get_logger(__name__)
@@ -44,17 +45,18 @@ class Standing:
         self._metrics = metrics
         self._refusals: dict[str, str] = {}
         """By what was looked at: the trainer's base weights, the base model's answers, a version's answers."""
-        self._known: dict[str, pb.Agreement] = {}
+        self._known: dict[str, tuple[pb.Agreement, str]] = {}
+        """Of the base model and of the version that was compared last, with the tenant whose it is."""
 
     @property
     def refusal(self) -> str:
         """Why this sampler is not ready; empty if it may be."""
         return next(iter(self._refusals.values()), "")
 
-    @property
-    def agreements(self) -> list[pb.Agreement]:
-        """What was measured last, of the base model and of a version."""
-        return [self._known[kind] for kind in sorted(self._known)]
+    def agreements(self, identity: Identity) -> list[pb.Agreement]:
+        """Return what was measured last, of the base model and, where it is the caller's, of a version."""
+        known = [self._known[kind] for kind in sorted(self._known)]
+        return [one for one, owner in known if not one.model.run_id or identity.is_peer or identity.tenant == owner]
 
     def check(self) -> None:
         """Raise BaseMismatch where this sampler does not compute what its trainer computes."""
@@ -80,8 +82,9 @@ class Standing:
             trainer_dtype=probe.dtype,
             sampler_dtype=self._model.dtype,
         )
+        owner = ""
         try:
-            ours = await self._score(ref, tokens)
+            ours, owner = await self._score(ref, tokens)
         except errors.InvalidArgument as error:
             agreement.refusal = f"the sampler cannot score what the trainer scores ({error}); give both the same model"
         except errors.PacelineError as error:
@@ -90,7 +93,7 @@ class Standing:
         else:
             _compare(agreement, ours, theirs)
         kind = "base" if ref.is_base else "version"
-        self._known[kind] = agreement
+        self._known[kind] = (agreement, owner)
         self._metrics.logprob_difference.labels(kind, "mean").set(agreement.mean_difference)
         self._metrics.logprob_difference.labels(kind, "max").set(agreement.max_difference)
         log = _log.error if agreement.refusal else _log.info
@@ -105,15 +108,16 @@ class Standing:
         await self._set(kind, agreement.refusal)
         return agreement
 
-    async def _score(self, ref: ModelRef, tokens: Array) -> Array:
-        """Return the log-probability of each token but the first."""
+    async def _score(self, ref: ModelRef, tokens: Array) -> tuple[Array, str]:
+        """Return the log-probability of each token but the first, and the tenant whose weights gave them."""
         if ref.is_base and not self._versions.serves_base:
             raise errors.EngineUnavailable("the engine has another model now")
         async with self._versions.lease(ref, PEER_TENANT) as lease:
             logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, PEER_TENANT)
             if not lease.is_current():
                 raise errors.EngineUnavailable("the weights changed meanwhile")
-            return logprobs[1:]
+            entry = None if ref.is_base else self._versions.find(VersionKey.of(lease.served))
+            return logprobs[1:], entry.tenant if entry is not None else ""
 
     async def _set(self, what: str, refusal: str) -> None:
         before = self.refusal
@@ -126,9 +130,16 @@ class Standing:
 
 def _compare(agreement: pb.Agreement, ours: Array, theirs: Array) -> None:
     difference = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
-    agreement.tokens = len(difference)
-    agreement.mean_difference, agreement.max_difference = float(difference.mean()), float(difference.max())
-    if not agreement.mean_difference <= agreement.bound:
+    finite = difference[np.isfinite(difference)]
+    agreement.tokens = len(finite)
+    if len(finite):
+        agreement.mean_difference, agreement.max_difference = float(finite.mean()), float(finite.max())
+    if len(finite) < len(difference):
+        agreement.refusal = (
+            f"{len(difference) - len(finite)} of {len(difference)} log-probabilities are no finite numbers at the "
+            "trainer or the sampler: give both the same model, or one that both engines compute"
+        )
+    elif agreement.mean_difference > agreement.bound:
         agreement.refusal = (
             f"the log-probabilities of trainer and sampler differ by {agreement.mean_difference:.2g} in the mean over "
             f"{agreement.tokens} tokens, and {agreement.bound:.2g} is what {agreement.trainer_dtype} and "

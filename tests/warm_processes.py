@@ -53,9 +53,10 @@ class WarmProcesses:
             f"sys.path.insert(0, {here!r})\nfrom warm_processes import stand_in\nstand_in(int(sys.argv[-1]))\n"
         )
         stand_in.chmod(0o755)
-        alive_read, self._alive = os.pipe()  # closed when this process ends, whatever ends it
-        self._servers = [self._serve(name, alive_read) for name in _PROGRAMS]
-        os.close(alive_read)
+        # Its other end reads the end of it when this process ends, whatever ends it.
+        alive, self._alive = socket.socketpair()
+        with alive:
+            self._servers = [self._serve(name, alive.fileno()) for name in _PROGRAMS]
 
     def start(self, environment: dict[str, str], log: Path, program: str = "trainer_service") -> "WarmProcess":
         """Start a service."""
@@ -68,7 +69,8 @@ class WarmProcesses:
         return [int(pid) for pid in pids if _name_of(pid) == _ENGINE_NAME]
 
     def close(self) -> None:
-        os.close(self._alive)
+        self._alive.shutdown(socket.SHUT_RDWR)  # forks of this process hold it, too, so closing it would tell nothing
+        self._alive.close()
         for server in self._servers:
             server.wait()
 

@@ -122,9 +122,12 @@ class Trainer(WeightServiceServicer):
             outbox.put_nowait(message)
         self.outboxes.append(outbox)
         listening = asyncio.create_task(self._listen(request_iterator))
+        listening.add_done_callback(lambda _: outbox.put_nowait(None))
         try:
             while (message := await outbox.get()) is not None:
                 yield message
+            if listening.done():
+                listening.result()
         finally:
             self.outboxes.remove(outbox)
             listening.cancel()

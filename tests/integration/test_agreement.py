@@ -107,7 +107,10 @@ async def test_tokens_that_the_sampler_cannot_score_and_answers_that_are_no_numb
     assert "cannot score" in agreement.refusal
     expected = logprobs_of(model)
     expected[3] = np.nan
-    assert (await measured(trainer, probe(expected))).refusal
+    agreement = await measured(trainer, probe(expected))
+    assert "1 of 63 log-probabilities are no finite numbers" in agreement.refusal
+    assert agreement.tokens == 62
+    assert agreement.max_difference < agreement.bound
 
 
 async def test_a_version_is_compared_too(model, volume, trainer, client):
@@ -178,9 +181,9 @@ async def test_the_trainer_has_each_sampler_measured_with_the_base_and_with_the_
             both = await until(lambda: _both(agreements))
             assert [(one.model.run_id, one.model.version) for one in both] == [("", 0), (run_id, 1)]
             assert 0 < both[1].mean_difference < both[1].bound
-            assert [one.mean_difference for one in (await info_of(client)).agreements] == [
-                one.mean_difference for one in both
-            ]
+            shown = [one.mean_difference for one in (await info_of(client.be("team"))).agreements]
+            assert shown == [one.mean_difference for one in both]
+            assert [one.model.run_id for one in (await info_of(client.be("stranger"))).agreements] == [""]
             runs = (await stub.ListRuns(trainer_pb.ListRunsRequest(), metadata=metadata)).runs
             assert [run.run_id for run in runs] == [run_id], "what scores is no run of anybody's"
 
