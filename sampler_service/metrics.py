@@ -31,6 +31,11 @@ class SamplerMetrics:
         self.completions_running = Gauge(
             "paceline_sampler_completions_running", "Completions waiting or running in the engine", registry=registry
         )
+        self.completions_waiting = Gauge(
+            "paceline_sampler_completions_waiting",
+            "Completions that wait for their tenant's turn in the engine",
+            registry=registry,
+        )
         self.requests_queued = Gauge(
             "paceline_sampler_requests_queued", "Requests that wait for the engine's model to change", registry=registry
         )

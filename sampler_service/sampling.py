@@ -9,11 +9,12 @@ from uuid import uuid4
 from paceline import errors
 from paceline.types import ModelRef, SampleResult, ServedModel, StreamedTokens
 from paceline.types.training import Array
-from sampler_service.admission import Admission
+from sampler_service.admission import Admission, Demand
 from sampler_service.engine.base import Adapter, GenerationRequest, SamplerEngine, TokenDelta
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.requests import SampleRequest
-from sampler_service.tokens import collect, complete, repeated
+from sampler_service.tokens import Counts, collect, complete, repeated
+from sampler_service.turns import Turns
 from sampler_service.validation import RequestLimits, check_ref, check_sample, check_tokens
 from sampler_service.versions.base import Versions
 from sampler_service.versions.loaded import Lease
@@ -29,7 +30,8 @@ class Sampler:
         engine: SamplerEngine,
         registry: Versions,
         limits: RequestLimits,
-        max_waiting: int,
+        admission: Admission,
+        turns: Turns,
         metrics: SamplerMetrics,
         check_standing: Callable[[], None],
     ) -> None:
@@ -37,7 +39,8 @@ class Sampler:
         self._engine = engine
         self._registry = registry
         self._limits = limits
-        self._admission = Admission(max_waiting)
+        self._admission = admission
+        self._turns = turns
         self._metrics = metrics
         self._check_standing = check_standing
 
@@ -67,8 +70,8 @@ class Sampler:
         if len(tokens) < 2:
             raise errors.InvalidShape("has 1 token; send at least 2", field="tokens")
         self._check_standing()
-        with self._admission.admit(1, self._engine.num_running()):
-            async with self._registry.lease(ref, tenant) as lease:
+        with self._admission.admit(tenant, Demand(1, len(tokens)), self._engine.num_running()):
+            async with self._registry.lease(ref, tenant) as lease, self._turns.turn(tenant, 1):
                 logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant)
                 _check_current(lease)
                 return logprobs, lease.served
@@ -77,13 +80,24 @@ class Sampler:
     async def _generation(self, request: SampleRequest, tenant: str, *, eager: bool) -> AsyncIterator[Generation]:
         check_sample(request, self._limits)
         self._check_standing()
-        with self._admission.admit(request.num_samples, self._engine.num_running()):
-            async with self._registry.lease(request.ref, tenant) as lease:
-                generation = _generation_request(request, lease.adapter, tenant, eager=eager)
+        computed = _num_computed(request)
+        with self._admission.admit(tenant, self._demand(request, computed), self._engine.num_running()):
+            async with self._registry.lease(request.ref, tenant) as lease, self._turns.turn(tenant, computed) as turn:
+                generation = _generation_request(request, computed, lease.adapter, tenant, eager=eager)
                 deltas = self._engine.generate(generation)
-                completed = complete(deltas, generation.num_samples, self._metrics.tokens.inc)
-                async with aclosing(repeated(completed, request.num_samples // generation.num_samples)) as samples:
+                completed = complete(deltas, computed, Counts(self._metrics.tokens.inc, turn.ended))
+                async with aclosing(repeated(completed, request.num_samples // computed)) as samples:
                     yield lease, samples
+
+    def _demand(self, request: SampleRequest, computed: int) -> Demand:
+        prompt = len(request.prompt)
+        each = request.params.max_tokens or self._limits.model.max_context_length - prompt
+        return Demand(computed, prompt + computed * each)
+
+
+def _num_computed(request: SampleRequest) -> int:
+    """Return how many completions are computed: greedy samples are all the same."""
+    return request.num_samples if request.params.temperature > 0 else 1
 
 
 def _check_current(lease: Lease) -> None:
@@ -93,14 +107,13 @@ def _check_current(lease: Lease) -> None:
 
 
 def _generation_request(
-    request: SampleRequest, adapter: Adapter | None, tenant: str, *, eager: bool
+    request: SampleRequest, num_samples: int, adapter: Adapter | None, tenant: str, *, eager: bool
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=uuid4().hex,
         prompt=request.prompt.tolist(),
         params=request.params,
-        # Greedy samples are all the same: one is computed.
-        num_samples=request.num_samples if request.params.temperature > 0 else 1,
+        num_samples=num_samples,
         adapter=adapter,
         tenant=tenant,
         prompt_logprobs=request.prompt_logprobs,

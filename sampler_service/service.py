@@ -22,6 +22,7 @@ from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
 from paceline.shared_base import read_base
 from paceline.types import ModelInfo
+from sampler_service.admission import Admission, Room
 from sampler_service.engine.base import WritableEngine
 from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
@@ -30,6 +31,7 @@ from sampler_service.sampling import Sampler
 from sampler_service.servicer import SamplerServicer, ServerInfo
 from sampler_service.settings import SamplerSettings
 from sampler_service.standing import Standing
+from sampler_service.turns import Turns
 from sampler_service.validation import RequestLimits
 from sampler_service.versions.base import Versions
 from sampler_service.versions.bridges import Bridge, ManifestRules
@@ -51,6 +53,9 @@ from sampler_service.versions.watcher import VersionWatcher
 from sampler_service.versions.writes import WriteListener
 
 _log = get_logger(__name__)
+
+_AHEAD = 2
+"""Completions that the engine is given for each that it runs at a time, so that it never waits for one."""
 
 
 class SamplerService:
@@ -207,7 +212,13 @@ class SamplerService:
             sampler_id=settings.name_for_trainer,
         )
         limits = RequestLimits(model, settings.max_num_samples, settings.max_topk_logprobs)
-        sampler = Sampler(self._engine, versions, limits, settings.max_waiting, self._metrics, standing.check)
+        admission = Admission(
+            Room(settings.max_waiting, settings.max_completions_per_tenant, "max_completions_per_tenant"),
+            Room(settings.max_waiting_tokens, settings.max_tokens_per_tenant, "max_tokens_per_tenant"),
+        )
+        turns = Turns(_AHEAD * settings.max_num_seqs)
+        self._metrics.completions_waiting.set_function(lambda: turns.waiting)
+        sampler = Sampler(self._engine, versions, limits, admission, turns, self._metrics, standing.check)
         return SamplerServicer(info, sampler, versions, resolver, receiver, standing)
 
     def _ready_setter(self, readiness: Readiness) -> Callable[[bool], Awaitable[None]]:

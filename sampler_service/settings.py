@@ -75,7 +75,16 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     max_num_seqs: int = Field(64, ge=1)
     """Completions that run at the same time; more wait."""
     max_waiting: int = Field(4096, ge=1)
-    """Completions running and waiting above which requests are refused with OVERLOADED."""
+    """Completions running and waiting above which requests are refused with OVERLOADED; tenants share them."""
+    max_waiting_tokens: int = Field(64 << 20, ge=0)
+    """Tokens of prompts, and that completions may have, above which requests are refused with OVERLOADED.
+
+    Tenants share them. 0 means no limit.
+    """
+    max_completions_per_tenant: int = Field(0, ge=0)
+    """Completions that one tenant may have running and waiting, also when it is alone; 0 means as many as in all."""
+    max_tokens_per_tenant: int = Field(0, ge=0)
+    """Tokens that one tenant may have running and waiting, also when it is alone; 0 means as many as in all."""
     max_num_samples: int = Field(256, ge=1)
     """Most completions in one request."""
     max_topk_logprobs: int = Field(20, ge=0, le=1024)

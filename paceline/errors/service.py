@@ -18,7 +18,17 @@ class Overloaded(Exhausted):
     default_retry_after = 1.0
 
 
-class TooManyRuns(Exhausted):
+class QuotaExceeded(Exhausted):
+    """The tenant has as much of something as it may, or would have more.
+
+    `metadata` says `quota` (which; WhoAmI lists them), `used` and `limit`. With `retry_after` waiting is enough; else
+    something must be deleted, or the operator raises the limit.
+    """
+
+    reason = "QUOTA_EXCEEDED"
+
+
+class TooManyRuns(QuotaExceeded):
     """The tenant has as many runs as it may."""
 
     reason = "TOO_MANY_RUNS"

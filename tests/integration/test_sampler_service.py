@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import numpy as np
 import pytest
@@ -109,6 +111,31 @@ async def test_a_unary_call_that_is_cancelled_frees_its_completions(model, port,
             await client.sample(base_ref())
         call.cancel()
         await until(lambda: _answers(client))
+
+
+async def test_a_tenant_is_served_while_another_floods_the_sampler(model, port, tmp_path):
+    async with sampling(model, port, tmp_path, max_waiting=16, max_num_seqs=2) as client:
+        refusals = 0
+
+        async def flood():
+            nonlocal refusals
+            while True:
+                try:
+                    await client.sample(base_ref(), num_samples=4, max_tokens=50)
+                except errors.Overloaded:
+                    refusals += 1
+                    await asyncio.sleep(0.01)
+
+        flooding = [asyncio.create_task(flood()) for _ in range(8)]
+        for _ in range(5):
+            before = refusals
+            await until(lambda before=before: refusals > before)
+            served = await client.be("bartali").sample(base_ref(), num_samples=4)
+            assert len(served.sequences) == 4
+        for task in flooding:
+            task.cancel()
+        await asyncio.gather(*flooding, return_exceptions=True)
+        await until(lambda: not client.metric("completions_waiting"))
 
 
 async def test_a_bad_request_changes_nothing(model, volume, trainer, client):

@@ -1,15 +1,19 @@
 """A run's commands: in order of seq_id, each once."""
 
 import asyncio
+import gc
+import weakref
 from datetime import UTC, datetime
 
 import pytest
 from journaled import JournaledRun, blocked, refusal
+from patience import PATIENCE
 
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import LoraConfig
 from trainer_service.engine.base import EngineDiedError
+from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
 
 
@@ -21,6 +25,20 @@ def directory(tmp_path):
 @pytest.fixture
 async def run(directory):
     return JournaledRun(directory)
+
+
+def command_of(seq_id, attachment=0):
+    request = pb.OptimStepRequest(run_id="run", seq_id=seq_id, attachment=attachment)
+    request.adamw.learning_rate = 1e-3
+    return Command.of(request, "team")
+
+
+async def settled(is_so):
+    """Let what is under way end, until something holds."""
+    async with asyncio.timeout(PATIENCE):
+        while not is_so():
+            await asyncio.sleep(0)
+            gc.collect()
 
 
 async def test_commands_execute_in_order_whatever_the_order_of_arrival(run):
@@ -109,6 +127,29 @@ async def test_a_gap_waits_and_then_names_the_missing_command(directory):
     assert caught.value.metadata == {"missing": "1"}
     assert run.executor.ran == []
     assert run.history().commands == {}
+
+
+async def test_an_answered_command_is_not_kept_for_the_time_that_gaps_may_take(directory):
+    run = JournaledRun(directory, gap_wait=3600.0)
+    commands = [command_of(seq_id) for seq_id in (2, 1)]
+    kept = [weakref.ref(command) for command in commands]
+    await asyncio.gather(*map(run.sequencer.execute, commands))
+    commands.clear()
+    await settled(lambda: not any(ref() for ref in kept))
+
+
+async def test_a_command_that_was_refused_while_it_waited_is_not_kept_either(directory):
+    run = JournaledRun(directory, gap_wait=3600.0)
+    run.sequencer.attach(1)
+    command = command_of(2, attachment=1)
+    kept = weakref.ref(command)
+    waiting = asyncio.create_task(run.sequencer.execute(command))
+    await asyncio.sleep(0)
+    run.sequencer.attach(2)
+    with pytest.raises(errors.ClientSuperseded):
+        await waiting
+    del command, waiting
+    await settled(lambda: kept() is None)
 
 
 async def test_waiting_behind_a_long_command_is_no_gap(directory):

@@ -23,7 +23,7 @@ _REPLIES: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Command:
     """A command of a run, decoded and as bytes."""
 

@@ -118,7 +118,7 @@ class Sequencer:
         engine dies while it waits, or SeqIdGap when those before it do not come in time.
         """
         if self._refusal is not None:
-            raise self._refusal
+            raise self._refusal.with_traceback(None)  # else it grows with each call, and keeps the call's command
         if command.seq_id == 0:
             raise errors.MissingField("is not set; a run's commands count from 1", field="seq_id")
         self.check_client(command)

@@ -27,6 +27,8 @@ class Pending:
     """Set while it executes."""
     place: Facts | None = None
     """What held in the run's order after it; set when it was captured before it ended."""
+    giving_up: asyncio.TimerHandle | None = None
+    """Set while it waits for commands before it."""
 
     def settle(self, answer: Answer) -> None:
         """Tell whoever waits."""
@@ -34,6 +36,12 @@ class Pending:
             self.answer.set_exception(answer)
         else:
             self.answer.set_result(answer)
+
+    def waits_no_longer(self) -> None:
+        """Note that nothing before it is missing, or that it is gone: a timer would keep it in memory."""
+        if self.giving_up is not None:
+            self.giving_up.cancel()
+            self.giving_up = None
 
     def put_off(self, error: errors.PacelineError) -> None:
         """Tell `error` to whoever waits now; those who come will get the answer."""
@@ -71,10 +79,12 @@ class Waiting:
     def accept(self, command: Command) -> Pending:
         """Take in a new command; append to the journal all whose turn to be appended has come."""
         pending = self._add(command)
-        asyncio.get_running_loop().call_later(self._gap_wait, self._give_up, pending)
         while following := self._pending.get(self.appended + 1):
             following.durable = self._journal.append(following.command.to_record(), sync=True)
+            following.waits_no_longer()
             self.appended += 1
+        if pending.durable is None:
+            pending.giving_up = asyncio.get_running_loop().call_later(self._gap_wait, self._give_up, pending)
         return pending
 
     def remove(self, seq_id: int) -> None:
@@ -87,6 +97,7 @@ class Waiting:
         for pending in self:
             if pending.turn is None and is_dropped(pending):
                 del self._pending[pending.command.seq_id]
+                pending.waits_no_longer()
                 pending.settle(error)
 
     def skip_to(self, seq_id: int) -> None:

@@ -1,0 +1,151 @@
+"""Whose completions the engine gets next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from sampler_service.turns import Turn, Turns
+
+A, B = "anquetil", "bartali"
+
+
+class Requests:
+    """Requests in the order in which their turns came; each holds its places until it is ended."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self.begun: list[str] = []
+        self._held: dict[str, Turn] = {}
+        self._ends: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def send(self, name: str, completions: int = 1) -> None:
+        self._ends[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._run(name, completions))
+        await settled()
+
+    async def end(self, name: str, completions: int = 0) -> None:
+        """End some of a request's completions, or the request."""
+        if completions:
+            self._held[name].ended(completions)
+        else:
+            self._ends[name].set()
+        await settled()
+
+    async def cancel(self, name: str) -> None:
+        self.tasks[name].cancel()
+        await settled()
+
+    async def _run(self, name: str, completions: int) -> None:
+        async with self.turns.turn(name.rstrip("0123456789"), completions) as turn:
+            self._held[name] = turn
+            self.begun.append(name)
+            await self._ends[name].wait()
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def requests(places: int) -> AsyncIterator[Requests]:
+    sent = Requests(Turns(places))
+    yield sent
+    for task in sent.tasks.values():
+        task.cancel()
+    await asyncio.gather(*sent.tasks.values(), return_exceptions=True)
+    assert sent.turns.waiting == 0
+
+
+async def test_a_tenant_with_one_request_does_not_stand_behind_anothers_many():
+    async with requests(2) as sent:
+        for number in range(10):
+            await sent.send(f"{A}{number}")
+        await sent.send(f"{B}0")
+        assert sent.begun == [f"{A}0", f"{A}1"]
+        await sent.end(f"{A}0")
+        assert sent.begun[2:] == [f"{B}0"]
+        await sent.end(f"{A}1")
+        await sent.end(f"{B}0")
+        assert sent.begun[3:] == [f"{A}2", f"{A}3"]
+
+
+async def test_what_counts_is_completions_and_not_requests():
+    async with requests(1) as sent:
+        await sent.send(f"{A}0", 4)
+        for number in (1, 2, 3):
+            await sent.send(f"{A}{number}", 4)
+        for number in range(8):
+            await sent.send(f"{B}{number}", 1)
+        for _ in range(9):
+            await sent.end(sent.begun[-1])
+        had = {tenant: [name for name in sent.begun if name.startswith(tenant)] for tenant in (A, B)}
+        assert len(had[A]) * 4 - len(had[B]) in range(-4, 5)
+        assert len(had[B]) == 7 or len(had[B]) == 8
+
+
+async def test_places_are_given_back_as_completions_end():
+    async with requests(4) as sent:
+        await sent.send(f"{A}0", 6)
+        await sent.send(f"{B}0", 1)
+        await sent.end(f"{A}0", 2)
+        assert sent.begun == [f"{A}0"]
+        assert sent.turns.waiting == 1
+        await sent.end(f"{A}0", 1)
+        assert sent.begun == [f"{A}0", f"{B}0"]
+        await sent.end(f"{A}0", 100)  # no more than it has
+        await sent.send(f"{A}1", 4)
+        await sent.send(f"{A}2", 1)
+        assert sent.begun == [f"{A}0", f"{B}0", f"{A}1"]
+
+
+async def test_one_that_leaves_while_it_waits_holds_nobody_up():
+    async with requests(1) as sent:
+        for name in (f"{A}0", f"{A}1", f"{B}0", f"{A}2"):
+            await sent.send(name)
+        await sent.cancel(f"{B}0")
+        await sent.cancel(f"{A}1")
+        assert sent.turns.waiting == 1
+        await sent.end(f"{A}0")
+        assert sent.begun == [f"{A}0", f"{A}2"]
+
+
+async def test_one_that_leaves_when_its_turn_comes_gives_it_to_the_next():
+    async with requests(1) as sent:
+        for name in (f"{A}0", f"{A}1", f"{A}2"):
+            await sent.send(name)
+        sent.turns.release(0)
+        sent._ends[f"{A}0"].set()
+        await asyncio.sleep(0)  # the place is A1's, which has not woken up
+        await sent.cancel(f"{A}1")
+        assert sent.begun == [f"{A}0", f"{A}2"]
+
+
+async def test_an_error_gives_the_places_back():
+    turns = Turns(1)
+    with pytest.raises(ValueError, match="torn"):
+        async with turns.turn(A, 3):
+            raise ValueError("torn")
+    async with asyncio.timeout(5), turns.turn(B, 1):
+        pass
+
+
+async def test_a_tenant_that_was_away_has_saved_nothing_up():
+    async with requests(1) as sent:
+        await sent.send(f"{A}0")
+        for number in range(20):
+            await sent.end(f"{A}{number}")
+            await sent.send(f"{A}{number + 1}")
+        for number in range(4):
+            await sent.send(f"{B}{number}")
+        for number in range(21, 25):
+            await sent.send(f"{A}{number}")
+        for _ in range(4):
+            await sent.end(sent.begun[-1])
+        last = [name[0] for name in sent.begun[-4:]]
+        assert sorted(last) == [A[0], A[0], B[0], B[0]]
