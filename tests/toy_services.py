@@ -37,6 +37,8 @@ class ToySampler(SamplerServiceServicer):
         self.entered = asyncio.Event()
         self.left = asyncio.Event()
         self.silent = False
+        self.silent_after = -1
+        """Token of a stream before which it says nothing more."""
 
     async def Sample(self, request, context):
         self.routes.append(dict(context.invocation_metadata()).get(ROUTE_KEY))
@@ -62,6 +64,8 @@ class ToySampler(SamplerServiceServicer):
             if self.silent:
                 await asyncio.Event().wait()
             for token in range(request.params.max_tokens):
+                if token == self.silent_after:
+                    await asyncio.Event().wait()
                 yield sampler_pb.SampleStreamResponse(
                     index=0,
                     tokens=[token],
@@ -109,7 +113,11 @@ class ToyServer:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        options = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 32 << 20))
+        options = (
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", 32 << 20),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        )
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
         add_TrainerServiceServicer_to_server(self.trainer, self._server)
         add_SamplerServiceServicer_to_server(self.sampler, self._server)

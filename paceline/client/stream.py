@@ -7,7 +7,7 @@ from typing import Self
 
 import grpc
 
-from paceline import codec
+from paceline import codec, errors
 from paceline.client.retry import explain
 from paceline.client.transport import Metadata, Transport, read
 from paceline.sampler.v1 import sampler_service_pb2 as pb
@@ -21,6 +21,10 @@ class SampleStream:
 
     The request is sent at the first step and counts as a call in flight until the stream ends. Leaving the loop early
     cancels it on the server; `with` and `async with` do so also when the loop was left by an exception that is kept.
+
+    Read on: a stream that is not read for the service's `reader_seconds` ends with ReaderStalled, once what had been
+    sent is read. One whose connection is lost ends with Unavailable. `metadata["received_tokens"]` of each error says
+    how many tokens had come.
     """
 
     def __init__(self, transport: Transport, request: pb.SampleStreamRequest, metadata: Metadata) -> None:
@@ -29,6 +33,8 @@ class SampleStream:
         self._metadata = metadata
         self._call: StreamCall | None = None
         self._ended = False
+        self._received = 0
+        """Tokens that have come."""
 
     def __iter__(self) -> Generator[StreamedTokens]:
         try:
@@ -65,6 +71,7 @@ class SampleStream:
         if message is None:
             self._end()
             return None
+        self._received += len(message.tokens)
         return codec.delta_from_proto(message)
 
     async def _read(self) -> pb.SampleStreamResponse | None:
@@ -75,8 +82,17 @@ class SampleStream:
         try:
             return await read(self._call)
         except grpc.aio.AioRpcError as failure:
-            error, _ = explain(failure)
-            raise error from failure
+            raise self._explained(failure) from failure
+
+    def _explained(self, failure: grpc.aio.AioRpcError) -> errors.PacelineError:
+        """Say what broke the stream off, and how much of it had come."""
+        error, _ = explain(failure)
+        error.metadata["received_tokens"] = str(self._received)
+        if isinstance(error, errors.Unavailable):
+            came = f"{self._received} tokens of the stream had come; sample again for the rest"
+            message = f"{self._transport.connection.address}: {error.message}; {came}"
+            return type(error)(message, field=error.field, metadata=error.metadata, retry_after=error.retry_after)
+        return error
 
     def _end(self) -> None:
         if self._call is not None and not self._ended:

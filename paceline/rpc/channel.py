@@ -14,10 +14,12 @@ MAX_MESSAGE_BYTES = 64 << 20
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A dead peer is noticed within a minute even when no call is in progress (NAT and load balancers drop idle
-    # connections silently).
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    # A dead peer is noticed within 20 seconds even when no call is in progress (NAT and load balancers drop idle
+    # connections silently). The answer to a ping is waited for as long as the longer of the two timeouts says, and
+    # ping_timeout is a minute by default.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # After a restart of the peer the next attempt comes within a second, not after the default backoff of up to two

@@ -136,6 +136,7 @@ def make_server(service: Service, settings: ServiceSettings, registry: Collector
                 MetricsInterceptor(registry, _methods(service)),
                 ErrorInterceptor(),
                 *service.interceptors(),
+                reader_seconds=settings.reader_seconds,
             )
         ],
         options=_server_options(settings),
@@ -175,14 +176,15 @@ def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:
         # thousands of samples at once.
         ("grpc.server.max_pending_requests", 100_000),
         ("grpc.server.max_pending_requests_hard_limit", 100_000),
-        # By default a server ends connections that ping oftener than every five minutes; clients ping each 30 s to
+        # By default a server ends connections that ping oftener than every five minutes; clients ping each 10 s to
         # notice a dead peer.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # A caller whose machine is gone is noticed within a minute, by its stream's silence alone: a sampler's name is
         # free again then, and so is what its watch held. By default that takes two hours.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.ping_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
         # Pings that waited on a busy machine come together; that is no reason to end calls in progress.
         ("grpc.http2.max_ping_strikes", 16),

@@ -4,9 +4,13 @@ import asyncio
 
 import numpy as np
 import pytest
+from cut_proxy import CutProxy
+from patience import PATIENCE
 from toy_services import toy_server
 
 from paceline import RetryPolicy, SamplingParams, ServiceClient, StopReason, Timeouts, errors
+from paceline.client.retry import is_retryable
+from paceline.rpc.channel import _CHANNEL_OPTIONS as OPTIONS
 
 QUICK = RetryPolicy(budget=60.0, first_delay=0.01, max_delay=0.05)
 SHORT = SamplingParams(max_tokens=3)
@@ -73,6 +77,35 @@ async def test_a_stream_is_retried_before_its_first_tokens(server, client):
     server.sampler.refusals = [errors.EngineUnavailable("starting", retry_after=0.01)]
     stream = client.create_sampling_client().sample_stream([1], sampling_params=SHORT)
     assert len([delta async for delta in stream]) == 3
+
+
+async def test_a_stream_whose_connection_is_lost_says_so_and_how_much_had_come(server, client):
+    stream = aiter(client.create_sampling_client().sample_stream([1], sampling_params=ENDLESS))
+    await anext(stream)
+    await server.stop()
+    received = 1
+    with pytest.raises(errors.UpstreamUnavailable, match=server.address) as lost:
+        async for delta in stream:
+            received += len(delta.tokens)
+    assert lost.value.metadata == {"received_tokens": str(received)}
+    assert f"{received} tokens of the stream had come" in lost.value.message
+
+
+async def test_a_stream_notices_a_network_that_is_silent(server, monkeypatch):
+    """With a tenth of the times that clients have."""
+    short = [(name, value // 10 if name.endswith(("time_ms", "timeout_ms")) else value) for name, value in OPTIONS]
+    assert dict(short)["grpc.keepalive_time_ms"] + dict(short)["grpc.http2.ping_timeout_ms"] == 2_000
+    monkeypatch.setattr("paceline.rpc.channel._CHANNEL_OPTIONS", tuple(short))
+    server.sampler.silent_after = 3
+    async with CutProxy(server.port).running() as network, ServiceClient(f"127.0.0.1:{network.port}") as client:
+        stream = aiter(client.create_sampling_client().sample_stream([1], sampling_params=ENDLESS))
+        for _ in range(3):
+            await anext(stream)
+        network.cut()
+        with pytest.raises(errors.UpstreamUnavailable, match="ping timeout") as lost:
+            await asyncio.wait_for(anext(stream), PATIENCE)
+        assert lost.value.metadata == {"received_tokens": "3"}
+        assert is_retryable(lost.value)
 
 
 async def test_leaving_an_async_stream_early_cancels_it_on_the_server(server, client):
