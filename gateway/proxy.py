@@ -7,7 +7,7 @@ Passed on unchanged: messages, deadline, cancellation (both ways), metadata, sta
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from gateway.upstream import Upstream
 from paceline import errors
 from paceline.gateway.v1 import gateway_service_pb2
 from paceline.rpc.identity import API_KEY_KEY, REQUEST_ID_KEY, ROUTE_KEY, current_identity, peer_metadata
+from paceline.rpc.readers import current_reader
 from paceline.rpc.status import DETAILS_KEY
 from paceline.sampler.v1 import sampler_service_pb2
 from paceline.trainer.v1 import trainer_service_pb2
@@ -74,16 +75,14 @@ class Proxy(grpc.GenericRpcHandler):
         upstream = self._router.choose(method, key)
         call = upstream.response_stream(method)(request, timeout=context.time_remaining(), metadata=metadata)
         async with self._following(call, upstream, key, context):
-            async for response in call:
-                await context.write(response)
+            await _pass_on(call)
 
     async def _stream(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
         metadata, key = self._metadata(context)
         upstream = self._router.choose(method, key)
         call = upstream.stream(method)(requests, timeout=context.time_remaining(), metadata=metadata)
         async with self._following(call, upstream, key, context):
-            async for response in call:
-                await context.write(response)
+            await _pass_on(call)
 
     @asynccontextmanager
     async def _following(
@@ -116,6 +115,12 @@ class Proxy(grpc.GenericRpcHandler):
         if route is None:
             return [*kept, *own], None
         return [*kept, *own, (ROUTE_KEY, route)], (tenant, route)
+
+
+async def _pass_on(responses: AsyncIterable[bytes]) -> None:
+    write = current_reader().write
+    async for response in responses:
+        await write(response)
 
 
 async def _pass_failure(failure: grpc.aio.AioRpcError, upstream: Upstream, context: Context) -> None:

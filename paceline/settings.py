@@ -83,6 +83,8 @@ class ServiceSettings(BaseSettings):
     """Calls that one connection carries at the same time; a client holds more back until others end."""
     idle_seconds: float = Field(3600.0, gt=0)
     """How long a connection may be without a call before it is closed; clients open another when they need it."""
+    reader_seconds: float = Field(60.0, gt=0)
+    """How long a message of a stream may wait until its reader takes it; then the call ends with READER_STALLED."""
     log_level: LogLevel = "INFO"
     """Lines below this level are left out."""
     log_format: LogFormat = "auto"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from uuid import uuid4
 
 from paceline import errors
 from paceline.types import ModelRef, SampleResult, ServedModel, StreamedTokens
 from paceline.types.training import Array
 from sampler_service.admission import Admission, Demand
-from sampler_service.engine.base import Adapter, GenerationRequest, SamplerEngine, TokenDelta
+from sampler_service.engine.base import Adapter, Delivery, GenerationRequest, SamplerEngine, TokenDelta
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.requests import SampleRequest
-from sampler_service.tokens import Counts, collect, complete, repeated
+from sampler_service.tokens import collect, complete, repeated
 from sampler_service.turns import Turns
 from sampler_service.validation import RequestLimits, check_ref, check_sample, check_tokens
 from sampler_service.versions.base import Versions
@@ -46,18 +48,26 @@ class Sampler:
 
     async def sample(self, request: SampleRequest, tenant: str) -> SampleResult:
         """Sample to the end. Cancelling frees the completions."""
-        async with self._generation(request, tenant, eager=False) as (lease, deltas):
+        async with self._generation(request, tenant, Delivery(eager=False)) as (lease, deltas):
             result = await collect(deltas, request.num_samples, lease.served, prompt_logprobs=request.prompt_logprobs)
             if request.prompt_logprobs or request.topk_prompt_logprobs:
                 _check_current(lease)
             return result
 
-    async def stream(self, request: SampleRequest, tenant: str) -> AsyncGenerator[StreamedTokens]:
+    async def stream(
+        self, request: SampleRequest, tenant: str, give_up: Callable[[str], None]
+    ) -> AsyncGenerator[StreamedTokens]:
         """Yield tokens as they come, and raise what went wrong after those that came before it.
 
-        Closing it early frees the completions.
+        Closing it early frees the completions. `give_up` is called with the reason when too many tokens wait for the
+        reader; it has to close this.
         """
-        async with self._generation(request, tenant, eager=True) as (lease, deltas):
+        most = self._limits.max_unread_tokens
+        overflowed = partial(give_up, f"more than {most} tokens were left unread")
+        async with self._generation(request, tenant, Delivery(max_unread=most, overflowed=overflowed)) as (
+            lease,
+            deltas,
+        ):
             served = lease.served
             async for delta in deltas:
                 spans = delta.version_spans
@@ -77,15 +87,22 @@ class Sampler:
                 return logprobs, lease.served
 
     @asynccontextmanager
-    async def _generation(self, request: SampleRequest, tenant: str, *, eager: bool) -> AsyncIterator[Generation]:
+    async def _generation(self, request: SampleRequest, tenant: str, delivery: Delivery) -> AsyncIterator[Generation]:
         check_sample(request, self._limits)
         self._check_standing()
         computed = _num_computed(request)
         with self._admission.admit(tenant, self._demand(request, computed), self._engine.num_running()):
             async with self._registry.lease(request.ref, tenant) as lease, self._turns.turn(tenant, computed) as turn:
-                generation = _generation_request(request, computed, lease.adapter, tenant, eager=eager)
+
+                def ended() -> None:
+                    lease.release()
+                    turn.end()
+
+                # Weights and places are held while the engine needs them, not until the reader has the last token.
+                delivery = replace(delivery, completed=turn.ended, ended=ended)
+                generation = _generation_request(request, computed, lease.adapter, tenant, delivery)
                 deltas = self._engine.generate(generation)
-                completed = complete(deltas, computed, Counts(self._metrics.tokens.inc, turn.ended))
+                completed = complete(deltas, computed, self._metrics.tokens.inc)
                 async with aclosing(repeated(completed, request.num_samples // computed)) as samples:
                     yield lease, samples
 
@@ -107,7 +124,7 @@ def _check_current(lease: Lease) -> None:
 
 
 def _generation_request(
-    request: SampleRequest, num_samples: int, adapter: Adapter | None, tenant: str, *, eager: bool
+    request: SampleRequest, num_samples: int, adapter: Adapter | None, tenant: str, delivery: Delivery
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=uuid4().hex,
@@ -119,5 +136,5 @@ def _generation_request(
         prompt_logprobs=request.prompt_logprobs,
         topk_prompt_logprobs=request.topk_prompt_logprobs,
         topk_logprobs=request.topk_logprobs,
-        eager=eager,
+        delivery=delivery,
     )

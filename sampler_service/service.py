@@ -211,7 +211,7 @@ class SamplerService:
             max_num_samples=settings.max_num_samples,
             sampler_id=settings.name_for_trainer,
         )
-        limits = RequestLimits(model, settings.max_num_samples, settings.max_topk_logprobs)
+        limits = RequestLimits(model, settings.max_num_samples, settings.max_topk_logprobs, settings.max_unread_tokens)
         admission = Admission(
             Room(settings.max_waiting, settings.max_completions_per_tenant, "max_completions_per_tenant"),
             Room(settings.max_waiting_tokens, settings.max_tokens_per_tenant, "max_tokens_per_tenant"),

@@ -23,6 +23,7 @@ from paceline.codec import (
 )
 from paceline.pages import page_of
 from paceline.rpc.identity import current_identity
+from paceline.rpc.readers import current_reader
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceServicer as Base
 from paceline.types import ModelInfo, ModelRef, StreamedTokens
@@ -110,7 +111,8 @@ class SamplerServicer(Base):
             params=sampling_params_from_proto(request.params),
             num_samples=request.num_samples or 1,
         )
-        async with aclosing(self._sampler.stream(decoded, current_identity().tenant)) as stream:
+        tokens_of = self._sampler.stream(decoded, current_identity().tenant, current_reader().give_up)
+        async with aclosing(tokens_of) as stream:
             async for tokens in stream:
                 yield _stream_response(tokens)
 

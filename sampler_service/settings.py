@@ -85,6 +85,8 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     """Completions that one tenant may have running and waiting, also when it is alone; 0 means as many as in all."""
     max_tokens_per_tenant: int = Field(0, ge=0)
     """Tokens that one tenant may have running and waiting, also when it is alone; 0 means as many as in all."""
+    max_unread_tokens: int = Field(65536, ge=1)
+    """Tokens of one stream that may wait for its reader; then the call ends with READER_STALLED."""
     max_num_samples: int = Field(256, ge=1)
     """Most completions in one request."""
     max_topk_logprobs: int = Field(20, ge=0, le=1024)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -14,28 +14,19 @@ from sampler_service.engine.base import TokenDelta
 from sampler_service.engine.coalescer import concatenated
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Who hears what came of a request."""
-
-    tokens: Callable[[int], None]
-    """Hears how many tokens came."""
-    ended: Callable[[int], None]
-    """Hears how many completions ended."""
-
-
-async def complete(deltas: AsyncIterator[TokenDelta], num_samples: int, counts: Counts) -> AsyncGenerator[TokenDelta]:
+async def complete(
+    deltas: AsyncIterator[TokenDelta], num_samples: int, count: Callable[[int], None]
+) -> AsyncGenerator[TokenDelta]:
     """Pass the engine's deltas on and close the engine's iterator in the end, whatever happens.
 
-    A completion that the engine left without a stop reason ends as ABORTED.
+    A completion that the engine left without a stop reason ends as ABORTED. `count` hears how many tokens came.
     """
     unfinished = set(range(num_samples))
     async with aclosing(cast("AsyncGenerator[TokenDelta]", deltas)) as source:
         async for delta in source:
-            counts.tokens(len(delta.tokens))
+            count(len(delta.tokens))
             if delta.stop_reason is not None:
                 unfinished.discard(delta.index)
-                counts.ended(1)
             yield delta
     for index in sorted(unfinished):
         yield TokenDelta(index, [], [], StopReason.ABORTED)

@@ -22,11 +22,13 @@ _MAX_STOP_LENGTH = 1024
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one request may ask for."""
+    """What one request may ask for, and leave unread."""
 
     model: ModelInfo
     max_num_samples: int
     max_topk: int
+    max_unread_tokens: int
+    """Tokens of a stream that may wait for its reader."""
 
 
 def check_sample(request: SampleRequest, limits: RequestLimits) -> None:

@@ -57,10 +57,13 @@ class Peer:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    async def connect(cls, port: int) -> Peer:
-        """Connect and say hello."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(_PREFACE + frame(SETTINGS, 0, 0))
+    async def connect(cls, port: int | str, window: int = 65_535) -> Peer:
+        """Connect to a port, or to a socket's path, and say hello; each stream may send `window` bytes."""
+        if isinstance(port, int):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        else:
+            reader, writer = await asyncio.open_unix_connection(port)
+        writer.write(_PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, window)))
         return cls(reader, writer)
 
     def begin(self, stream: int, path: str, extra: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -55,6 +55,12 @@ class DiskFull(Exhausted):
     reason = "DISK_FULL"
 
 
+class ReaderStalled(Exhausted):
+    """Whoever read a stream stopped, or left too much of it unread; what the stream held was freed."""
+
+    reason = "READER_STALLED"
+
+
 class Denied(PacelineError):
     """Who called, or what, is not allowed."""
 

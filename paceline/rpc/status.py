@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ DETAILS_KEY = "grpc-status-details-bin"
 
 _MAX_MESSAGE, _MAX_FIELD, _MAX_METADATA = 768, 128, 1024
 """Bytes of an error's text. It is sent three times in the trailers, of which peers take 8 KiB in all."""
+
+_ABORT_SECONDS = 1.0
 
 _STATUS_CODES: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
 _FALLBACKS: dict[int, type[PacelineError]] = {
@@ -76,10 +79,18 @@ def _fitting(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineError) -> None:
-    """End a call with an error. Raises `grpc.aio.AbortError`."""
-    await context.abort(
-        status_code(error), status_message(error), trailing_metadata=((DETAILS_KEY, status_details(error)),)
-    )
+    """End a call with an error. Raises `grpc.aio.AbortError`.
+
+    The error follows what was written before. A caller that has yet to read that finds both when it does; the handler
+    does not wait for it.
+    """
+    try:
+        async with asyncio.timeout(_ABORT_SECONDS):
+            await context.abort(
+                status_code(error), status_message(error), trailing_metadata=((DETAILS_KEY, status_details(error)),)
+            )
+    except TimeoutError:
+        raise grpc.aio.AbortError(error.reason) from error
 
 
 def error_from_rpc(failure: grpc.aio.AioRpcError) -> PacelineError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -57,6 +57,25 @@ class Slots:
     """Of all of them together."""
 
 
+def _nothing() -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How tokens reach their reader, who need not keep up with the engine."""
+
+    eager: bool = True
+    """Whether tokens are wanted as they come; otherwise those of some time come together."""
+    max_unread: int | None = None
+    """Tokens of all completions together that may wait for the reader; None means any number."""
+    overflowed: Callable[[], None] = _nothing
+    """Called once when more wait: the reader has to be given up, and with it the request."""
+    completed: Callable[[], None] = _nothing
+    """Called for each completion when its last token is sampled. Tokens may wait still."""
+    ended: Callable[[], None] = _nothing
+    """Called once when the engine has done with the request: it needs the weights no more. Tokens may wait still."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """Completions of one prompt."""
@@ -72,8 +91,7 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_logprobs: int = 0
-    eager: bool = True
-    """Whether tokens are wanted as they come; otherwise those of some time come together."""
+    delivery: Delivery = Delivery()
 
 
 @dataclass(slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from paceline.types import TopkLogprobs
-from sampler_service.engine.base import TokenDelta
+from sampler_service.engine.base import Delivery, TokenDelta
 
 _BEHIND_SECONDS = 0.001
 """A reader that runs later than this after it was woken waits for others."""
@@ -39,12 +40,16 @@ class Coalescer:
     Behind is also a process whose readers wait for each other: there a message costs as much as several tokens. While
     readers had to wait, all leave their next tokens for a multiple of the longest wait, and the same time, so that more
     tokens share a message; but never the first ones, nor the last ones of a completion. A reader that is not `eager`
-    leaves tokens at any time.
+    leaves tokens at any time. One that leaves more than `max_unread` is told of: the engine does not wait for it.
     """
 
-    def __init__(self, crowd: Crowd | None = None, *, eager: bool = True) -> None:
+    def __init__(self, crowd: Crowd | None = None, delivery: Delivery | None = None) -> None:
         self._crowd = crowd or Crowd()
-        self._eager = eager
+        self._delivery = delivery or Delivery()
+        self._eager = self._delivery.eager
+        self._most = math.inf if self._delivery.max_unread is None else self._delivery.max_unread
+        self._unread = 0
+        """Tokens that wait."""
         self._pending: dict[int, list[TokenDelta]] = {}
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
@@ -65,19 +70,25 @@ class Coalescer:
             self._pending[delta.index] = [delta]
         else:
             held.append(delta)
+        self._unread += len(delta.tokens)
+        if self._unread > self._most:
+            self._most = math.inf
+            self._delivery.overflowed()
         if delta.stop_reason is not None:
+            self._delivery.completed()
             self._wake_reader()
         elif self._timer is None and not self._wake.is_set():
             self._wake_when_due()
 
     def close(self, error: Exception | None = None) -> None:
-        """Say that nothing more comes; `error` is raised to the reader after what is still held.
+        """Say that the engine has done with the request; `error` is raised to the reader after what is still held.
 
         What is said again later does not count.
         """
         if not self._closed:
             self._closed, self._error = True, error
             self._wake_reader()
+            self._delivery.ended()
 
     def __aiter__(self) -> Coalescer:
         return self
@@ -93,7 +104,9 @@ class Coalescer:
             now = self._loop.time()
             self._crowd.note(now - self._woken, now)
         if self._pending:
-            return merged(self._pending.pop(next(iter(self._pending))))
+            delta = merged(self._pending.pop(next(iter(self._pending))))
+            self._unread -= len(delta.tokens)
+            return delta
         raise self._error or StopAsyncIteration
 
     def _wake_when_due(self) -> None:

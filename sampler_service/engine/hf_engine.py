@@ -84,6 +84,7 @@ class HfEngine:
         for ticket in self._tickets():
             for index in sorted(ticket.open):
                 ticket.deltas.put(TokenDelta(index, [], [], StopReason.ABORTED))
+            ticket.deltas.close()
         self._loaded = None
         await asyncio.to_thread(self._thread.shutdown)
 
@@ -105,20 +106,15 @@ class HfEngine:
         budget = completion_budget(info, len(request.prompt), request.params)
         refuse_constraint(request.params)
         score = await self._prompt_score(request)
-        ticket = _Ticket(
-            Job(request, budget), set(range(request.num_samples)), Coalescer(self._crowd, eager=request.eager)
-        )
+        deltas = Coalescer(self._crowd, request.delivery)
+        ticket = _Ticket(Job(request, budget), set(range(request.num_samples)), deltas)
         self._waiting.append(ticket)
         self._wake.set()
         try:
             async for delta in ticket.deltas:
-                if delta.stop_reason is not None:
-                    ticket.open.discard(delta.index)
                 if score is not None:
                     delta.prompt_logprobs, delta.topk_prompt_logprobs, score = *score, None
                 yield delta
-                if not ticket.open:
-                    break
         finally:
             ticket.job.cancelled = True
             self._running.pop(ticket.job, None)
@@ -156,10 +152,21 @@ class HfEngine:
                     ticket.deltas.close(EngineUnavailable("the engine died; it is starting again"))
                 raise
             for job, delta in deltas:
-                if job in self._running:
-                    self._running[job].deltas.put(delta)
+                self._hand_out(job, delta)
             if not deltas and not self._waiting:
                 self._wake.clear()
+
+    def _hand_out(self, job: Job, delta: TokenDelta) -> None:
+        """Leave tokens to their reader. A completion that ends makes room for others, read or not."""
+        ticket = self._running.get(job)
+        if ticket is None:
+            return
+        ticket.deltas.put(delta)
+        if delta.stop_reason is not None:
+            ticket.open.discard(delta.index)
+        if not ticket.open:
+            del self._running[job]
+            ticket.deltas.close()
 
     def _admit(self) -> list[Job]:
         """Take waiting requests, in order, while their completions fit; one alone always does."""

@@ -153,7 +153,7 @@ class VllmEngine:
             params = sampling_params(request, budget)
             score = await self._prompt_score(request)
             with self._opened(request.request_id):
-                coalescer = Coalescer(self._crowd, eager=request.eager)
+                coalescer = Coalescer(self._crowd, request.delivery)
                 async with engine.fed.generate(request, params, coalescer) as tokens:
                     async for delta in tokens:
                         if score is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -89,12 +90,9 @@ class InPlaceSlot:
         EngineUnavailable after a write that was broken off, Unsupported for a checkpoint, and as `fetch`.
         """
         lease = await self._enter(ref, tenant)
-        try:
-            yield lease
-        finally:
-            self._in_use -= 1
-            if not self._in_use:
-                self._idle.set()
+        with ExitStack() as held:
+            held.callback(self._leave)
+            yield replace(lease, release=held.close)
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
         """Return a version that was announced, written from the volume where the trainer did not write it.
@@ -203,6 +201,11 @@ class InPlaceSlot:
                 if served is not None:
                     return self._begin(served)
             await self._bring(await self._resolver.resolve(ref, tenant), tenant)
+
+    def _leave(self) -> None:
+        self._in_use -= 1
+        if not self._in_use:
+            self._idle.set()
 
     def _begin(self, served: ServedModel) -> Lease:
         entry = self._entry

@@ -44,6 +44,8 @@ class Lease:
     """None for the base model."""
     load_milliseconds: float = 0.0
     """What loading took; 0 when the weights were there."""
+    release: Callable[[], None] = lambda: None
+    """Gives the weights up before the lease ends: the engine has done with the request. May be called again."""
     is_current: Callable[[], bool] = lambda: True
     """Whether the engine still computes with them: other weights may be written in their place."""
 

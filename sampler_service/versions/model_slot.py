@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter
@@ -112,13 +112,13 @@ class ModelSlot:
         start = perf_counter()
         key = _BASE if ref.is_base else await self._resolver.resolve(ref, tenant)
         was_loaded = key == self._key
-        async with self._hold(key, tenant) as entry:
+        async with self._hold(key, tenant) as (entry, release):
             milliseconds = 0.0 if was_loaded else 1e3 * (perf_counter() - start)
-            yield Lease(entry.served if entry else self._base, load_milliseconds=milliseconds)
+            yield Lease(entry.served if entry else self._base, load_milliseconds=milliseconds, release=release)
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
         """Load a model. Raises as `lease`, and EngineUnavailable where a newer one was announced before its turn."""
-        async with self._hold(key, tenant, announced=True) as entry:
+        async with self._hold(key, tenant, announced=True) as (entry, _):
             if entry is None:
                 raise errors.InvalidArgument("the base model is no version", field="model")
             return entry
@@ -165,19 +165,18 @@ class ModelSlot:
     @asynccontextmanager
     async def _hold(
         self, key: VersionKey, tenant: str, *, announced: bool = False
-    ) -> AsyncIterator[LoadedVersion | None]:
-        """Have the engine keep the weights of `key`; gives None for the base model."""
+    ) -> AsyncIterator[tuple[LoadedVersion | None, Callable[[], None]]]:
+        """Have the engine keep the weights of `key`; gives None for the base model, and what lets go of them early."""
         entered = False
         while not entered:
             with self._files(key):
                 waiter = _Waiter(key, await self._stage(key, tenant), announced)
                 entered = await self._enter(waiter)
-        try:
+        with ExitStack() as held:
+            held.callback(self._leave, waiter)
             if waiter.entry is not None:
                 check_owner(waiter.entry.tenant, key.ref(), tenant)
-            yield waiter.entry
-        finally:
-            self._leave(waiter)
+            yield waiter.entry, held.close
 
     async def _stage(self, key: VersionKey, tenant: str) -> StagedAdapter | None:
         """Verify weights that are not loaded, before anything waits for them."""

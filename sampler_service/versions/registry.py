@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from itertools import chain, count
 from time import perf_counter
 
@@ -98,11 +98,10 @@ class VersionRegistry:
             return
         start = perf_counter()
         entry, was_loaded = await self._acquire(ref, tenant)
-        try:
-            yield Lease(entry.served, entry.adapter, 0.0 if was_loaded else 1e3 * (perf_counter() - start))
-        finally:
-            entry.requests_in_flight -= 1
-            self._settle(entry)
+        milliseconds = 0.0 if was_loaded else 1e3 * (perf_counter() - start)
+        with ExitStack() as held:
+            held.callback(self._leave, entry)
+            yield Lease(entry.served, entry.adapter, milliseconds, held.close)
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
         """Bring a version and load it. Calls for the same one share the work, which goes on when a caller leaves."""
@@ -312,6 +311,10 @@ class VersionRegistry:
 
     def _retire(self, entry: LoadedVersion) -> None:
         entry.retired = True
+        self._settle(entry)
+
+    def _leave(self, entry: LoadedVersion) -> None:
+        entry.requests_in_flight -= 1
         self._settle(entry)
 
     def _settle(self, entry: LoadedVersion) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import EngineUnavailable
 from paceline.types import ServedModel, StopReason, TopkLogprobs
-from sampler_service.engine.base import TokenDelta
+from sampler_service.engine.base import Delivery, TokenDelta
 from sampler_service.engine.coalescer import Coalescer, Crowd
 from sampler_service.tokens import collect, complete
 
@@ -49,6 +49,31 @@ async def test_a_reader_that_is_behind_gets_what_came_meanwhile_in_one_message_p
     assert (first.index, first.tokens, first.stop_reason) == (0, [1, 2, 3, 4], StopReason.STOP)
     assert (second.index, second.tokens, second.stop_reason) == (1, [10, 20, 30], None)
     assert second.logprobs == [-10.0, -20.0, -30.0]
+
+
+async def test_a_reader_that_leaves_more_than_it_may_is_told_of_once_and_what_it_took_does_not_count():
+    told = []
+    coalescer = Coalescer(delivery=Delivery(max_unread=4, overflowed=lambda: told.append("overflowed")))
+    reader = aiter(coalescer)
+    for _ in range(3):
+        coalescer.put(delta(0, 1, 2))
+        coalescer.put(delta(1, 3, 4))
+        assert len((await anext(reader)).tokens) + len((await anext(reader)).tokens) == 4
+    assert not told
+    for _ in range(3):
+        coalescer.put(delta(0, 1, 2, 3))
+    assert told == ["overflowed"]
+
+
+async def test_the_engine_has_done_with_a_request_before_its_reader_has():
+    told = []
+    coalescer = Coalescer(delivery=Delivery(ended=lambda: told.append("ended")))
+    coalescer.put(delta(0, 1, stop=StopReason.LENGTH))
+    assert not told
+    coalescer.close()
+    coalescer.close(EngineUnavailable("later"))
+    assert told == ["ended"]
+    assert [each.tokens async for each in coalescer] == [[1]]
 
 
 async def behind(crowd=None):
@@ -96,7 +121,7 @@ async def test_while_one_reader_had_to_wait_others_leave_their_next_tokens_too_b
 
 
 async def test_a_reader_that_is_not_eager_gets_what_comes_in_some_time_at_once_and_the_end_when_it_comes():
-    coalescer = Coalescer(eager=False)
+    coalescer = Coalescer(delivery=Delivery(eager=False))
     reading = asyncio.ensure_future(anext(coalescer))
     for token in (1, 2):
         coalescer.put(delta(0, token))

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from paceline import errors
 from paceline.rpc.bounds import check_message, check_size, check_wire, is_command, request_of
+from paceline.rpc.readers import READER_SECONDS, current_reader, reading
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -41,8 +42,12 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
     """Base of interceptors: `around` runs before the handler up to its yield, and after it from there.
 
     It is entered when a call's headers are there. Its message is read after that, inside: who is refused by `around`
-    has not had a body held, and a message that cannot be read is an error like any other.
+    has not had a body held, and a message that cannot be read is an error like any other. What a stream answers with
+    has to be read in time.
     """
+
+    reader_seconds = READER_SECONDS
+    """How long a message of a stream may wait until it is read."""
 
     @abstractmethod
     def around(self, call: Call) -> AbstractAsyncContextManager[None]:
@@ -80,12 +85,14 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
         async def behavior(messages: AsyncIterator[bytes], context: Context) -> None:
             async with self.around(Call(method, context)):
                 request = await read(messages, context)
-                if not isasyncgenfunction(inner):
-                    await inner(request, context)
-                    return
-                async with aclosing(inner(request, context)) as responses:
-                    async for response in responses:
-                        await context.write(response)
+                async with reading(context, self.reader_seconds):
+                    if not isasyncgenfunction(inner):
+                        await inner(request, context)
+                        return
+                    async with aclosing(inner(request, context)) as responses:
+                        write = current_reader().write
+                        async for response in responses:
+                            await write(response)
 
         return behavior
 
@@ -93,8 +100,9 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
 class Chain(AroundInterceptor):
     """Several in one, the first outermost. The server's own nesting costs each call more."""
 
-    def __init__(self, *interceptors: AroundInterceptor) -> None:
+    def __init__(self, *interceptors: AroundInterceptor, reader_seconds: float = READER_SECONDS) -> None:
         self._interceptors = interceptors
+        self.reader_seconds = reader_seconds
 
     @asynccontextmanager
     async def around(self, call: Call) -> AsyncIterator[None]:

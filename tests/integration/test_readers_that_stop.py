@@ -1,0 +1,159 @@
+"""Readers that stop reading cost themselves: others are served, weights are exchanged, and in time their calls end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from gateway_stack import stack
+from model_versions import RUN, publish_and_check
+from patience import PATIENCE
+from raw_http2 import DATA, Peer, frame
+from sampler_stack import base_ref, sampling, stream_request, until, version_ref
+
+from paceline import errors
+from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor
+from paceline.rpc.status import error_from_rpc
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
+
+pytest_plugins = ["sampler_fixtures"]
+
+METHOD = "/paceline.sampler.v1.SamplerService/SampleStream"
+LONG = 3600.0
+SOON = 0.2
+NO_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 5)]
+"""A client that receives nothing that it does not read."""
+
+
+class Left(AroundInterceptor):
+    """Says when what is inside of it has ended."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+
+    @asynccontextmanager
+    async def around(self, call):
+        try:
+            yield
+        finally:
+            self.left.set()
+
+
+async def slowly(request, context) -> AsyncIterator[bytes]:
+    """Say nothing for long, twice."""
+    for _ in range(2):
+        await asyncio.sleep(3 * SOON)
+        yield b"at last"
+
+
+async def endlessly(request, context) -> AsyncIterator[bytes]:
+    while True:
+        yield bytes(1 << 16)
+
+
+@asynccontextmanager
+async def answering(stream):
+    """Serve one stream; yields a call of it and what says that it has ended."""
+    left = Left()
+    handler = grpc.method_handlers_generic_handler("x.X", {"Y": grpc.unary_stream_rpc_method_handler(stream)})
+    server = grpc.aio.server(handlers=[handler], interceptors=[Chain(ErrorInterceptor(), left, reader_seconds=SOON)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel.unary_stream("/x.X/Y")(b""), left.left
+    await server.stop(None)
+
+
+async def read_to_the_end(call) -> errors.PacelineError:
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    return error_from_rpc(ended.value)
+
+
+async def test_a_stream_that_is_not_read_is_freed_in_time_and_its_reader_told_when_it_reads_on():
+    async with answering(endlessly) as (call, left):
+        await call.read()
+        await asyncio.wait_for(left.wait(), PATIENCE)
+        error = await read_to_the_end(call)
+    assert isinstance(error, errors.ReaderStalled)
+    assert "nothing was read for 0.2 s" in error.message
+
+
+async def test_a_stream_that_has_nothing_to_say_for_long_is_not_the_readers_fault():
+    async with answering(slowly) as (call, _):
+        assert [message async for message in call] == [b"at last"] * 2
+
+
+async def test_a_caller_of_the_gateway_that_stops_reading_frees_the_sampler(tmp_path):
+    async with stack(tmp_path, reader_seconds=SOON) as up:
+        call = up.client.sampler.SampleStream(pb.SampleStreamRequest(), metadata=up.auth)
+        await call.read()
+        await asyncio.wait_for(up.sampler.left.wait(), PATIENCE)
+        assert isinstance(await read_to_the_end(call), errors.ReaderStalled)
+
+
+@asynccontextmanager
+async def unread(client, ref=None, **fields):
+    """A stream that a client began and never reads."""
+    async with grpc.aio.insecure_channel(client.address, options=NO_WINDOW) as channel:
+        request = stream_request(ref or base_ref(), **fields)
+        call = SamplerServiceStub(channel).SampleStream(request, metadata=client.metadata)
+        await call.initial_metadata()
+        yield call
+
+
+async def test_completions_that_nobody_reads_make_room_for_others_when_they_are_sampled(model, port, tmp_path):
+    async with (
+        sampling(model, port, tmp_path, max_num_seqs=2, reader_seconds=LONG) as client,
+        unread(client, num_samples=8) as call,
+    ):
+        answer = await client.sample(base_ref())
+        assert len(answer.sequences) == 1
+        assert client.engine.num_running() == 0
+        assert sum([len(message.tokens) async for message in call]) == 32
+
+
+async def test_a_reader_that_leaves_too_many_tokens_unread_has_its_call_ended(model, port, tmp_path):
+    async with (
+        sampling(model, port, tmp_path, max_unread_tokens=8, reader_seconds=LONG) as client,
+        unread(client, max_tokens=200) as call,
+    ):
+        await until(lambda: not client.engine.num_running())
+        error = await read_to_the_end(call)
+        assert isinstance(error, errors.ReaderStalled)
+        assert "more than 8 tokens" in error.message
+        assert len((await client.sample(base_ref(), max_tokens=100)).sequences) == 1
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+async def test_a_whole_model_is_exchanged_although_somebody_stopped_reading(
+    engine, model, volume, trainer, port, tmp_path, vllm_here
+):
+    how = {"hf": {"bridge": "restart"}, "vllm": {"serves": "models", "engine": "vllm"}}[engine]
+    async with sampling(model, port, tmp_path, reader_seconds=LONG, **how) as client, unread(client) as call:
+        await publish_and_check(volume, trainer, client, 1)
+        async with unread(client, version_ref(RUN, 1)):
+            await publish_and_check(volume, trainer, client, 2)
+        assert {message.model.version async for message in call} == {0}
+
+
+async def test_a_whole_model_is_exchanged_although_a_peer_never_lets_a_byte_through(
+    model, volume, trainer, port, tmp_path
+):
+    how = {"bridge": "restart", "reader_seconds": SOON, "max_unread_tokens": 1 << 20}
+    async with sampling(model, port, tmp_path, **how) as client:
+        peer = await Peer.connect(client.address.removeprefix("unix:"), window=0)
+        reading = asyncio.create_task(peer.run())
+        request = stream_request(base_ref(), num_samples=64, max_tokens=200).SerializeToString()
+        metadata = [(name.encode(), value.encode()) for name, value in client.metadata]
+        peer.begin(1, METHOD, metadata)
+        peer.writer.write(frame(DATA, 1, 1, b"\0" + len(request).to_bytes(4, "big") + request))
+        await until(client.engine.num_running)
+        await publish_and_check(volume, trainer, client, 1)
+        peer.writer.close()
+        await reading
