@@ -12,6 +12,7 @@ from trainer_service.journal.records import Facts
 from trainer_service.runs.answers import Answers
 from trainer_service.runs.command import Command
 from trainer_service.runs.sequencer import Sequencer
+from trainer_service.runs.waiting_bytes import WaitingBytes
 
 NO_FAILPOINTS = Failpoints("")
 NO_GUARD = DiskGuard(0)
@@ -28,6 +29,8 @@ class Executor:
 
     async def execute(self, command, turn):
         await asyncio.sleep(0)
+        if command.refusal is not None:
+            raise command.refusal
         reply = await self.act[command.seq_id]() if command.seq_id in self.act else None
         self.ran.append(command.seq_id)
         if command.seq_id in self.rest:
@@ -50,7 +53,7 @@ class Executor:
 class JournaledRun:
     """A run's sequencer and executor on a directory."""
 
-    def __init__(self, directory, gap_wait=10.0, max_attempts=2, *, started=True, guard=NO_GUARD):
+    def __init__(self, directory, gap_wait=10.0, max_attempts=2, *, started=True, guard=NO_GUARD, waiting_bytes=None):
         self.directory = directory
         if not directory.exists():
             RunJournal.make(directory, 1)
@@ -68,6 +71,8 @@ class JournaledRun:
             gap_wait_seconds=gap_wait,
             max_attempts=max_attempts,
             failpoints=NO_FAILPOINTS,
+            tenant="team",
+            waiting_bytes=waiting_bytes or WaitingBytes(),
         )
         self.sequencer.attempts = history.attempts
         for seq_id, record in history.commands.items():
@@ -76,10 +81,10 @@ class JournaledRun:
         if started:
             self.start()
 
-    def send_large(self, seq_id):
-        """Send a command of 4 MiB."""
-        request = pb.ForwardBackwardRequest(run_id="run", seq_id=seq_id, loss_fn="x" * (4 << 20))
-        return asyncio.ensure_future(self.sequencer.execute(Command.of(request, "team")))
+    def send_large(self, seq_id, size=4 << 20, refusal=None):
+        """Send a command of `size` bytes, refused as it comes where `refusal` is given."""
+        command = Command.of(pb.ForwardBackwardRequest(run_id="run", seq_id=seq_id, loss_fn="x" * size), "team")
+        return asyncio.ensure_future(self.sequencer.execute(command.refused(refusal) if refusal else command))
 
     def start(self):
         self.sequencer.start(self.executor)

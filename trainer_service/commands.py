@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from google.protobuf.message import Message
@@ -13,7 +13,7 @@ from paceline.layout import CheckpointPath
 from paceline.rpc.bounds import check_message
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import CheckpointKind
+from paceline.types import CheckpointKind, Datum, Reduction
 from trainer_service.publish.feed import AckPolicy
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
@@ -36,8 +36,26 @@ class Commands:
             "PublishWeights": self._publish_weights,
         }
 
+    def checked(self, command: Command) -> Command:
+        """Check a command as it comes, as far as that takes nothing but itself.
+
+        One that is wrong is returned without its content, which nothing needs any more: it keeps its place in the run's
+        order, and answers at its turn why it was refused.
+        """
+        try:
+            check_message(command.request)
+            if command.method == "ForwardBackward":
+                self._trainer.check_batch(*_batch(command.request))
+        except errors.Unavailable:
+            return command  # of what it would be checked against, nothing is known now
+        except errors.PacelineError as error:
+            return command.refused(error)
+        return command
+
     async def execute(self, run: RunRecord, command: Command, turn: Turn) -> Message:
         """Execute a command and return its reply. Raises PacelineError."""
+        if command.refusal is not None:
+            raise command.refusal
         check_message(command.request)
         return await self._verbs[command.method](run, command, command.request, turn)
 
@@ -46,12 +64,8 @@ class Commands:
     ) -> Message:
         output = await self._trainer.forward_backward(
             run,
-            [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)],
-            request.loss_fn,
-            request.loss_fn_config,
+            *_batch(request),
             forward_only=request.forward_only,
-            reduction=codec.reduction_from_proto(request.reduction),
-            reduction_count=request.reduction_count if request.HasField("reduction_count") else None,
             refuse_non_finite=request.refuse_non_finite,
         )
         outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
@@ -112,3 +126,16 @@ class Commands:
             stage_milliseconds=done.stage_milliseconds,
             total_milliseconds=done.total_milliseconds,
         )
+
+
+def _batch(
+    request: pb.ForwardBackwardRequest,
+) -> tuple[list[Datum], str, Mapping[str, float], Reduction, int | None]:
+    """Decode a batch, its loss, and how the loss is reduced."""
+    return (
+        [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)],
+        request.loss_fn,
+        request.loss_fn_config,
+        codec.reduction_from_proto(request.reduction),
+        request.reduction_count if request.HasField("reduction_count") else None,
+    )

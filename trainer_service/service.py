@@ -32,6 +32,7 @@ from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.feed import Feed
 from trainer_service.publish.group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
+from trainer_service.runs.byte_gate import ByteGate
 from trainer_service.runs.executor import SnapshotPolicy
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.recovery import Recovery
@@ -39,6 +40,7 @@ from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.restore_point import RestorePoints
 from trainer_service.runs.storage import RunStorage
 from trainer_service.runs.volume_format import check_volume
+from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.servicer import TrainerServicer
 from trainer_service.settings import TrainerSettings
 from trainer_service.tokenizer import read_tokenizer_files
@@ -61,7 +63,8 @@ class TrainerService:
         self._settings = settings
         self._volume = layout.Volume(settings.checkpoint_dir)
         failpoints = Failpoints(settings.failpoints)
-        storage = RunStorage(self._volume, settings, failpoints)
+        self._waiting_bytes = WaitingBytes(settings.max_waiting_bytes, settings.max_waiting_bytes_per_tenant)
+        storage = RunStorage(self._volume, settings, failpoints, self._waiting_bytes)
         self._registry = RunRegistry(self._volume, storage)
         self._checkpoints = CheckpointStore(self._volume, failpoints)
         self._restore_points = RestorePoints(self._volume, self._registry, self._checkpoints)
@@ -93,12 +96,14 @@ class TrainerService:
             self._publisher,
             self._start_run,
         )
+        self._commands = Commands(self._trainer)
         self._recovery = Recovery(
             self._engine,
             storage,
             self._publisher,
-            Commands(self._trainer),
+            self._commands,
             SnapshotPolicy(settings.snapshot_commands, settings.snapshot_bytes, settings.snapshot_seconds),
+            ByteGate(settings.max_replay_bytes),
             failpoints,
             self._spawn,
             self._restore_points,
@@ -148,6 +153,7 @@ class TrainerService:
         trainer = TrainerServicer(
             self._settings,
             self._trainer,
+            self._commands,
             self._engine,
             self._registry,
             self._checkpoints,

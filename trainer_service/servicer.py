@@ -20,6 +20,7 @@ from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from paceline.types import Checkpoint, CheckpointKind, RunParameters, RunState
 from paceline.weights.v1.weight_service_pb2 import Agreement
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.commands import Commands
 from trainer_service.engine.loss_specs import LOSS_SPECS
 from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.engine.process import EngineProcess
@@ -49,6 +50,7 @@ class TrainerServicer(TrainerServiceServicer):
         self,
         settings: TrainerSettings,
         trainer: Trainer,
+        commands: Commands,
         engine: EngineProcess,
         registry: RunRegistry,
         checkpoints: CheckpointStore,
@@ -57,6 +59,7 @@ class TrainerServicer(TrainerServiceServicer):
     ) -> None:
         self._settings = settings
         self._trainer = trainer
+        self._commands = commands
         self._engine = engine
         self._registry = registry
         self._checkpoints = checkpoints
@@ -172,6 +175,8 @@ class TrainerServicer(TrainerServiceServicer):
             if not restores:
                 raise lost(run)
             await run.sequencer.rebase(request.seq_id)
+        if not run.sequencer.knows(command.seq_id):
+            command = self._commands.checked(command)
         return await run.sequencer.execute(command)
 
 

@@ -81,6 +81,18 @@ class TrainerSettings(BackendSettings):
     """How long one broadcast may take before the group counts as lost."""
     gap_wait_seconds: float = Field(60.0, gt=0)
     """How long a command waits for those before it."""
+    max_waiting_bytes: int = Field(2 << 30, ge=0)
+    """Bytes of commands that wait for their turn, of all tenants; more are refused with OVERLOADED. 0: no limit.
+
+    Memory is about twice as much.
+    """
+    max_waiting_bytes_per_tenant: int = Field(512 << 20, ge=0)
+    """Bytes of one tenant's commands that wait for their turn; more are refused with QUOTA_EXCEEDED. 0: no limit."""
+    max_replay_bytes: int = Field(512 << 20, ge=0)
+    """Bytes of journals that are in memory at a time while runs are rebuilt; others wait. 0: no limit.
+
+    A larger journal is read alone.
+    """
     keep_versions: int = Field(8, ge=1)
     """Newest versions of a run that are kept beside those that samplers hold."""
     snapshot_commands: int = Field(256, ge=1)

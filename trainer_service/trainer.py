@@ -112,7 +112,9 @@ class Trainer:
     ) -> RunRecord:
         limit = self._settings.max_runs_per_tenant
         if len(self._registry.owned_by(identity)) >= limit:
-            raise errors.TooManyRuns(f"{limit} runs exist, as many as a tenant may have; delete one")
+            message = f"{limit} runs exist, as many as a tenant may have: delete one, or have the operator raise "
+            facts = {"quota": "runs", "used": str(limit), "limit": str(limit)}
+            raise errors.TooManyRuns(message + "max_runs_per_tenant", metadata=facts)
         run_id = layout.new_run_id()
         engines_lost = self._registry.engines_lost
         made = await self._engine.create_run(run_id, parameters)
@@ -136,7 +138,7 @@ class Trainer:
         user_metadata: Mapping[str, str],
         made: AdapterInfo,
     ) -> RunRecord:
-        async with self._registry.making(run_id) as (sequencer, snapshots):
+        async with self._registry.making(run_id, identity.tenant) as (sequencer, snapshots):
             record = RunRecord(
                 run_id=run_id,
                 tenant=identity.tenant,
@@ -181,23 +183,36 @@ class Trainer:
             await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
         _log.info("run deleted", run=record.run_id)
 
+    def check_batch(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        reduction: Reduction,
+        reduction_count: int | None,
+    ) -> Mapping[str, float]:
+        """Check a batch; return the loss's settings with defaults filled in."""
+        config = validation.check_batch(
+            data, loss_fn, loss_fn_config, self._engine.describe(), self._settings.max_datums
+        )
+        validation.check_reduction(data, reduction, reduction_count)
+        return config
+
     async def forward_backward(
         self,
         record: RunRecord,
         data: Sequence[Datum],
         loss_fn: str,
         loss_fn_config: Mapping[str, float],
-        *,
-        forward_only: bool,
         reduction: Reduction = Reduction.SUM,
         reduction_count: int | None = None,
+        *,
+        forward_only: bool,
         refuse_non_finite: bool = False,
     ) -> ForwardBackwardOutput:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
         self._check_ready(record)
-        model = self._engine.describe()
-        config = validation.check_batch(data, loss_fn, loss_fn_config, model, self._settings.max_datums)
-        validation.check_reduction(data, reduction, reduction_count)
+        config = self.check_batch(data, loss_fn, loss_fn_config, reduction, reduction_count)
         return await self._engine.forward_backward(
             record.run_id,
             data,

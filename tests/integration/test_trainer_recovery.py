@@ -9,7 +9,9 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from warm_trainer import SERVICE, WarmRun
 
+from paceline import codec, errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import Datum
 
 pytestmark = [pytest.mark.services, pytest.mark.xdist_group("warm_trainer")]
 
@@ -74,3 +76,39 @@ def test_an_engine_that_cannot_be_started_is_tried_again_and_the_service_is_not_
         run.seq_id = 0
         assert run.step() == answer
         assert run.step().step == 2
+
+
+def test_runs_are_restored_one_after_the_other_where_memory_holds_one_journal(trainer):
+    assert trainer.start()
+    with trainer.connect() as stub:
+        runs = [WarmRun(stub, f"run-{number}") for number in range(3)]
+        answers = [run.step() for run in runs]
+        trainer.kill()
+        assert trainer.start(max_replay_bytes=1)
+        for run, answer in zip(runs, answers, strict=True):
+            run.seq_id = 0
+            assert run.step() == answer
+            assert run.step().step == 2
+
+
+def test_a_command_that_is_refused_as_it_comes_costs_no_disk_and_keeps_its_place(trainer):
+    def on_disk():
+        return sum(path.stat().st_size for path in trainer.volume.glob("runs/*/journal/*"))
+
+    wrong = codec.datum_to_proto(Datum.from_completion([1, 2], [-1] * 500))
+    assert trainer.start()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        run.step()
+        before = on_disk()
+        for _ in range(2):
+            for _ in range(50):
+                with pytest.raises(errors.TokenOutOfRange) as caught:
+                    run.send("ForwardBackward", pb.ForwardBackwardRequest, data=[wrong] * 20, loss_fn="cross_entropy")
+                assert caught.value.field == "data[0].model_input"
+            assert on_disk() - before < 100 * 2048
+            assert run.step()
+            trainer.kill()
+            assert trainer.start()
+            run.seq_id = 2
+        assert run.get().step == 2

@@ -26,12 +26,14 @@ from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.publish.feed import Feed, Watcher
 from trainer_service.publish.group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
+from trainer_service.runs.byte_gate import ByteGate
 from trainer_service.runs.command import Command
 from trainer_service.runs.executor import SnapshotPolicy
 from trainer_service.runs.recovery import Recovery
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.restore_point import RestorePoints
 from trainer_service.runs.storage import RunStorage
+from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.settings import TrainerSettings
 from trainer_service.trainer import Trainer
 
@@ -100,7 +102,7 @@ async def trainer(engine, tmp_path):
     """The service's parts, put together in this process, but for the engine's."""
     settings = TrainerSettings(model="tiny", checkpoint_dir=tmp_path / "volume", min_free_bytes=0, insecure=True)
     volume = layout.Volume(settings.checkpoint_dir)
-    storage = RunStorage(volume, settings, NO_FAILPOINTS)
+    storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes())
     registry, checkpoints, feed = RunRegistry(volume, storage), CheckpointStore(volume), Feed()
     group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", 10), feed)
 
@@ -116,7 +118,16 @@ async def trainer(engine, tmp_path):
     restore_points = RestorePoints(volume, registry, checkpoints)
     tasks = []
     recovery = Recovery(
-        engine, storage, publisher, Commands(trainer), policy, NO_FAILPOINTS, spawn, restore_points, registry
+        engine,
+        storage,
+        publisher,
+        Commands(trainer),
+        policy,
+        ByteGate(0),
+        NO_FAILPOINTS,
+        spawn,
+        restore_points,
+        registry,
     )
     await registry.restore()
     publisher.start()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import shutil
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -394,3 +395,21 @@ def test_failpoints_are_checked_and_off_by_default():
     points.hit("after_sync")
     points.hit("before_ack")
     assert points.lasting == "engine_OptimStep:1+"
+
+
+async def test_reading_a_journal_takes_the_memory_of_what_it_says_and_of_one_segment(directory):
+    size, parts = 1 << 20, 8
+    RunJournal.make(directory, 1)
+    journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
+    for seq_id in range(1, parts + 1):
+        await journal.append(CommandRecord(seq_id, "ForwardBackward", "team", os.urandom(size)), sync=True)
+        await journal.rotate()
+    tracemalloc.start()
+    try:
+        history = read_history(directory)
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(history.commands) == parts
+    assert kept < (parts + 1) * size
+    assert most < (parts + 5) * size

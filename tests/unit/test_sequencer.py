@@ -15,6 +15,7 @@ from paceline.types import LoraConfig
 from trainer_service.engine.base import EngineDiedError
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
+from trainer_service.runs.waiting_bytes import WaitingBytes
 
 
 @pytest.fixture
@@ -150,6 +151,95 @@ async def test_a_command_that_was_refused_while_it_waited_is_not_kept_either(dir
         await waiting
     del command, waiting
     await settled(lambda: kept() is None)
+
+
+async def test_a_command_refused_as_it_comes_keeps_its_place_and_answer_and_leaves_nothing_in_the_journal(directory):
+    for _ in range(2):  # also after a restart
+        run = JournaledRun(directory)
+        second = run.send_large(2, 1 << 20, refusal=errors.TokenOutOfRange("holds -1", field="data[0].model_input"))
+        first = run.send(1)
+        with pytest.raises(errors.TokenOutOfRange) as caught:
+            await second
+        assert caught.value.field == "data[0].model_input"
+        await first
+        await run.send(3)
+        with pytest.raises(errors.SeqIdReused):
+            await run.send(2)
+        await run.sequencer.close(errors.ShuttingDown("test"))
+        assert sum(path.stat().st_size for path in directory.iterdir()) < 1 << 15
+    assert run.executor.ran == []
+
+
+async def test_a_command_refused_as_it_came_answers_so_after_a_crash_too(directory):
+    run = JournaledRun(directory, started=False)
+    waiting = run.send_large(1, refusal=errors.TokenOutOfRange("holds -1"))
+    await settled(lambda: run.history().commands)
+    waiting.cancel()
+    run = JournaledRun(directory)
+    with pytest.raises(errors.TokenOutOfRange, match="holds -1"):
+        await run.send_large(1)
+    await run.send(2)
+
+
+async def test_bytes_that_wait_are_bounded_and_the_command_that_is_missing_is_taken(directory):
+    waiting_bytes = WaitingBytes(tenant_limit=10_000)
+    run = JournaledRun(directory, waiting_bytes=waiting_bytes)
+    behind = [run.send_large(seq_id, 4000) for seq_id in (3, 2)]
+    await asyncio.sleep(0)
+    with pytest.raises(errors.QuotaExceeded) as caught:
+        await run.send_large(4, 4000)
+    used = waiting_bytes.used("team")
+    assert 8000 < used < 9000
+    assert caught.value.metadata == {"quota": "waiting_bytes", "used": str(used), "limit": "10000"}
+    assert caught.value.retry_after, "the client sends it again"
+    await asyncio.gather(run.send_large(1, 1 << 20), *behind)
+    assert waiting_bytes.used("team") == 0
+    await run.send_large(4, 4000)
+
+
+async def test_bytes_that_wait_are_counted_over_runs_and_tenants(directory):
+    waiting_bytes = WaitingBytes(limit=10_000)
+    waiting_bytes.add("other", 7000)  # of another run
+    run = JournaledRun(directory, started=False, waiting_bytes=waiting_bytes)
+    first = run.send_large(1, 6000)  # what the run needs to go on
+    await settled(lambda: run.history().commands)
+    with pytest.raises(errors.Overloaded) as caught:
+        await run.send_large(2, 1)
+    assert caught.value.retry_after
+    waiting_bytes.remove("other", 7000)
+    second = run.send_large(2, 1)
+    run.start()
+    await asyncio.gather(first, second)
+    assert waiting_bytes.tenants() == []
+
+
+@pytest.mark.parametrize("how", ["superseded", "given up", "drained"])
+async def test_commands_that_are_given_up_wait_no_longer(directory, how):
+    waiting_bytes = WaitingBytes()
+    run = JournaledRun(directory, gap_wait=0.02 if how == "given up" else 3600, waiting_bytes=waiting_bytes)
+    run.sequencer.attach(1)
+    waiting = run.send(2, attachment=1)
+    await asyncio.sleep(0)
+    assert waiting_bytes.used("team")
+    if how == "superseded":
+        run.sequencer.attach(2)
+    elif how == "drained":
+        run.sequencer.drain(errors.ShuttingDown("test"))
+    with pytest.raises((errors.ClientSuperseded, errors.SeqIdGap, errors.ShuttingDown)):
+        await waiting
+    assert waiting_bytes.used("team") == 0
+
+
+async def test_commands_of_a_journal_are_counted_when_it_is_read_again(directory):
+    run = JournaledRun(directory, started=False)
+    waiting = run.send_large(1, 5000)
+    await settled(lambda: run.history().commands)
+    waiting.cancel()
+    waiting_bytes = WaitingBytes()
+    run = JournaledRun(directory, waiting_bytes=waiting_bytes)
+    assert waiting_bytes.used("team") > 5000
+    await run.send_large(1, 5000)
+    assert waiting_bytes.used("team") == 0
 
 
 async def test_waiting_behind_a_long_command_is_no_gap(directory):

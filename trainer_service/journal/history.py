@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -100,16 +101,18 @@ def read_history(directory: Path, after: int = 0, newest: SegmentName | None = N
     first = max((index for index, name in enumerate(names) if name.base <= after + 1), default=0)
     while first and names[first - 1].base == names[first].base:
         first -= 1
-    read = [_read(found[name]) for name in names[first:]]
     history = History(names[first].base)
-    for index, name in enumerate(names[first:]):
-        segment, data = read[index]
-        if index + 1 < len(read):
-            segment = _up_to_successor(name, segment, data, read[index + 1][0])
+    segment, size = _read(found[names[first]])
+    for name, successor in itertools.zip_longest(names[first:], names[first + 1 :]):
+        following = _read(found[successor]) if successor else None
+        if following is not None:
+            segment = _up_to_successor(name, found[name], segment, size, following[0])
         if segment.is_damaged:
             raise JournalDamagedError(f"{found[name].name} is damaged after {segment.good_bytes} bytes")
         history.add(segment)
-        history.end = End(name, segment.header, segment.good_bytes, len(data))
+        history.end = End(name, segment.header, segment.good_bytes, size)
+        if following is not None:
+            segment, size = following
     return history
 
 
@@ -121,12 +124,12 @@ def highest_seq_id(directory: Path, newest: SegmentName | None = None) -> int | 
     highest, is_whole = 0, False
     for path in found.values():
         try:
-            segment, data = _read(path)
+            segment, size = _read(path)
         except JournalDamagedError:
             is_whole = False
             continue
         highest = max(highest, segment.last_seq_id)
-        is_whole = segment.is_damaged or segment.good_bytes == len(data)
+        is_whole = segment.is_damaged or segment.good_bytes == size
     return highest if is_whole else None
 
 
@@ -135,26 +138,27 @@ def _name(path: Path) -> SegmentName:
     return SegmentName(int(base), int(generation or 0))
 
 
-def _read(path: Path) -> tuple[Segment, bytes]:
+def _read(path: Path) -> tuple[Segment, int]:
+    """Return what a segment's file holds, and how many bytes it has."""
     data = path.read_bytes()
     if len(data) < UNIT and path == segment_path(path.parent, _name(path)):
         raise JournalDamagedError(f"{path.name} is shorter than its header")
     try:
-        return decode_segment(data), data
+        return decode_segment(data), len(data)
     except msgspec.MsgspecError as error:
         raise JournalDamagedError(f"{path.name} holds no records: {error}") from error
     except JournalDamagedError as error:
         raise JournalDamagedError(f"{path.name}: {error}") from error
 
 
-def _up_to_successor(name: SegmentName, segment: Segment, data: bytes, successor: Segment) -> Segment:
+def _up_to_successor(name: SegmentName, path: Path, segment: Segment, size: int, successor: Segment) -> Segment:
     """Return the part of a segment that its successor says to be good; damaged where that is not whole."""
     if successor.header is None:  # format 1: all of it
-        segment.is_damaged |= segment.good_bytes != len(data)
+        segment.is_damaged |= segment.good_bytes != size
         return segment
     if successor.header.previous != name:
         raise JournalDamagedError(f"the segment before {name} is not the one that it goes on from")
     limit = successor.header.previous_bytes
-    part = segment if limit == len(data) else decode_segment(data[:limit])
+    part = segment if limit == size else decode_segment(path.read_bytes()[:limit])
     part.is_damaged |= part.good_bytes != limit
     return part

@@ -30,13 +30,18 @@ class Facts(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, step=place.step, next_version=place.next_version)
 
 
-class CommandRecord(msgspec.Struct, frozen=True, tag="command"):
+class CommandRecord(msgspec.Struct, frozen=True, tag="command", omit_defaults=True):
     """A command that was accepted; written before it is executed."""
 
     seq_id: int
     method: str
     tenant: str
     request: bytes
+    """Without its content where the command was refused."""
+    refusal: Failure | None = None
+    """What it answers at its turn, where it was refused as it came."""
+    digest: bytes = b""
+    """Of the request as it came, where it was refused."""
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):

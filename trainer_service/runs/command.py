@@ -33,11 +33,13 @@ class Command:
     tenant: str
     """The caller's; empty for a service."""
     request: Any
-    """Message of the RPC."""
-    payload: bytes
-    """`request`, serialised."""
+    """Message of the RPC; of a command that was refused as it came, without its content."""
+    size: int
+    """Bytes of `request`."""
     digest: bytes
     """SHA-256 that tells a repeated command from another one with the same seq_id."""
+    refusal: errors.PacelineError | None = None
+    """What it answers at its turn, where it was refused as it came: then nothing of its content is kept."""
 
     @property
     def attachment(self) -> int:
@@ -49,18 +51,27 @@ class Command:
         """Make the command of a request, whose type is named for its RPC."""
         payload = request.SerializeToString(deterministic=True)
         method = type(request).__name__.removesuffix("Request")
-        return cls(request.seq_id, method, tenant, request, payload, _digest(method, payload))
+        return cls(request.seq_id, method, tenant, request, len(payload), _digest(method, payload))
 
     @classmethod
     def from_record(cls, record: CommandRecord) -> Command:
         """Read a command back from the journal."""
         request = getattr(pb, f"{record.method}Request").FromString(record.request)
-        digest = _digest(record.method, record.request)
-        return cls(record.seq_id, record.method, record.tenant, request, record.request, digest)
+        digest = record.digest or _digest(record.method, record.request)
+        refusal = record.refusal.error() if record.refusal else None
+        return cls(record.seq_id, record.method, record.tenant, request, len(record.request), digest, refusal)
+
+    def refused(self, error: errors.PacelineError) -> Command:
+        """Return what is left of a command that is refused as it comes: its place in the run's order."""
+        request = type(self.request)(run_id=self.request.run_id, seq_id=self.seq_id, attachment=self.attachment)
+        return Command(self.seq_id, self.method, self.tenant, request, request.ByteSize(), self.digest, error)
 
     def to_record(self) -> CommandRecord:
         """Return what the journal keeps."""
-        return CommandRecord(self.seq_id, self.method, self.tenant, self.payload)
+        payload = self.request.SerializeToString(deterministic=True)
+        if self.refusal is None:
+            return CommandRecord(self.seq_id, self.method, self.tenant, payload)
+        return CommandRecord(self.seq_id, self.method, self.tenant, payload, Failure.of(self.refusal), self.digest)
 
 
 def answer_to_record(command: Command, answer: Answer, facts: Facts, version: int = 0) -> AnswerRecord:

@@ -18,6 +18,7 @@ from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import AnswerRecord, JournalDamagedError
 from trainer_service.publish.publisher import Publisher
+from trainer_service.runs.byte_gate import ByteGate
 from trainer_service.runs.command import Command, answer_from_record
 from trainer_service.runs.executor import CommandVerbs, RunExecutor, SnapshotPolicy
 from trainer_service.runs.record import RunRecord
@@ -49,6 +50,7 @@ class Recovery:
         publisher: Publisher,
         verbs: CommandVerbs,
         policy: SnapshotPolicy,
+        memory: ByteGate,
         failpoints: Failpoints,
         spawn: Callable[[Coroutine[None, None, None]], None],
         restore_points: RestorePoints,
@@ -59,6 +61,7 @@ class Recovery:
         self._publisher = publisher
         self._verbs = verbs
         self._policy = policy
+        self._memory = memory
         self._failpoints = failpoints
         self._spawn = spawn
         self._restore_points = restore_points
@@ -125,10 +128,13 @@ class Recovery:
         run.shown = run.shown or run.facts()
         executor, engines_lost = self._executor(run), self._registry.engines_lost
         try:
-            past = await asyncio.to_thread(self._storage.read, run.run_id)
-            run.state = RunState.READY if past.has_state else RunState.LOST
-            if past.has_state:
-                await self._rebuild(run, past, executor)
+            size = await asyncio.to_thread(self._storage.journal_bytes, run.run_id)
+            async with self._memory.hold(size):
+                past = await asyncio.to_thread(self._storage.read, run.run_id)
+                run.state = RunState.READY if past.has_state else RunState.LOST
+                if past.has_state:
+                    await self._rebuild(run, past, executor)
+                del past
         except JournalDamagedError as damage:
             await self._lose(run, damage)
             run.damage.append(await run.sequencer.journal.begin_anew())

@@ -91,7 +91,7 @@ class RunRegistry:
         past = await asyncio.to_thread(self._storage.read_or_restart, run_id, facts["last_seq_id"])
         for part in (folder, *_kind_folders(folder)):
             layout.sweep(part)
-        sequencer = self._storage.open(run_id, past)
+        sequencer = self._storage.open(run_id, facts["tenant"], past)
         record = RunRecord.from_facts(facts, sequencer, self._storage.snapshots(run_id))
         record.damage = layout.find_set_aside(folder)
         if past.has_state:
@@ -135,12 +135,15 @@ class RunRegistry:
             raise errors.ChecksumMismatch(message, field="like_checkpoint") from error
 
     @asynccontextmanager
-    async def making(self, run_id: str) -> AsyncIterator[tuple[Sequencer, SnapshotStore]]:
-        """Make a new run's folder, with an empty journal, for the block that adds the run; it goes if that fails."""
+    async def making(self, run_id: str, tenant: str) -> AsyncIterator[tuple[Sequencer, SnapshotStore]]:
+        """Make the folder of a tenant's new run, with an empty journal, for the block that adds the run.
+
+        It goes if that fails.
+        """
         folder = self._volume.run(run_id)
         try:
             past = await asyncio.to_thread(self._make_folder, folder)
-            yield self._storage.open(run_id, past), self._storage.snapshots(run_id)
+            yield self._storage.open(run_id, tenant, past), self._storage.snapshots(run_id)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise

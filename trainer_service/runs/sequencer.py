@@ -36,6 +36,7 @@ from trainer_service.runs.answers import Answers, check_digest
 from trainer_service.runs.command import Answer, Command, answer_to_record, internal_error, poisoned
 from trainer_service.runs.turn import READING, REPEATABLE, Executor, Turn
 from trainer_service.runs.waiting import Pending, Waiting
+from trainer_service.runs.waiting_bytes import WaitingBytes
 
 _log = get_logger(__name__)
 
@@ -55,8 +56,13 @@ class Sequencer:
         gap_wait_seconds: float,
         max_attempts: int,
         failpoints: Failpoints,
+        tenant: str,
+        waiting_bytes: WaitingBytes,
     ) -> None:
-        """Take commands after `last_seq_id`; execute none before `start`."""
+        """Take commands after `last_seq_id`; execute none before `start`.
+
+        Bytes of those that wait are counted as `tenant`'s, the run's.
+        """
         self.journal = journal
         self.answers = answers
         self.attempts: Counter[int] = Counter()
@@ -66,7 +72,7 @@ class Sequencer:
         self._max_attempts = max_attempts
         self._executed = last_seq_id
         self._failpoints = failpoints
-        self._waiting = Waiting(journal, last_seq_id, gap_wait_seconds)
+        self._waiting = Waiting(journal, last_seq_id, gap_wait_seconds, tenant, waiting_bytes)
         self._executor: Executor | None = None
         self._former: Executor | None = None
         self._task: asyncio.Task[None] | None = None
@@ -110,12 +116,17 @@ class Sequencer:
         if pending is None or pending.command.digest != command.digest:
             raise _superseded()
 
+    def knows(self, seq_id: int) -> bool:
+        """Whether a command of this number came before."""
+        return seq_id <= self._executed or self._waiting.get(seq_id) is not None
+
     async def execute(self, command: Command) -> Message:
         """Execute a command at its turn and return its answer; a repeated one gets the first answer.
 
         The command goes on when the caller leaves: another may ask for its answer. Raises what the command raised,
-        ClientSuperseded, SeqIdReused, SeqIdExpired, DiskFull when it cannot be journaled, EngineUnavailable when the
-        engine dies while it waits, or SeqIdGap when those before it do not come in time.
+        ClientSuperseded, SeqIdReused, SeqIdExpired, DiskFull when it cannot be journaled, QuotaExceeded or Overloaded
+        when too many bytes of commands wait, EngineUnavailable when the engine dies while it waits, or SeqIdGap when
+        those before it do not come in time.
         """
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)  # else it grows with each call, and keeps the call's command

@@ -9,7 +9,7 @@ from paceline import layout
 from paceline.log import get_logger
 from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.history import History, check_formats, highest_seq_id, read_history
+from trainer_service.journal.history import History, check_formats, highest_seq_id, read_history, segments
 from trainer_service.journal.index import read_index
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import AnswerRecord, Facts, JournalDamagedError
@@ -17,6 +17,7 @@ from trainer_service.journal.snapshots import Snapshot, SnapshotStore
 from trainer_service.runs.answers import Answers
 from trainer_service.runs.command import Command
 from trainer_service.runs.sequencer import Sequencer
+from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.settings import TrainerSettings
 
 _JOURNAL = "journal"
@@ -82,11 +83,18 @@ class Past:
 class RunStorage:
     """Makes and reads the files of runs."""
 
-    def __init__(self, volume: layout.Volume, settings: TrainerSettings, failpoints: Failpoints) -> None:
+    def __init__(
+        self,
+        volume: layout.Volume,
+        settings: TrainerSettings,
+        failpoints: Failpoints,
+        waiting_bytes: WaitingBytes,
+    ) -> None:
         self._volume = volume
         self._settings = settings
         self._failpoints = failpoints
         self._guard = DiskGuard(settings.min_free_bytes)
+        self._waiting_bytes = waiting_bytes
         self._threads = ThreadPoolExecutor(_SYNCING_THREADS, thread_name_prefix="journal")
 
     def make(self, run_id: str) -> None:
@@ -96,6 +104,10 @@ class RunStorage:
     def snapshots(self, run_id: str) -> SnapshotStore:
         """Return a run's snapshots."""
         return SnapshotStore(self._volume.run(run_id), self._failpoints, self._guard)
+
+    def journal_bytes(self, run_id: str) -> int:
+        """Return how many bytes a run's journal has, which is about the memory that what is read of it takes."""
+        return sum(path.stat().st_size for path in segments(self._volume.run(run_id) / _JOURNAL).values())
 
     def read(self, run_id: str) -> Past:
         """Read what the volume says of a run: its newest snapshot that is whole, and what its journal has after that.
@@ -138,8 +150,8 @@ class RunStorage:
             highest = index.limit if index else 0
         return max(highest, snapshot.seq_id if snapshot else 0)
 
-    def open(self, run_id: str, past: Past) -> Sequencer:
-        """Make a run's sequencer, with the answers that it gave and the commands that it has still to execute."""
+    def open(self, run_id: str, tenant: str, past: Past) -> Sequencer:
+        """Make the sequencer of a tenant's run, with the answers it gave and the commands it has still to execute."""
         sequencer = Sequencer(
             RunJournal(
                 self._volume.run(run_id) / _JOURNAL,
@@ -153,6 +165,8 @@ class RunStorage:
             gap_wait_seconds=self._settings.gap_wait_seconds,
             max_attempts=self._settings.max_attempts,
             failpoints=self._failpoints,
+            tenant=tenant,
+            waiting_bytes=self._waiting_bytes,
         )
         sequencer.attempts = past.history.attempts
         for seq_id in past.unanswered:

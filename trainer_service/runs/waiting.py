@@ -13,6 +13,7 @@ from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import Facts
 from trainer_service.runs.command import Answer, Command
 from trainer_service.runs.turn import Turn
+from trainer_service.runs.waiting_bytes import WaitingBytes
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +53,16 @@ class Pending:
 class Waiting:
     """Commands by seq_id, from their arrival to their answer."""
 
-    def __init__(self, journal: RunJournal, last_seq_id: int, gap_wait_seconds: float) -> None:
-        """Take commands after `last_seq_id`, which is in the journal."""
+    def __init__(
+        self, journal: RunJournal, last_seq_id: int, gap_wait_seconds: float, tenant: str, waiting_bytes: WaitingBytes
+    ) -> None:
+        """Take commands after `last_seq_id`, which is in the journal, and count those that wait as `tenant`'s."""
         self.appended = self._answered = last_seq_id
         """Highest seq_id that was appended to the journal."""
         self._journal = journal
         self._gap_wait = gap_wait_seconds
+        self._tenant = tenant
+        self._bytes = waiting_bytes
         self._pending: dict[int, Pending] = {}
         self._change = asyncio.Event()
         journal.on_refused = self._refuse
@@ -77,7 +82,13 @@ class Waiting:
         self.appended = max(self.appended, command.seq_id)
 
     def accept(self, command: Command) -> Pending:
-        """Take in a new command; append to the journal all whose turn to be appended has come."""
+        """Take in a new command; append to the journal all whose turn to be appended has come.
+
+        Raises QuotaExceeded or Overloaded when too many bytes of commands wait, unless it is the one that the run needs
+        to go on.
+        """
+        if not self._is_next(command):
+            self._bytes.check(self._tenant, command.size)
         pending = self._add(command)
         while following := self._pending.get(self.appended + 1):
             following.durable = self._journal.append(following.command.to_record(), sync=True)
@@ -89,15 +100,14 @@ class Waiting:
 
     def remove(self, seq_id: int) -> None:
         """Let go a command that was answered."""
-        del self._pending[seq_id]
+        self._let_go(seq_id)
         self._answered = max(self._answered, seq_id)
 
     def drop(self, is_dropped: Callable[[Pending], bool], error: errors.PacelineError) -> None:
         """Refuse commands that have not begun."""
         for pending in self:
             if pending.turn is None and is_dropped(pending):
-                del self._pending[pending.command.seq_id]
-                pending.waits_no_longer()
+                self._let_go(pending.command.seq_id)
                 pending.settle(error)
 
     def skip_to(self, seq_id: int) -> None:
@@ -119,9 +129,19 @@ class Waiting:
         self._change.set()
         self._change = asyncio.Event()
 
+    def _is_next(self, command: Command) -> bool:
+        """Whether a command is the first that is missing, and none before it is left to execute."""
+        return command.seq_id == self.appended + 1 and not any(one.durable for one in self._pending.values())
+
     def _add(self, command: Command) -> Pending:
         pending = self._pending[command.seq_id] = Pending(command, _new_answer())
+        self._bytes.add(self._tenant, command.size)
         return pending
+
+    def _let_go(self, seq_id: int) -> None:
+        pending = self._pending.pop(seq_id)
+        pending.waits_no_longer()
+        self._bytes.remove(self._tenant, pending.command.size)
 
     def _refuse(self, error: errors.PacelineError) -> None:
         """Take back the commands that could not be journaled: none was executed, and their seq_ids are free."""
@@ -137,7 +157,7 @@ class Waiting:
         seq_id = pending.command.seq_id
         if self._pending.get(seq_id) is not pending or pending.durable is not None:
             return
-        del self._pending[seq_id]
+        self._let_go(seq_id)
         missing = next(earlier for earlier in range(self.appended + 1, seq_id) if earlier not in self._pending)
         message = f"command {missing} did not come within {self._gap_wait:g} s; send it, then this one again"
         pending.settle(errors.SeqIdGap(message, field="seq_id", metadata={"missing": str(missing)}))
