@@ -40,6 +40,7 @@ from trainer_service.runs.answers import Answers
 from trainer_service.runs.command import Command
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.turn import Turn
+from trainer_service.runs.waiting_bytes import WaitingBytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from make_model import default_directory, make_model
@@ -105,7 +106,14 @@ class Run:
         RunJournal.make(directory, 1)
         journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, DiskGuard(0))
         self._sequencer = Sequencer(
-            journal, Answers(), 0, gap_wait_seconds=60, max_attempts=2, failpoints=NO_FAILPOINTS
+            journal,
+            Answers(),
+            0,
+            gap_wait_seconds=60,
+            max_attempts=2,
+            failpoints=NO_FAILPOINTS,
+            tenant="team",
+            waiting_bytes=WaitingBytes(),
         )
         self._sequencer.start(executor)
         self._executor = executor
