@@ -9,5 +9,5 @@ unit=(borrowed_base captures cpu_lora engine_losses engine_optimizers engine_run
     joint_passes logprobs lora_linear losses optimizers packed_attention paging peft_engine trading_settings varlen)
 paths=("${unit[@]/#/tests/unit/test_}")
 paths=("${paths[@]/%/.py}")
-"$bin/python" -m pytest -m "not gpu" -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadgroup \
+"$bin/python" -m pytest -m "not gpu" -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadfile \
     "${paths[@]}" tests/integration/test_ranks.py

@@ -67,7 +67,7 @@ class Services:
     """Trainer, sampler and gateway with their default settings."""
 
     def __init__(self, directory: Path, volume: Path, model: Path, trainer: dict[str, str]) -> None:
-        self.warm = WarmProcesses(directory)
+        self.warm = WarmProcesses.at_hand(directory)
         (directory / "credential").write_text("credential of the services")
         self._directory = directory
         self._abort = threading.Event()
@@ -105,6 +105,10 @@ class Services:
                 service.process.wait(60)
 
     def close(self) -> None:
+        for service in (self.gateway, self.sampler, self.trainer):
+            if service.process is not None and not service.process.wait(0):
+                service.process.kill()
+                service.process.wait(60)
         self.warm.close()
 
 
@@ -187,12 +191,13 @@ class TrainerKiller(Killer):
                 is_up, deadline = True, time.monotonic() + life
                 self.pause(process.pid)
                 if kind == "engine moment":
-                    patience = self._end_engine()
+                    patience = self._end_engine(process)
                     deadline += patience
             if engine and first and process.engines() != first:
                 self.kills[name or "engine at any moment"] += 1
                 engine, first = False, [0]
-                deadline = time.monotonic() + self.random.uniform(0.0, 1.0)
+                if is_up:
+                    deadline = time.monotonic() + self.random.uniform(0.0, 1.0)
             if time.monotonic() > deadline:
                 assert is_up, "the trainer does not start"
                 assert not (patience and engine), "a stopped engine is not replaced"
@@ -203,11 +208,11 @@ class TrainerKiller(Killer):
         assert name, f"the trainer ended by itself: {self.service.log.read_text()[-3000:]}"
         self.kills[name] += 1
 
-    def _end_engine(self) -> float:
+    def _end_engine(self, process: WarmProcess) -> float:
         """Kill the engine, or stop it for good; return how long it may take until another is there."""
         time.sleep(self.random.uniform(0.0, 1.0))
         is_stopped = self.stops and self.random.random() < 0.1
-        for pid in self.service.warm.engines():
+        for pid in process.engines():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGKILL)
         self.notes["engine stopped for good"] += is_stopped
@@ -288,7 +293,7 @@ class FullDisk:
     @staticmethod
     def _limit(services: Services, size: int, seconds: float) -> None:
         trainer = services.trainer.process
-        pids = [*([trainer.pid] if trainer is not None else []), *services.warm.engines()]
+        pids = [trainer.pid, *trainer.engines()] if trainer is not None else []
         for limit in (size, resource.RLIM_INFINITY):
             for pid in pids:
                 with suppress(ProcessLookupError):

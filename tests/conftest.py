@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from warm_processes import VARIABLE, WarmProcesses
+from warm_processes import VARIABLE, OwnWarmProcesses
 
 from paceline.machine import count_gpus
 
@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or count_gpus():  # no GPU's driver survives a fork
         return
     directory = TemporaryDirectory()
-    warm = WarmProcesses(Path(directory.name))
+    warm = OwnWarmProcesses(Path(directory.name))
     os.environ[VARIABLE] = directory.name
 
     def close() -> None:

@@ -175,7 +175,7 @@ class PowerCuts:
             Script.deleting("third", 3, keep=True),
             Script.deleting("fourth", 4, keep=False),
         ]
-        self._warm = WarmProcesses(directory)
+        self._warm = WarmProcesses.at_hand(directory)
         self._environment = {
             "PATH": "/usr/bin:/bin",
             "OMP_NUM_THREADS": "1",

@@ -23,8 +23,6 @@ VARIABLE = "WARM_PROCESSES"
 """The directory of the sockets, in the environment of the tests and of what they start."""
 
 _ENGINE = "trainer_service.engine"
-_ENGINE_NAME = "engine"
-"""Of its process, so that it can be found among the forks."""
 _PROGRAMS = {
     "trainer_service": (
         f"{_ENGINE}.__main__",
@@ -40,10 +38,30 @@ _PROGRAMS = {
 
 
 class WarmProcesses:
-    """The forking processes, as whoever ends them holds them."""
+    """The forking processes that listen in a directory, as whoever asks them holds them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+
+    @staticmethod
+    def at_hand(directory: Path) -> "WarmProcesses":
+        """Return those that all tests share; where there are none, as in a bench, new ones in `directory`."""
+        shared = os.environ.get(VARIABLE)
+        return WarmProcesses(Path(shared)) if shared else OwnWarmProcesses(directory)
+
+    def start(self, environment: dict[str, str], log: Path, program: str = "trainer_service") -> "WarmProcess":
+        """Start a service."""
+        return WarmProcess(_ask_for_service(self.directory, program, environment, log))
+
+    def close(self) -> None:
+        """End them if they are one's own."""
+
+
+class OwnWarmProcesses(WarmProcesses):
+    """The forking processes, as whoever ends them holds them."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
         stand_in = directory / "python"
         here = str(Path(__file__).parent)
         stand_in.write_text(
@@ -57,16 +75,6 @@ class WarmProcesses:
         alive, self._alive = socket.socketpair()
         with alive:
             self._servers = [self._serve(name, alive.fileno()) for name in _PROGRAMS]
-
-    def start(self, environment: dict[str, str], log: Path, program: str = "trainer_service") -> "WarmProcess":
-        """Start a service."""
-        return WarmProcess(_ask_for_service(self.directory, program, environment, log))
-
-    def engines(self) -> list[int]:
-        """Process ids of the trainers' engines."""
-        server = self._servers[list(_PROGRAMS).index("trainer_service")].pid
-        pids = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-        return [int(pid) for pid in pids if _name_of(pid) == _ENGINE_NAME]
 
     def close(self) -> None:
         self._alive.shutdown(socket.SHUT_RDWR)  # forks of this process hold it, too, so closing it would tell nothing
@@ -116,10 +124,11 @@ class WarmProcess:
         return self.returncode is not None
 
     def engines(self) -> list[int]:
-        """Process ids of what it started."""
+        """Process ids of the engines that were forked for it."""
         try:
-            return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
-        except FileNotFoundError:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+            return [behind(pid) for pid in map(int, children) if behind(pid) != pid]
+        except (FileNotFoundError, ProcessLookupError):  # one of them has just ended
             return []
 
 
@@ -154,13 +163,6 @@ def _ask(directory: Path, server: str, program: str, environment: dict[str, str]
     message = json.dumps({"program": program, "environment": environment, "cwd": str(Path.cwd())}).encode()
     connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))])
     return connection
-
-
-def _name_of(pid: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def _end_with_parent(alive: int, forks: set[int]) -> None:
@@ -235,7 +237,6 @@ def _run(message: dict, files: list[int]) -> None:
         if recorder := sys.modules.get("file_recorder"):
             recorder.record_me()
         if program == _ENGINE:
-            Path("/proc/self/comm").write_text(_ENGINE_NAME)
             os.dup2(files[1], 2)
             sys.argv = [program, "--fd", str(files[0])]
         else:

@@ -30,7 +30,7 @@ class WarmTrainer:
         self.volume = volume or directory / "volume"
         self.log = directory / "trainer.log"
         self.port, self.health = free_port(), free_port()
-        self.warm = WarmProcesses(directory)
+        self.warm = WarmProcesses.at_hand(directory)
         self.service = None
         self.environment = {
             "PATH": "/usr/bin:/bin",
@@ -62,12 +62,6 @@ class WarmTrainer:
         """Kill the engine alone."""
         for pid in self.service.engines():
             os.kill(pid, signal.SIGKILL)
-
-    def forks(self):
-        """Return the process ids of what was forked and is no service: engines."""
-        tasks = [Path(f"/proc/{server.pid}/task/{server.pid}/children") for server in self.warm._servers]
-        children = [int(pid) for task in tasks for pid in task.read_text().split()]
-        return [pid for pid in children if pid != self.service.pid]
 
     def close(self):
         self.warm.close()

@@ -12,11 +12,11 @@ from tiny_models import make_tiny_llama
 from paceline import errors
 from paceline.rpc.channel import open_channel
 
-KILLS = 50
+KILLS = 24
 MOST_JOURNAL_BYTES = 65_536
 """All commands of a run take several times this, those since its last snapshots a fraction."""
 
-pytestmark = [pytest.mark.services, pytest.mark.xdist_group("chaos")]
+pytestmark = pytest.mark.services
 
 
 @pytest.fixture

@@ -1,24 +1,29 @@
 """Whatever a power cut leaves, the trainer starts on it, whole, with all that it acknowledged."""
 
 import pytest
+import pytest_asyncio
 from kept_volume import Kept
 from power_cut_run import Cut, PowerCuts
 from tiny_models import make_tiny_llama
 
 CUTS = 24
 
-pytestmark = [pytest.mark.services, pytest.mark.xdist_group("chaos")]
+pytestmark = [pytest.mark.services, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.fixture
-def cuts(tmp_path):
-    cuts = PowerCuts(tmp_path, make_tiny_llama(tmp_path / "model"), rounds=3)
-    yield cuts
-    cuts.close()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cuts(tmp_path_factory):
+    """A recording, and what makes cuts of it."""
+    folder = tmp_path_factory.mktemp("cuts")
+    cuts = PowerCuts(folder, make_tiny_llama(folder / "model"), rounds=3)
+    try:
+        await cuts.record()
+        yield cuts
+    finally:
+        cuts.close()
 
 
 async def test_nothing_acknowledged_is_lost_or_torn_by_power_cuts(cuts):
-    await cuts.record()
     names = {call.name for call in cuts.calls}
     assert {"write", "fsync", "fdatasync", "rename", "renameat2", "link", "unlinkat", "mkdir"} <= names
     found = [
@@ -30,10 +35,9 @@ async def test_nothing_acknowledged_is_lost_or_torn_by_power_cuts(cuts):
 
 
 async def test_a_recording_is_all_that_was_written(cuts, tmp_path):
-    await cuts.record()
     volume = tmp_path / "again"
     cuts.leave(volume, Cut(len(cuts.calls), Kept.EVERYTHING, 0))
-    assert _contents(volume) == _contents(tmp_path / "recorded")
+    assert _contents(volume) == _contents(cuts.directory / "recorded")
 
 
 def _contents(root):

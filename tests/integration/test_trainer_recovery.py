@@ -13,7 +13,7 @@ from paceline import codec, errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum
 
-pytestmark = [pytest.mark.services, pytest.mark.xdist_group("warm_trainer")]
+pytestmark = pytest.mark.services
 
 
 @pytest.fixture

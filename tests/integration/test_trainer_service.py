@@ -135,7 +135,12 @@ def credential(cluster):
 
 @pytest.fixture
 async def caller(channel, credential):
-    return await Caller(channel, credential, "team").create_run()
+    """A tenant with a run. Its runs go with the test, for a trainer that is started again brings all of them back."""
+    caller = await Caller(channel, credential, "team").create_run()
+    yield caller
+    while runs := (await caller.call("ListRuns", pb.ListRunsRequest())).runs:
+        for run in runs:
+            await caller.call("DeleteRun", pb.DeleteRunRequest(run_id=run.run_id, delete_checkpoints=True))
 
 
 def with_input(name, values, datum=DATUM):
