@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.rpc.server import serve
 from paceline.settings import load_settings
+from sampler_service.engine.base import EngineUnfit
 from sampler_service.engine.factory import create_service_engine
 from sampler_service.service import SamplerService
 from sampler_service.settings import SamplerSettings
@@ -16,12 +17,15 @@ def main() -> None:
     """Serve until SIGTERM, or until an engine that died does not come up again."""
     settings = load_settings(SamplerSettings)
     registry = CollectorRegistry()
-    engine = create_service_engine(settings.engine, settings.bridge, settings.serves, settings.engine_options)
-    if settings.engine == "vllm":
-        from sampler_service.engine.vllm_forks import start_fork_server  # noqa: PLC0415
+    try:
+        engine = create_service_engine(settings.engine, settings.bridge, settings.serves, settings.engine_options)
+        if settings.engine == "vllm":
+            from sampler_service.engine.vllm_forks import start_fork_server  # noqa: PLC0415
 
-        start_fork_server()
-    uvloop.run(serve(SamplerService(settings, engine, registry), settings, registry))
+            start_fork_server()
+        uvloop.run(serve(SamplerService(settings, engine, registry), settings, registry))
+    except EngineUnfit as unfit:
+        raise SystemExit(str(unfit)) from None
 
 
 # Engines start processes that import this module again.

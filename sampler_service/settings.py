@@ -105,6 +105,8 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     """Groups of GPUs that the layers are dealt to."""
     apply: Literal["direct", "stock"] = "direct"
     """How vLLM gets a version: copied straight into a slot, or by vLLM's own loading."""
+    outputs: Literal["direct", "stock"] = "direct"
+    """How tokens leave vLLM: taken where it hands them over, or by vLLM's own conversion."""
     enforce_eager: bool = False
     """Run without compiled graphs: starts faster, decodes slower."""
 
@@ -149,6 +151,7 @@ class SamplerSettings(BackendSettings, UpstreamTls):
             enforce_eager=self.enforce_eager,
             max_num_seqs=self.max_num_seqs,
             apply=self.apply,
+            outputs=self.outputs,
             base_dir=self.base_dir if self.bridge == "shared" else None,
             in_place=self.in_place,
         )

@@ -12,6 +12,10 @@ from paceline.types import ModelInfo, SamplingParams, StopReason, TopkLogprobs, 
 from paceline.types.training import Array
 
 
+class EngineUnfit(RuntimeError):
+    """The engine's library is another one than is known here. The message is a sentence that says what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A loaded adapter. `name` and `path` are unique for ever: engines cache by them."""

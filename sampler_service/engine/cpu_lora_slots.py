@@ -92,6 +92,8 @@ class PackedPair(Pair):
         # An alias made by `data` counts the writes to it and to its views, and to no others.
         self.written = [tuple(one.data[slot] for one in (a, *parts)) for slot in range(slots)]
         """Each slot of a and of every part's b, as it is written."""
+        self._whole = (a, *parts)
+        """They count the writes that do not go by slot, of which none is expected; then every slot is packed anew."""
         self._packed: list[tuple[int, ...]] = [()] * slots
         """The writes that were counted when each slot was packed."""
 
@@ -110,8 +112,9 @@ class PackedPair(Pair):
         return sum(one.nbytes for one in (self.a, *self.parts, self._a, self._b))
 
     def prepare(self, slots: Iterable[int]) -> None:
+        whole = [one._version for one in self._whole]
         for slot in slots:
-            writes = tuple([one._version for one in self.written[slot]])
+            writes = (*whole, *[one._version for one in self.written[slot]])
             if writes != self._packed[slot]:
                 for into, source in self._blocks[slot]:
                     np.copyto(into, source)

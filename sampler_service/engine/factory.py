@@ -18,6 +18,7 @@ def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: E
     With `in_place` that engine's weights can be written. Where whole models are served, its model is overwritten, which
     hf cannot; but for the bridge restart, where the engine is built again for each.
     """
+    _check(kind, options)
     if options.in_place != "off" and kind == "vllm":
         from sampler_service.engine.vllm_in_place import InPlaceEngine  # noqa: PLC0415
 
@@ -31,12 +32,22 @@ def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: E
     return RebuildingEngine(InPlaceVllmEngine, options)
 
 
+def _check(kind: EngineKind, options: EngineOptions) -> None:
+    """Look at vLLM's internals before anything else of it is imported."""
+    if kind == "vllm":
+        from sampler_service.engine.vllm_check import check_vllm  # noqa: PLC0415
+
+        check_vllm(options)
+
+
 def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:
     """Make an engine; nothing is loaded before its `start`. Only the module of the engine asked for is imported.
 
-    Raises ImportError when the engine's library is not installed, ValueError on an unknown kind, and where hf is told
+    Raises ImportError when the engine's library is not installed, EngineUnfit when it is another one than is known,
+    ValueError on an unknown kind, and where hf is told
     to lend its base weights.
     """
+    _check(kind, options)
     if kind == "vllm":
         from sampler_service.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 

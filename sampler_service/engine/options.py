@@ -8,6 +8,7 @@ from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Apply = Literal["direct", "stock"]
+Outputs = Literal["direct", "stock"]
 InPlace = Literal["off", "paused", "hogwild"]
 
 
@@ -41,6 +42,8 @@ class EngineOptions:
     """Completions that one step can advance; others wait."""
     apply: Apply = "direct"
     """How vLLM gets an adapter: copied straight into its slot, or by vLLM's own loading."""
+    outputs: Outputs = "direct"
+    """How tokens leave vLLM: taken where it hands them over, or by vLLM's own conversion and generators."""
     base_dir: Path | None = None
     """Directory where the base weights are lent to a trainer on the same machine; None means that they are not."""
     in_place: InPlace = "off"

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import vllm
@@ -19,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from paceline.errors import EngineUnavailable, InvalidArgument
+from paceline.log import get_logger
 from paceline.shared_base import clear
 from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types.training import Array
@@ -29,7 +31,6 @@ from sampler_service.engine.coalescer import Coalescer, Crowd
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.vllm_adapters import AdapterLoader
-from sampler_service.engine.vllm_feed import FedLlm
 from sampler_service.engine.vllm_grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm_lending import LOAD_FORMAT, extra_config
 from sampler_service.engine.vllm_params import (
@@ -40,6 +41,12 @@ from sampler_service.engine.vllm_params import (
     scoring_params,
     topk_rows,
 )
+from sampler_service.engine.vllm_stock import StockLlm
+
+if TYPE_CHECKING:
+    from sampler_service.engine.vllm_feed import FedLlm
+
+_log = get_logger(__name__)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for its max_lora_rank."""
@@ -47,13 +54,15 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MAX_TOPK = 1024
 """Most likeliest tokens per position that a request may ask for; the service sets the limit that users see."""
 
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
 CPU_BLOCK_SIZE = 32
 """Tokens per block of the KV cache on CPU: the smallest that vLLM takes there, so that short prompts are shared too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    fed: FedLlm
+    fed: FedLlm | StockLlm
     loader: AdapterLoader
     info: ModelInfo
     linear: LinearShapes
@@ -95,6 +104,8 @@ class VllmEngine:
         _prepare_environment()
         # In a thread, as all that takes long here: other models are loaded while the service lives.
         config = await asyncio.to_thread(engine_args(self._options).create_engine_config)
+        if config.use_v2_model_runner:
+            _log.warning("model runner V2 is used, with which nothing here was tested", variable=RUNNER_VARIABLE)
         model = config.model_config
         info = ModelInfo(
             name=self._options.model_name,
@@ -110,7 +121,7 @@ class VllmEngine:
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         loader = AdapterLoader(llm, self._options)
-        self._started = _Started(FedLlm.of(llm), loader, info, linear)
+        self._started = _Started(_feeding(llm, self._options), loader, info, linear)
         sizes = await loader.start()
         self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
 
@@ -205,6 +216,15 @@ class VllmEngine:
         raise EngineUnavailable("the engine stopped before the sequence was scored")
 
 
+def _feeding(llm: AsyncLLM, options: EngineOptions) -> FedLlm | StockLlm:
+    if options.outputs == "stock":
+        return StockLlm(llm)
+    # Not imported otherwise: of a vLLM that hands tokens out in another way its parts may be gone.
+    from sampler_service.engine.vllm_feed import FedLlm  # noqa: PLC0415
+
+    return FedLlm.of(llm)
+
+
 def engine_args(options: EngineOptions) -> AsyncEngineArgs:
     """Map the options; what vLLM decides better by itself is left to it."""
     rank = min((rank for rank in RANKS if rank >= options.max_lora_rank), default=options.max_lora_rank)
@@ -238,6 +258,9 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
         args.model_loader_extra_config = extra_config(options)
         # Steps that are prepared ahead would be marked with a version that came after they were computed.
         args.async_scheduling = False if options.in_place == "hogwild" else None
+    if options.pipeline_parallel_size > 1:
+        # The model runner that is used prepares no steps ahead there.
+        args.async_scheduling = False
     if current_platform.is_cpu():
         _set_cpu_args(args, options)
     return args
@@ -259,6 +282,9 @@ def _prepare_environment() -> None:
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") != "0":
         raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION lets anyone who reaches vLLM's sockets run code; unset it")
     os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_WORKER_MULTIPROC_METHOD="spawn")
+    # vLLM has two model runners and takes the second where it finds Triton. What is done here with adapters, seeds,
+    # filters and log-probabilities was tested with the first.
+    os.environ.setdefault(RUNNER_VARIABLE, "0")
     if current_platform.is_cpu():
         # With adapters vLLM runs eagerly on CPU; the few functions that it compiles all the same need a C++ compiler,
         # which a machine that only serves does not have.

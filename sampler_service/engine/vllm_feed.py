@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import vllm
 from vllm.outputs import PoolingRequestOutput, RequestOutput
@@ -22,9 +23,10 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
 
-from sampler_service.engine.base import GenerationRequest, TokenDelta
+from sampler_service.engine.base import EngineUnfit, GenerationRequest, TokenDelta
 from sampler_service.engine.coalescer import Coalescer
-from sampler_service.engine.vllm_params import lora_request, prompt_input, token_delta
+from sampler_service.engine.vllm_params import lora_request, prompt_input
+from sampler_service.engine.vllm_stock import put_tokens
 
 
 class Feed(RequestOutputCollector):
@@ -62,10 +64,7 @@ class Feed(RequestOutputCollector):
 
     def _take(self, output: RequestOutput) -> None:
         try:
-            for completion in output.outputs:
-                delta = token_delta(completion, self._topk)
-                delta.prompt_cache_hit_tokens = output.num_cached_tokens or 0
-                self._tokens.put(delta)
+            put_tokens(output, self._topk, self._tokens)
         except Exception as error:  # the reader raises it
             self._tokens.close(error)
         if output.finished:
@@ -77,8 +76,8 @@ class FeedingProcessor(OutputProcessor):
     """vLLM's conversion of what its engine sends, past which plain tokens go."""
 
     def __init__(self, replaced: OutputProcessor) -> None:
-        """Take the place of one that has had no requests."""
-        super().__init__(replaced.tokenizer, log_stats=replaced.log_stats, stream_interval=replaced.stream_interval)
+        """Take the place of one that has had no requests, with all that it was made with, known here or not."""
+        vars(self).update(vars(replaced))
         self._feeds: dict[str, Feed] = {}
 
     def add_request(
@@ -88,10 +87,12 @@ class FeedingProcessor(OutputProcessor):
         parent_req: ParentRequest | None = None,
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
+        *others: Any,
+        **named: Any,
     ) -> None:
         """Register a request, with its feed if it has one."""
         feed = self._feeds.get(request.external_req_id or "")
-        super().add_request(request, prompt, parent_req, request_index, feed or queue)
+        super().add_request(request, prompt, parent_req, request_index, feed or queue, *others, **named)
 
     @contextmanager
     def feeding(self, request_id: str, feed: Feed) -> Iterator[None]:
@@ -108,10 +109,12 @@ class FeedingProcessor(OutputProcessor):
         engine_core_timestamp: float | None = None,
         iteration_stats: IterationStats | None = None,
         weight_version: str | None = None,
+        *others: Any,
+        **named: Any,
     ) -> OutputProcessorOutput:
         """Hand a step's tokens to whom they belong."""
         rest = [output for output in engine_core_outputs if not self._feed(output, weight_version)]
-        return super().process_outputs(rest, engine_core_timestamp, iteration_stats, weight_version)
+        return super().process_outputs(rest, engine_core_timestamp, iteration_stats, weight_version, *others, **named)
 
     def _feed(self, output: EngineCoreOutput, weight_version: str | None) -> bool:
         state = self.request_states.get(output.request_id)
@@ -134,10 +137,11 @@ class FedLlm:
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> FedLlm:
-        """Take over what vLLM hands out. Raises RuntimeError when this vLLM does that in another way."""
+        """Take over what vLLM hands out. Raises EngineUnfit when this vLLM does that in another way."""
         if type(llm.output_processor) is not OutputProcessor or llm.output_handler is not None:
-            raise RuntimeError(
-                f"vLLM {vllm.__version__} hands tokens out in another way. Install the version in requirements/"
+            raise EngineUnfit(
+                f"vLLM {vllm.__version__} hands tokens out by another OutputProcessor than its own, or has begun to; "
+                "install the version that requirements/ pins, or set PACELINE_SAMPLER_OUTPUTS=stock"
             )
         llm.output_processor = processor = FeedingProcessor(llm.output_processor)
         return cls(llm, processor)

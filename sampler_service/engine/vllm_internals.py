@@ -18,6 +18,7 @@ import vllm
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
+from sampler_service.engine.base import EngineUnfit
 from sampler_service.engine.cpu_lora_slots import Slots
 
 _MANAGER = "lora_manager._adapter_manager"
@@ -44,14 +45,14 @@ class VllmInternals:
     """The account that one worker keeps of its adapters; used in the worker's own thread, between two steps."""
 
     def __init__(self, model_runner: Any, *, direct: bool) -> None:
-        """Look for what is used; `direct` adds what slots need. Raises RuntimeError when something is missing."""
+        """Look for what is used; `direct` adds what slots need. Raises EngineUnfit when something is missing."""
         missing = [path for path in (_EVERY_WAY + _DIRECT if direct else _EVERY_WAY) if not _has(model_runner, path)]
         if direct and not any(_has(model_runner, path) for path in _RUNNING):
             missing.append(" or ".join(_RUNNING))
         if missing:
-            raise RuntimeError(
-                f"vLLM {vllm.__version__} keeps adapters in another way: its model runner has no {', '.join(missing)}. "
-                "Install the version in requirements/, or, where that helps, set apply=stock"
+            raise EngineUnfit(
+                f"vLLM {vllm.__version__} keeps adapters in another way: its model runner has no {', '.join(missing)}; "
+                "install the version that requirements/ pins, or, where that helps, set PACELINE_SAMPLER_APPLY=stock"
             )
         self._runner = model_runner
         self._manager = model_runner.lora_manager._adapter_manager

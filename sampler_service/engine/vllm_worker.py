@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.lora.request import LoRARequest
@@ -17,7 +17,9 @@ from sampler_service.engine.vllm_internals import VllmInternals
 
 # Imported here, in the process that loads the model, it also registers its loader with vLLM.
 from sampler_service.engine.vllm_lending import write_model
-from sampler_service.engine.vllm_slots import SlotWriter
+
+if TYPE_CHECKING:
+    from sampler_service.engine.vllm_slots import SlotWriter
 
 
 class WorkerExtension:
@@ -40,6 +42,9 @@ class WorkerExtension:
         """
         self.internals = VllmInternals(self.model_runner, direct=direct)
         if direct:
+            # Not imported otherwise: of a vLLM that keeps adapters in another way its parts may be gone.
+            from sampler_service.engine.vllm_slots import SlotWriter  # noqa: PLC0415
+
             self.slot_writer = SlotWriter(self.internals)
             if self.internals.can_look_aside:
                 self.inbox = MidStepInbox(mid_step, self._load_mid_step)

@@ -29,8 +29,8 @@ def reference(model_path: Path) -> Reference:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=["hf", "vllm", "vllm stock"])
 async def engine(request: pytest.FixtureRequest, model_path: Path, vllm_here: None) -> AsyncIterator[SamplerEngine]:
-    kind, _, apply = request.param.partition(" ")
-    engine = create_engine(kind, replace(options_for(model_path), apply=apply or "direct"))
+    kind, _, way = request.param.partition(" ")
+    engine = create_engine(kind, replace(options_for(model_path), apply=way or "direct", outputs=way or "direct"))
     await engine.start()
     yield engine
     await engine.stop()
