@@ -55,6 +55,47 @@ _SCALED_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "num_key_value_heads": 2,
+}
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 32,
+}
+_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "glm4": {"head_dim": 32},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "phi": {"num_key_value_heads": 2},
+    "falcon": {"new_decoder_architecture": False, "alibi": False},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_dim": 64,
+        "block_dim": 64,
+    },
+    "qwen3_5_text": _LINEAR,
+    "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "head_dim": 32},
+    "deepseek_v3": {**_EXPERTS, **_LATENT},
+    "mixtral": {"num_local_experts": 4},
+}
+"""By model type: what a tiny model needs beside _SHAPE."""
+
 
 def make_tiny_llama(directory: Path, *, tied: bool = False, seed: int = 0, scaled_rope: bool = False) -> Path:
     """Save a random Llama with grouped-query attention and its tokenizer; returns `directory`."""
@@ -74,7 +115,8 @@ def make_tiny_qwen3(directory: Path, *, tied: bool = True, seed: int = 0) -> Pat
 
 def make_tiny(kind: str, directory: Path, *, seed: int = 0, **settings: Any) -> Path:
     """Save a random model of a `model_type` and its tokenizer; returns `directory`."""
-    config = AutoConfig.for_model(kind, **(_SHAPE | {"tie_word_embeddings": False} | settings))
+    own = _ARCHITECTURES.get(kind, {})
+    config = AutoConfig.for_model(kind, **{**_SHAPE, "tie_word_embeddings": False, **own, **settings})
     return _save(AutoModelForCausalLM.from_config, config, directory, seed)
 
 

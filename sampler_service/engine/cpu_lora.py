@@ -7,7 +7,8 @@ while decoding, so that requests to the base model are answered with somebody's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe import layer as moe_layer
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -191,6 +193,21 @@ def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair | Expansion, sc
             y.index_copy_(0, rows, into)
 
 
+@contextmanager
+def _experts_for_cpus() -> Iterator[None]:
+    """Have experts computed by the kernels for CPUs. They get no adapter: `VllmEngine` leaves them out.
+
+    Where a model may have adapters vLLM chooses Triton's kernels, which a CPU has not, and dies of the first request.
+    """
+    layer: Any = moe_layer
+    made = layer.FusedMoEConfig
+    layer.FusedMoEConfig = lambda **config: made(**config | {"is_lora_enabled": False})
+    try:
+        yield
+    finally:
+        layer.FusedMoEConfig = made
+
+
 class GroupedLoraCpuWorker(CPUWorker):
     """vLLM's CPU worker with these operators; chosen through `worker_cls`."""
 
@@ -198,7 +215,8 @@ class GroupedLoraCpuWorker(CPUWorker):
         """Load the model, whose LoRA layers ask the platform for their operators, and lay out its slots."""
         name = f"{GroupedPunicaWrapper.__module__}.{GroupedPunicaWrapper.__name__}"
         current_platform.get_punica_wrapper = lambda: name  # type: ignore[method-assign]
-        super().load_model(*args, **kwargs)
+        with _experts_for_cpus():
+            super().load_model(*args, **kwargs)
         for layer in self.get_model().modules():
             if isinstance(layer, BaseLinearLayerWithLoRA):
                 layer.lora_a_stacked, layer.lora_b_stacked = lay_out(layer.lora_a_stacked, layer.lora_b_stacked)

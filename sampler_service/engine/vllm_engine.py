@@ -119,6 +119,9 @@ class VllmEngine:
         # position is never computed.
         model.max_model_len += 1
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
+        if current_platform.is_cpu() and model.is_moe and config.lora_config is not None:
+            # Else vLLM has experts wait for adapters, too, and computes them by Triton in every request.
+            config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         loader = AdapterLoader(llm, self._options)
         self._started = _Started(_feeding(llm, self._options), loader, info, linear)

@@ -17,45 +17,6 @@ from trainer_service.engine.adapters import adapt
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
-_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-_LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 2,
-}
-_LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 32,
-}
-SETTINGS = {
-    "llama": {},
-    "phi3": {},
-    "glm4": {"head_dim": 32},
-    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
-    "phi": {"num_key_value_heads": 2},
-    "gpt_neox": {},
-    "falcon": {"new_decoder_architecture": False, "alibi": False},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "qwen3_5_text": _LINEAR,
-    "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
-    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "head_dim": 32},
-    "deepseek_v3": {**_EXPERTS, **_LATENT},
-    "mixtral": {"num_local_experts": 4},
-    "gpt2": {},
-}
-"""Of model types, beside those that all tiny models have."""
-
 QKV, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 FUSED = ("query_key_value", "dense")
 FOUR = ("dense_h_to_4h", "dense_4h_to_h")
@@ -100,12 +61,12 @@ EXPERTS = {
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """Make tiny models of any type that SETTINGS has, each once."""
+    """Make tiny models of any type, each once."""
     made = {}
 
     def directory(kind):
         if kind not in made:
-            made[kind] = make_tiny(kind, tmp_path_factory.mktemp(kind), **SETTINGS[kind])
+            made[kind] = make_tiny(kind, tmp_path_factory.mktemp(kind))
         return made[kind]
 
     return directory
@@ -177,8 +138,7 @@ def test_a_default_run_is_refused_where_it_would_train_a_part(directories, kind)
 
 
 def test_layers_that_the_group_covers_are_not_refused(directories, tmp_path):
-    settings = SETTINGS["qwen2_moe"] | {"mlp_only_layers": [0]}
-    engine = make_engine(make_tiny("qwen2_moe", tmp_path, **settings))
+    engine = make_engine(make_tiny("qwen2_moe", tmp_path, mlp_only_layers=[0]))
     info = engine.create_run("run", LoraConfig(rank=2, train_attn=False, layers=(0,)))
     assert info.modules == tuple(f"model.layers.0.mlp.{name}" for name in GATED)
     with pytest.raises(InvalidArgument, match=r"model\.layers\.1\.mlp\.experts") as caught:
