@@ -30,6 +30,8 @@ from paceline.types import CheckpointKind
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 MANIFEST_FILE = "manifest.json"
+STAGED = ".new-"
+"""How the names of files and directories begin that are being written."""
 RUN_FILE, DELETED_FILE = "run.json", "deleted.json"
 """What a run is, and what it was where its checkpoints outlive it."""
 MODEL_FILE = "model.safetensors"
@@ -140,7 +142,7 @@ def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True)
     """
     if final.exists() and not overwrite:
         raise FileExistsError(final)
-    staging = final.parent / f".new-{uuid4().hex}"
+    staging = final.parent / f"{STAGED}{uuid4().hex}"
     if durable:
         make_folder(final.parent)
     try:
@@ -196,7 +198,7 @@ def link_files(source: Path, target: Path) -> None:
 
 def write_file(final: Path, data: bytes) -> None:
     """Write a file durably; readers see the old content or the new, never a mixture."""
-    staging = final.parent / f".new-{uuid4().hex}"
+    staging = final.parent / f"{STAGED}{uuid4().hex}"
     try:
         with staging.open("xb") as file:
             file.write(data)
@@ -258,7 +260,7 @@ def sweep(folder: Path) -> None:
         _, _, name = left.name.removeprefix(".old-").partition(".")
         if name and not (folder / name).exists():
             left.rename(folder / name)
-    for left in (*folder.glob(".new-*"), *folder.glob(".old-*")):
+    for left in (*folder.glob(f"{STAGED}*"), *folder.glob(".old-*")):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 

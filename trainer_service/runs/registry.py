@@ -55,6 +55,10 @@ class RunRegistry:
             if (folder / DELETED_FILE).exists() or not layout.is_run_id(folder.name):
                 continue
             try:
+                if await asyncio.to_thread(self._storage.holds_nothing, folder.name):
+                    _log.info("folder of a run that was never made removed", run=folder.name)
+                    await asyncio.to_thread(layout.remove_directory, folder)
+                    continue
                 record = await self._restore(folder)
             except Exception as error:
                 self._unreadable[folder.name] = str(error)

@@ -10,9 +10,9 @@ from paceline.log import get_logger
 from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import History, check_formats, highest_seq_id, read_history, segments
-from trainer_service.journal.index import read_index
+from trainer_service.journal.index import index_path, read_index
 from trainer_service.journal.journal import RunJournal
-from trainer_service.journal.records import AnswerRecord, Facts, JournalDamagedError
+from trainer_service.journal.records import AnswerRecord, Facts, JournalDamagedError, UnknownFormatError
 from trainer_service.journal.snapshots import Snapshot, SnapshotStore
 from trainer_service.runs.answers import Answers
 from trainer_service.runs.command import Command
@@ -100,6 +100,23 @@ class RunStorage:
     def make(self, run_id: str) -> None:
         """Make a new run's journal."""
         RunJournal.make(self._volume.run(run_id) / _JOURNAL, base=1)
+
+    def holds_nothing(self, run_id: str) -> bool:
+        """Whether a run's folder has nothing in it but a journal that never took a command, or less. Raises OSError.
+
+        It is what a CreateRun leaves that was killed before it wrote the run's file: nobody was told of the run.
+        """
+        folder = self._volume.run(run_id)
+        directory = folder / _JOURNAL
+        own = {directory.name, index_path(directory).name}
+        if any(path.name not in own and not path.name.startswith(layout.STAGED) for path in folder.iterdir()):
+            return False
+        try:
+            history = read_history(directory) if directory.exists() else History(1)
+        except (JournalDamagedError, UnknownFormatError):
+            return False
+        is_torn = history.end is not None and history.end.good_bytes != history.end.size
+        return not is_torn and (history.base, history.last_seq_id, len(history.answers)) == (1, 0, 0)
 
     def snapshots(self, run_id: str) -> SnapshotStore:
         """Return a run's snapshots."""

@@ -1,0 +1,260 @@
+"""Runs on the volume: what a start finds, leaves alone and removes, where the disk fails or is full."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import os
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from journaled import Executor
+
+from paceline import errors, layout
+from paceline.rpc.identity import Identity
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import LoraConfig
+from trainer_service.failpoints import NO_FAILPOINTS
+from trainer_service.journal.records import Facts
+from trainer_service.runs.command import Command
+from trainer_service.runs.record import RunRecord
+from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.storage import RunStorage
+from trainer_service.settings import TrainerSettings
+
+TEAM = Identity("team")
+RUN, OTHER = (layout.new_run_id() for _ in range(2))
+
+
+@pytest.fixture
+def volume(tmp_path):
+    return layout.Volume(tmp_path / "volume")
+
+
+@asynccontextmanager
+async def registry_of(volume):
+    """A registry that has read the volume, as at a start."""
+    settings = TrainerSettings(model="tiny", checkpoint_dir=volume.root, min_free_bytes=0, insecure=True)
+    registry = RunRegistry(volume, RunStorage(volume, settings, NO_FAILPOINTS))
+    try:
+        await registry.restore()
+        yield registry
+    finally:
+        await registry.close()
+
+
+async def make_run(registry, run_id, commands=5):
+    """Make a run that executed commands and has a snapshot after the second one."""
+    async with registry.making(run_id) as (sequencer, snapshots):
+        record = RunRecord(
+            run_id=run_id,
+            tenant=TEAM.tenant,
+            base_model="tiny",
+            parameters=LoraConfig(rank=4),
+            create_time=datetime.now(UTC),
+            trainable_parameters=1,
+            request_id=f"request of {run_id}",
+            request_digest="d1",
+            sequencer=sequencer,
+            snapshots=snapshots,
+        )
+        await registry.add(record)
+    executor = Executor()
+    sequencer.start(executor)
+    for seq_id in range(1, commands + 1):
+        await sequencer.execute(Command.of(pb.OptimStepRequest(run_id=run_id, seq_id=seq_id), TEAM.tenant))
+        if seq_id == 2:
+            await take_snapshot(record, executor)
+    return record
+
+
+async def take_snapshot(record, executor):
+    async def write(directory):
+        (directory / "weights").write_bytes(b"w" * 1000)
+        await record.sequencer.answered(2, executor)
+        return Facts(step=2), list(record.sequencer.answers)
+
+    await record.sequencer.journal.rotate()
+    await record.snapshots.save(2, 1000, write)
+    await record.sequencer.journal.drop(record.snapshots.drop_old())
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Let reading a file fail of EIO, as a disk does that has trouble; returns what names it and how often it does."""
+    failing: list[Path] = []
+
+    def checked(function):
+        def call(file, *args, **kwargs):
+            mode = kwargs.get("mode", args[0] if args else "r")
+            is_read = isinstance(mode, int) or "r" in mode
+            if is_read and isinstance(file, str | os.PathLike) and Path(file) in failing:
+                failing.remove(Path(file))
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+            return function(file, *args, **kwargs)
+
+        return call
+
+    for module in (io, __import__("builtins")):
+        monkeypatch.setattr(module, "open", checked(open))
+
+    def fail(path, times):
+        failing[:] = [path] * times
+
+    return fail
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("times", [1, 1000])
+async def test_a_file_that_cannot_be_read_now_costs_nothing_and_changes_nothing(volume, unreadable, times):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+        await make_run(registry, OTHER)
+    folder = volume.run(RUN)
+    intact = contents(folder)
+    assert {path.parts[0] for path in intact} == {"run.json", "run.copy.json", "journal", "journal.json", "snapshots"}
+    served = []
+    for name in intact:
+        unreadable(folder / name, times)
+        async with registry_of(volume) as registry:
+            with suppress(errors.RunStateLost):
+                served.append((name.parts[0], registry.get(RUN, TEAM).sequencer.last_seq_id))
+            assert registry.get(OTHER, TEAM).sequencer.last_seq_id == 5
+        unreadable(folder / name, 0)
+        assert contents(folder) == intact, name
+    assert served == [("run.copy.json", 5)]  # which nobody has to read
+    async with registry_of(volume) as registry:
+        assert (registry.get(RUN, TEAM).step, registry.get(RUN, TEAM).sequencer.last_seq_id) == (5, 5)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["no journal", "no index", "journal", "half a file"])
+async def test_what_a_killed_create_run_leaves_is_removed_at_the_next_start(volume, how):
+    async with registry_of(volume) as registry:
+        with pytest.raises(asyncio.CancelledError):
+            async with registry.making(RUN):
+                left = contents(volume.run(RUN))
+                raise asyncio.CancelledError
+    folder = volume.run(RUN)
+    folder.mkdir()
+    if how != "no journal":
+        for name, content in left.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+    if how == "no index":
+        (folder / "journal.json").unlink()
+    if how == "half a file":
+        (folder / f"{layout.STAGED}1").write_bytes(b"{")
+    async with registry_of(volume) as registry:
+        assert not list(volume.runs.iterdir())
+        with pytest.raises(errors.RunNotFound):
+            registry.get(RUN, TEAM)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["commands", "a torn command", "a checkpoint"])
+async def test_a_run_without_its_file_is_left_as_it_is_where_it_holds_something(volume, what):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN, commands=1 if what == "commands" else 0)
+    folder = volume.run(RUN)
+    for name in ("run.json", "run.copy.json"):
+        (folder / name).unlink()
+    if what == "a torn command":
+        (segment,) = (folder / "journal").iterdir()
+        segment.write_bytes(segment.read_bytes() + b"\1" * 100)
+    if what == "a checkpoint":
+        (folder / "state" / "x").mkdir(parents=True)
+    before = contents(folder)
+    async with registry_of(volume) as registry:
+        with pytest.raises(errors.RunStateLost):
+            registry.get(RUN, TEAM)
+        assert contents(folder) == before
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("keep_checkpoints", [True, False])
+async def test_a_run_that_is_deleted_on_a_full_disk_frees_its_room_and_does_not_return(
+    volume, monkeypatch, keep_checkpoints
+):
+    def full(*_):
+        raise layout.translate(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    async with registry_of(volume) as registry:
+        record = await make_run(registry, RUN)
+        folder = volume.run(RUN)
+        (folder / "state" / "x").mkdir(parents=True)
+        (folder / "state" / "x" / "weights").write_bytes(b"w" * 100_000)
+        with monkeypatch.context() as patch:
+            patch.setattr(layout, "write_file", full)
+            await registry.remove(record, keep_checkpoints=keep_checkpoints)
+            with pytest.raises(errors.RunNotFound):
+                registry.get(RUN, TEAM)
+            left = {path.name for path in volume.runs.rglob("*") if path.is_file()}
+            assert left == (
+                {"deleted.json", "run.copy.json", "weights"} if keep_checkpoints else {"run.json", "run.copy.json"}
+            )
+            async with registry_of(volume) as again:  # a start while the disk is full
+                with pytest.raises(errors.RunNotFound):
+                    again.get(RUN, TEAM)
+    async with registry_of(volume) as registry:
+        with pytest.raises(errors.RunNotFound):
+            registry.get(RUN, TEAM)
+        assert registry.find_deleted(TEAM.tenant, f"request of {RUN}") == "d1"
+    left = {path.name for path in volume.runs.rglob("*") if path.is_file()}
+    assert left == ({"deleted.json", "weights"} if keep_checkpoints else set())
+
+
+@pytest.mark.asyncio
+async def test_a_snapshot_and_the_folders_above_it_are_synced_before_the_journal_lets_go_of_what_it_replaces(
+    volume, monkeypatch
+):
+    events: list[tuple[str, Path]] = []
+    fsync, unlink = os.fsync, os.unlink
+
+    def noted_fsync(descriptor):
+        events.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    def noted_unlink(path, **options):
+        events.append(("unlink", Path(path)))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "unlink", noted_unlink)
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+    folder = volume.run(RUN)
+    cut = next(i for i, (what, path) in enumerate(events) if what == "unlink" and path.suffix == ".journal")
+    synced = [path for what, path in events[:cut] if what == "sync"]
+    # The last of the folders to be made is named last, and synced with that name in it.
+    for parent in (volume.root, volume.runs, folder, folder / "snapshots"):
+        assert parent in synced
+    assert {path.name for path in synced} >= {"weights", "facts.json", "answers", "SHA256SUMS"}
+
+
+@pytest.mark.parametrize("parts", ["sampler/x", "state/x", "versions/1", "snapshots/2", "loads/3"])
+def test_a_new_directory_is_durable_with_the_names_of_the_folders_above_it(tmp_path, monkeypatch, parts):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    synced: list[tuple[Path, set[str]]] = []
+    fsync = os.fsync
+
+    def noted(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((path, {child.name for child in path.iterdir()} if path.is_dir() else set()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    kind, name = parts.split("/")
+    with layout.new_directory(folder / parts) as staging:
+        (staging / "weights").write_bytes(b"w")
+    assert any(path == folder and kind in names for path, names in synced)
+    assert any(path == folder / kind and name in names for path, names in synced)
+    assert any(path.name == "weights" for path, _ in synced)
