@@ -9,7 +9,8 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar, cast
@@ -30,8 +31,20 @@ _WATCH_MILLISECONDS = 500
 T = TypeVar("T")
 
 
-class OutOfStepError(Exception):
-    """Ranks came to different ends of one command. Their runs may differ, so the engine must begin anew."""
+class OutOfStepError(BaseException):
+    """A rank went another way than the others. Their runs may differ, so the engine must begin anew.
+
+    Not an Exception, so that nothing takes it for the failure of a command: the others may wait in a collective.
+    """
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Do a collective; raise OutOfStepError if it fails, for other ranks may have done it."""
+    try:
+        yield
+    except Exception as error:
+        raise OutOfStepError(f"a collective failed: {error}") from error
 
 
 class Ranks:
@@ -82,12 +95,13 @@ class Ranks:
         """Return the payload of rank `source`; that of the others is ignored."""
         if self.size == 1:
             return payload
-        length = torch.tensor(len(payload))
-        dist.broadcast(length, source)
-        content = _as_tensor(payload) if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
-        if content.numel():
-            dist.broadcast(content, source)
-        return content.numpy().tobytes()
+        with in_step():
+            length = torch.tensor(len(payload))
+            dist.broadcast(length, source)
+            content = _as_tensor(payload) if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
+            if content.numel():
+                dist.broadcast(content, source)
+            return content.numpy().tobytes()
 
     def share_all(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
         """Return the payloads of rank 0; those of the others are ignored."""
@@ -100,11 +114,12 @@ class Ranks:
         """Return every rank's payload, by rank."""
         if self.size == 1:
             return [payload]
-        lengths = [torch.tensor(0) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor(len(payload)))
-        longest = max(int(length) for length in lengths)
-        padded = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(padded, _as_tensor(payload.ljust(longest)))
+        with in_step():
+            lengths = [torch.tensor(0) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor(len(payload)))
+            longest = max(int(length) for length in lengths)
+            padded = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+            dist.all_gather(padded, _as_tensor(payload.ljust(longest)))
         return [content[: int(n)].numpy().tobytes() for content, n in zip(padded, lengths, strict=True)]
 
     def total(self, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
@@ -113,14 +128,16 @@ class Ranks:
         flat = self.together(
             lambda: torch.cat([(torch.zeros_like(shape) if own is None else own).reshape(-1) for own, shape in pairs])
         )
-        dist.all_reduce(flat)
+        with in_step():
+            dist.all_reduce(flat)
         parts = torch.split(flat, [shape.numel() for shape in like])
         return [part.view_as(shape) for part, shape in zip(parts, like, strict=True)]
 
     def together(self, work: Callable[[], T], catch_up: Callable[[], None] | None = None) -> T:
         """Do `work` on every rank and raise on all of them what it raised on any.
 
-        Where `work` consists of collectives, `catch_up` completes those that this rank left out when it raised.
+        Where `work` consists of collectives, `catch_up` completes those that this rank left out when it raised. Raises
+        OutOfStepError where it cannot.
         """
         if self.size == 1:
             return work()
@@ -153,8 +170,9 @@ class Ranks:
 
     def _first(self, failure: wire.Failure | None) -> wire.Failure | None:
         """Return the failure of the lowest rank that has one."""
-        lowest = torch.tensor(self.size if failure is None else self.rank)
-        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        with in_step():
+            lowest = torch.tensor(self.size if failure is None else self.rank)
+            dist.all_reduce(lowest, dist.ReduceOp.MIN)
         if lowest == self.size:
             return None
         return wire.decode(self.share(wire.encode(failure), int(lowest)), wire.Failure)

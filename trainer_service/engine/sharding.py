@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from paceline.errors import Unsupported
 from trainer_service.engine.base_model import backbone, decoder_layers
-from trainer_service.engine.ranks import Ranks
+from trainer_service.engine.memory import out_of_memory_named
+from trainer_service.engine.ranks import Ranks, in_step
 
 T = TypeVar("T")
 
@@ -82,10 +83,11 @@ class ShardedModel:
         return hidden
 
     def _idle(self, with_gradient: bool) -> None:
-        with torch.set_grad_enabled(with_gradient):
-            total = self.inside(self._pass_token)
-        if with_gradient:
-            torch.autograd.grad(total, self.entrances)
+        with out_of_memory_named():
+            with torch.set_grad_enabled(with_gradient):
+                total = self.inside(self._pass_token)
+            if with_gradient:
+                torch.autograd.grad(total, self.entrances)
 
     def _pass_token(self) -> Tensor:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
@@ -145,13 +147,19 @@ class _Gathers:
         self._group = group
         if self._noting:
             self._plan.append((input_tensor.numel(), input_tensor.dtype, input_tensor.device))
+        work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        # One that raises here, for want of memory, was not begun: it is among those to complete.
         self._done += 1
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)  # type: ignore[no-any-return]
+        return work
 
     def complete(self) -> None:
-        """Take part in what is left of the pass, with zeros; its results are given up on every rank."""
+        """Take part in what is left of the pass, with zeros; its results are given up on every rank.
+
+        Raises OutOfStepError.
+        """
         for count, dtype, device in self._plan[self._done :]:
-            zeros = torch.zeros(count, dtype=dtype, device=device)
-            whole = torch.empty(count * dist.get_world_size(self._group), dtype=dtype, device=device)
-            dist.all_gather_single(whole, zeros, group=self._group)
+            with in_step():
+                zeros = torch.zeros(count, dtype=dtype, device=device)
+                whole = torch.empty(count * dist.get_world_size(self._group), dtype=dtype, device=device)
+                dist.all_gather_single(whole, zeros, group=self._group)
         self._done = len(self._plan)

@@ -19,7 +19,7 @@ from trainer_service.engine.base import TrainerEngine
 from trainer_service.engine.failures import failure_of
 from trainer_service.engine.intake import Intake
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.ranks import Ranks
+from trainer_service.engine.ranks import OutOfStepError, Ranks
 from trainer_service.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Worker:
         try:
             while True:
                 self._turn()
-        except Exception:
+        except (Exception, OutOfStepError):
             # Other ranks died or went another way; what this one would answer may be wrong.
             _log.exception("the engine cannot go on")
             os._exit(1)
