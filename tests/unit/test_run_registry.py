@@ -23,6 +23,7 @@ from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
+from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.settings import TrainerSettings
 
 TEAM = Identity("team")
@@ -38,7 +39,7 @@ def volume(tmp_path):
 async def registry_of(volume):
     """A registry that has read the volume, as at a start."""
     settings = TrainerSettings(model="tiny", checkpoint_dir=volume.root, min_free_bytes=0, insecure=True)
-    registry = RunRegistry(volume, RunStorage(volume, settings, NO_FAILPOINTS))
+    registry = RunRegistry(volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes()))
     try:
         await registry.restore()
         yield registry
@@ -48,7 +49,7 @@ async def registry_of(volume):
 
 async def make_run(registry, run_id, commands=5):
     """Make a run that executed commands and has a snapshot after the second one."""
-    async with registry.making(run_id) as (sequencer, snapshots):
+    async with registry.making(run_id, TEAM.tenant) as (sequencer, snapshots):
         record = RunRecord(
             run_id=run_id,
             tenant=TEAM.tenant,
@@ -139,7 +140,7 @@ async def test_a_file_that_cannot_be_read_now_costs_nothing_and_changes_nothing(
 async def test_what_a_killed_create_run_leaves_is_removed_at_the_next_start(volume, how):
     async with registry_of(volume) as registry:
         with pytest.raises(asyncio.CancelledError):
-            async with registry.making(RUN):
+            async with registry.making(RUN, TEAM.tenant):
                 left = contents(volume.run(RUN))
                 raise asyncio.CancelledError
     folder = volume.run(RUN)
