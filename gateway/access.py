@@ -18,6 +18,7 @@ class Access(Enum):
 
 _TRAINER = (
     "GetServerInfo",
+    "GetUsage",
     "GetTokenizer",
     "CreateRun",
     "GetRun",
@@ -35,6 +36,7 @@ _TRAINER = (
 )
 _SAMPLER = (
     "GetServerInfo",
+    "GetUsage",
     "Sample",
     "SampleStream",
     "ComputeLogprobs",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
-from gateway.capabilities import merge
+from gateway.capabilities import merge, merge_quotas
 from gateway.routes import Router
-from paceline import errors
+from paceline import codec, errors
 from paceline.gateway.v1 import gateway_service_pb2 as pb
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceServicer
 from paceline.rpc.identity import current_identity, peer_metadata
@@ -20,7 +21,11 @@ from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
-T = TypeVar("T")
+if TYPE_CHECKING:  # classes of the stubs' types alone
+    from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceAsyncStub
+    from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceAsyncStub
+
+Reply = TypeVar("Reply")
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
@@ -37,14 +42,22 @@ class GatewayServicer(GatewayServiceServicer):
 
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: Context) -> pb.WhoAmIResponse:
         identity = current_identity()
-        return pb.WhoAmIResponse(tenant=identity.tenant, key_name=identity.key_name)
+        asked = self._ask(self._trainer().GetUsage, trainer_pb.GetUsageRequest())
+        all_asked = [self._ask(stub.GetUsage, sampler_pb.GetUsageRequest()) for stub in self._samplers()]
+        trainer, samplers = await asyncio.gather(asked, asyncio.gather(*all_asked))
+        quotas = merge_quotas(trainer.quotas if trainer else (), [up.quotas for up in samplers if up])
+        return pb.WhoAmIResponse(
+            tenant=identity.tenant, key_name=identity.key_name, quotas=map(codec.quota_to_proto, quotas)
+        )
 
     async def GetCapabilities(
         self,
         request: pb.GetCapabilitiesRequest,
         context: Context,
     ) -> pb.GetCapabilitiesResponse:
-        trainer, samplers = await asyncio.gather(self._ask_trainer(), asyncio.gather(*self._ask_samplers()))
+        asked = self._ask(self._trainer().GetServerInfo, trainer_pb.GetServerInfoRequest())
+        all_asked = [self._ask(stub.GetServerInfo, sampler_pb.GetServerInfoRequest()) for stub in self._samplers()]
+        trainer, samplers = await asyncio.gather(asked, asyncio.gather(*all_asked))
         up = [sampler for sampler in samplers if sampler is not None]
         if trainer is None and not up:
             raise errors.UpstreamUnavailable("neither the trainer nor a sampler can be reached; try again")
@@ -52,31 +65,21 @@ class GatewayServicer(GatewayServiceServicer):
         merged.service_version = self._version
         return merged
 
-    def _ask_trainer(self) -> Awaitable[trainer_pb.GetServerInfoResponse | None]:
-        stub = TrainerServiceStub(self._router.trainer.channel)
-        request = trainer_pb.GetServerInfoRequest()
-        return _if_up(stub.GetServerInfo(request, metadata=self._metadata(), timeout=self._timeout))
+    def _trainer(self) -> TrainerServiceAsyncStub:
+        return TrainerServiceStub(self._router.trainer.channel)
 
-    def _ask_samplers(self) -> Sequence[Awaitable[sampler_pb.GetServerInfoResponse | None]]:
-        request = sampler_pb.GetServerInfoRequest()
-        return [
-            _if_up(
-                SamplerServiceStub(sampler.channel).GetServerInfo(
-                    request, metadata=self._metadata(), timeout=self._timeout
-                )
-            )
-            for sampler in self._router.samplers
-        ]
+    def _samplers(self) -> Sequence[SamplerServiceAsyncStub]:
+        return [SamplerServiceStub(sampler.channel) for sampler in self._router.samplers]
+
+    async def _ask(self, method: Callable[..., Awaitable[Reply]], request: Message) -> Reply | None:
+        """Ask a service for the caller; None where it is away, or too old to know the method."""
+        try:
+            return await method(request, metadata=self._metadata(), timeout=self._timeout)
+        except grpc.aio.AioRpcError as failure:
+            error = error_from_rpc(failure)
+            if isinstance(error, errors.Unavailable | errors.TimedOut | errors.Unsupported):
+                return None
+            raise error from failure
 
     def _metadata(self) -> Sequence[tuple[str, str]]:
         return peer_metadata(self._credential, current_identity().tenant)
-
-
-async def _if_up(call: Awaitable[T]) -> T | None:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as failure:
-        error = error_from_rpc(failure)
-        if isinstance(error, errors.Unavailable | errors.TimedOut):
-            return None
-        raise error from failure

@@ -14,6 +14,7 @@ Every error is a class of `paceline.errors`. The generated stubs, for calls with
 
 from paceline import errors
 from paceline.client import (
+    Account,
     Acknowledgement,
     LogprobsResult,
     PacelineFuture,
@@ -46,6 +47,7 @@ from paceline.types import (
     ModelRef,
     OptimStepOutput,
     PackingMode,
+    Quota,
     Run,
     RunState,
     SampledSequence,
@@ -62,6 +64,7 @@ from paceline.types import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Account",
     "Acknowledgement",
     "AdafactorParams",
     "Adam8bitParams",
@@ -84,6 +87,7 @@ __all__ = [
     "PacelineFuture",
     "PackingMode",
     "PublishResult",
+    "Quota",
     "RetryPolicy",
     "Run",
     "RunState",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from paceline import errors
+from paceline.types import Quota
 
 _FIRST_SECONDS = 1.0
 """What a completion is taken to need before one has ended."""
@@ -48,15 +49,6 @@ class _Tenant:
     @property
     def is_active(self) -> bool:
         return self.in_flight[0] > 0
-
-
-@dataclass(frozen=True, slots=True)
-class TenantUse:
-    """What a tenant has in flight of one thing, and how much it may have; a limit of 0 is none."""
-
-    name: str
-    used: int
-    limit: int
 
 
 class Admission:
@@ -107,11 +99,11 @@ class Admission:
             self._count(mine, amounts, -1)
             self._seconds += (self._clock() - began - self._seconds) * amounts[0] / self._rooms[0].limit
 
-    def used(self, tenant: str) -> list[TenantUse]:
+    def used(self, tenant: str) -> list[Quota]:
         """Return what a tenant has in flight."""
         mine = self._tenants.get(tenant, _Tenant())
         return [
-            TenantUse(name, used, _smaller(room.limit, room.tenant_limit))
+            Quota(name, used, _smaller(room.limit, room.tenant_limit))
             for name, used, room in zip(self.names, mine.in_flight, self._rooms, strict=True)
         ]
 

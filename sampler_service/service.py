@@ -17,6 +17,7 @@ from paceline.layout import Volume
 from paceline.log import get_logger
 from paceline.rpc.channel import open_channel
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
+from paceline.rpc.quota_metrics import QuotaMetrics
 from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
@@ -26,6 +27,7 @@ from sampler_service.admission import Admission, Room
 from sampler_service.engine.base import WritableEngine
 from sampler_service.engine.rebuilding import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.quotas import Quotas
 from sampler_service.recovery import EngineKeeper
 from sampler_service.sampling import Sampler
 from sampler_service.servicer import SamplerServicer, ServerInfo
@@ -67,6 +69,7 @@ class SamplerService:
     def __init__(self, settings: SamplerSettings, engine: RebuildingEngine, registry: CollectorRegistry) -> None:
         self._settings = settings
         self._engine = engine
+        self._registry = registry
         self._metrics = SamplerMetrics(registry)
         self._started = AsyncExitStack()
         self._servicer: SamplerServicer
@@ -181,7 +184,9 @@ class SamplerService:
             return InPlaceSlot(cast("WritableEngine", engine.current), bridge, resolver, name, seconds, self._metrics)
         if settings.whole_models:
             return ModelSlot(engine, bridge, resolver, name, seconds, self._ready_setter(readiness), self._metrics)
-        limits = RegistryLimits(settings.max_loaded_versions, settings.keep_versions, seconds)
+        limits = RegistryLimits(
+            settings.max_loaded_versions, settings.keep_versions, seconds, settings.max_versions_per_tenant
+        )
         return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics, disk)
 
     async def _listen_for_writes(self, versions: Versions) -> None:
@@ -219,7 +224,13 @@ class SamplerService:
         turns = Turns(_AHEAD * settings.max_num_seqs)
         self._metrics.completions_waiting.set_function(lambda: turns.waiting)
         sampler = Sampler(self._engine, versions, limits, admission, turns, self._metrics, standing.check)
-        return SamplerServicer(info, sampler, versions, resolver, receiver, standing)
+        quotas = Quotas(
+            admission,
+            versions,
+            min(settings.max_loaded_versions, settings.max_versions_per_tenant or settings.max_loaded_versions),
+        )
+        QuotaMetrics(self.name, quotas.tenants, quotas.of, self._registry)
+        return SamplerServicer(info, sampler, versions, resolver, receiver, standing, quotas)
 
     def _ready_setter(self, readiness: Readiness) -> Callable[[bool], Awaitable[None]]:
         async def set_ready(ready: bool) -> None:

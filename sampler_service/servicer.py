@@ -14,6 +14,7 @@ from paceline import errors
 from paceline.codec import (
     model_info_to_proto,
     model_ref_from_proto,
+    quota_to_proto,
     sample_result_to_proto,
     sampling_params_from_proto,
     served_model_to_proto,
@@ -29,6 +30,7 @@ from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceServicer 
 from paceline.types import ModelInfo, ModelRef, StreamedTokens
 from paceline.types.training import Array
 from paceline.types.v1 import model_pb2, sampling_pb2, tensor_pb2
+from sampler_service.quotas import Quotas
 from sampler_service.requests import SampleRequest
 from sampler_service.sampling import Sampler
 from sampler_service.standing import Standing
@@ -67,8 +69,10 @@ class SamplerServicer(Base):
         resolver: VersionResolver,
         receiver: PushReceiver,
         standing: Standing,
+        quotas: Quotas,
     ) -> None:
         self._info = info
+        self._quotas = quotas
         self._sampler = sampler
         self._registry = registry
         self._resolver = resolver
@@ -89,6 +93,10 @@ class SamplerServicer(Base):
             agreements=self._standing.agreements(current_identity()),
             refusal=self._standing.refusal,
         )
+
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
+        quotas = self._quotas.of(current_identity().tenant)
+        return pb.GetUsageResponse(quotas=map(quota_to_proto, quotas))
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:
         decoded = SampleRequest(

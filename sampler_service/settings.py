@@ -64,6 +64,8 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     """Versions that one step can mix."""
     max_loaded_versions: int = Field(16, ge=1)
     """Versions kept in host memory."""
+    max_versions_per_tenant: int = Field(0, ge=0)
+    """Versions that one tenant may have in host memory, also when it is alone; 0 means as many as in all."""
     scratch_dir: Path | None = None
     """Where streamed versions wait that no longer fit into memory; a local disk. Unset, they are fetched again."""
     max_disk_versions: int = Field(64, ge=0)

@@ -36,7 +36,7 @@ from paceline.trainer.v1.trainer_service_pb2_grpc import (
     TrainerServiceStub,
     add_TrainerServiceServicer_to_server,
 )
-from paceline.types.v1 import model_pb2
+from paceline.types.v1 import model_pb2, quota_pb2
 
 CREDENTIAL = "credential of the services"
 _OPTIONS = (
@@ -61,6 +61,10 @@ class Trainer(TrainerServiceServicer):
     async def GetServerInfo(self, request, context):
         models = [model_pb2.ModelInfo(name="tiny", max_lora_rank=32, max_context_length=512)]
         return trainer_pb.GetServerInfoResponse(models=models, loss_fns=["ppo"], optimizers=["adamw"])
+
+    async def GetUsage(self, request, context):
+        used = len(current_identity().tenant)
+        return trainer_pb.GetUsageResponse(quotas=[quota_pb2.Quota(name="runs", used=used, limit=64)])
 
     async def GetRun(self, request, context):
         self.metadata = dict(context.invocation_metadata())
@@ -102,6 +106,9 @@ class Sampler(SamplerServiceServicer):
     async def GetServerInfo(self, request, context):
         model = model_pb2.ModelInfo(name="tiny", max_lora_rank=16, max_context_length=1024)
         return sampler_pb.GetServerInfoResponse(model=model, sampler_id=self.name)
+
+    async def GetUsage(self, request, context):
+        return sampler_pb.GetUsageResponse(quotas=[quota_pb2.Quota(name="versions", used=1, limit=16)])
 
     async def Sample(self, request, context):
         self.running += 1

@@ -36,8 +36,8 @@ class Commands:
             "PublishWeights": self._publish_weights,
         }
 
-    def checked(self, command: Command) -> Command:
-        """Check a command as it comes, as far as that takes nothing but itself.
+    def checked(self, run: RunRecord, command: Command) -> Command:
+        """Check a command as it comes, as far as that takes nothing but itself and room for it in the journal.
 
         One that is wrong is returned without its content, which nothing needs any more: it keeps its place in the run's
         order, and answers at its turn why it was refused.
@@ -46,6 +46,7 @@ class Commands:
             check_message(command.request)
             if command.method == "ForwardBackward":
                 self._trainer.check_batch(*_batch(command.request))
+                self._trainer.check_room(run, command.size)
         except errors.Unavailable:
             return command  # of what it would be checked against, nothing is known now
         except errors.PacelineError as error:

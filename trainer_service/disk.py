@@ -7,13 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import errors
+from trainer_service.volume_bytes import VolumeBytes
 
 
 @dataclass(frozen=True, slots=True)
 class DiskGuard:
-    """Refuses to begin what would leave less than `min_free_bytes` on the checkpoint volume."""
+    """Refuses to begin what would leave less than `min_free_bytes` on the checkpoint volume, and counts what is."""
 
     min_free_bytes: int
+    volume_bytes: VolumeBytes | None = None
+    """Whose bytes they are; None where nobody asks."""
+
+    def measure(self, path: Path) -> None:
+        """Count a part of a run's folder that was written or removed."""
+        if self.volume_bytes is not None:
+            self.volume_bytes.measure(path)
 
     def check(self, directory: Path, size: int, retry_after: float | None = None) -> None:
         """Check that `size` bytes fit below `directory`, which exists. Raises DiskFull with what is free and needed."""
@@ -26,3 +34,7 @@ class DiskGuard:
             )
             facts = {"free_bytes": str(free), "needed_bytes": str(needed)}
             raise errors.DiskFull(message, metadata=facts, retry_after=retry_after)
+
+
+NO_GUARD = DiskGuard(0)
+"""Refuses nothing but what does not fit, and counts nothing."""

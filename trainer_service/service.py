@@ -17,12 +17,14 @@ from paceline import errors, layout
 from paceline.base_weights import base_weights_sha256
 from paceline.log import get_logger
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
+from paceline.rpc.quota_metrics import QuotaMetrics
 from paceline.rpc.server import Readiness
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from paceline.types import ModelInfo, RunState
 from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
+from trainer_service.disk import DiskGuard
 from trainer_service.engine.process import EngineProcess
 from trainer_service.engine.watchdog import Patience
 from trainer_service.failpoints import Failpoints
@@ -32,6 +34,7 @@ from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.feed import Feed
 from trainer_service.publish.group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
+from trainer_service.quotas import Quotas
 from trainer_service.runs.byte_gate import ByteGate
 from trainer_service.runs.executor import SnapshotPolicy
 from trainer_service.runs.record import RunRecord
@@ -45,6 +48,7 @@ from trainer_service.servicer import TrainerServicer
 from trainer_service.settings import TrainerSettings
 from trainer_service.tokenizer import read_tokenizer_files
 from trainer_service.trainer import Trainer
+from trainer_service.volume_bytes import VolumeBytes
 from trainer_service.weight_servicer import WeightServicer
 
 _log = get_logger(__name__)
@@ -63,10 +67,14 @@ class TrainerService:
         self._settings = settings
         self._volume = layout.Volume(settings.checkpoint_dir)
         failpoints = Failpoints(settings.failpoints)
-        self._waiting_bytes = WaitingBytes(settings.max_waiting_bytes, settings.max_waiting_bytes_per_tenant)
-        storage = RunStorage(self._volume, settings, failpoints, self._waiting_bytes)
-        self._registry = RunRegistry(self._volume, storage)
-        self._checkpoints = CheckpointStore(self._volume, failpoints)
+        waiting_bytes = WaitingBytes(settings.max_waiting_bytes, settings.max_waiting_bytes_per_tenant)
+        volume_bytes = VolumeBytes(self._volume, settings.max_volume_bytes_per_tenant)
+        guard = DiskGuard(settings.min_free_bytes, volume_bytes)
+        storage = RunStorage(self._volume, settings, failpoints, waiting_bytes, guard)
+        self._registry = RunRegistry(self._volume, storage, volume_bytes)
+        self._quotas = Quotas(settings.max_runs_per_tenant, self._registry, volume_bytes, waiting_bytes)
+        QuotaMetrics(self.name, self._quotas.tenants, self._quotas.of, metrics)
+        self._checkpoints = CheckpointStore(self._volume, failpoints, guard)
         self._restore_points = RestorePoints(self._volume, self._registry, self._checkpoints)
         self._feed = Feed()
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
@@ -86,6 +94,7 @@ class TrainerService:
             settings.keep_versions,
             failpoints,
             self._group,
+            guard,
         )
         self._agreements = Agreements(self._engine, self._publisher.find, metrics)
         self._trainer = Trainer(
@@ -95,6 +104,8 @@ class TrainerService:
             self._checkpoints,
             self._publisher,
             self._start_run,
+            guard,
+            volume_bytes,
         )
         self._commands = Commands(self._trainer)
         self._recovery = Recovery(
@@ -158,6 +169,7 @@ class TrainerService:
             self._registry,
             self._checkpoints,
             self._agreements,
+            self._quotas,
             self._tokenizer_files,
         )
         add_TrainerServiceServicer_to_server(trainer, server)

@@ -25,6 +25,7 @@ from trainer_service.engine.loss_specs import LOSS_SPECS
 from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.engine.process import EngineProcess
 from trainer_service.publish.agreements import Agreements
+from trainer_service.quotas import Quotas
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
@@ -55,6 +56,7 @@ class TrainerServicer(TrainerServiceServicer):
         registry: RunRegistry,
         checkpoints: CheckpointStore,
         agreements: Agreements,
+        quotas: Quotas,
         tokenizer_files: Mapping[str, bytes],
     ) -> None:
         self._settings = settings
@@ -64,6 +66,7 @@ class TrainerServicer(TrainerServiceServicer):
         self._registry = registry
         self._checkpoints = checkpoints
         self._agreements = agreements
+        self._quotas = quotas
         self._tokenizer_files = tokenizer_files
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
@@ -76,6 +79,10 @@ class TrainerServicer(TrainerServiceServicer):
             max_datums=self._settings.max_datums,
             agreements=self._visible_agreements(),
         )
+
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
+        quotas = self._quotas.of(current_identity().tenant)
+        return pb.GetUsageResponse(quotas=map(codec.quota_to_proto, quotas))
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
         model = self._engine.describe()
@@ -176,7 +183,7 @@ class TrainerServicer(TrainerServiceServicer):
                 raise lost(run)
             await run.sequencer.rebase(request.seq_id)
         if not run.sequencer.knows(command.seq_id):
-            command = self._commands.checked(command)
+            command = self._commands.checked(run, command)
         return await run.sequencer.execute(command)
 
 

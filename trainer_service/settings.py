@@ -81,6 +81,11 @@ class TrainerSettings(BackendSettings):
     """How long one broadcast may take before the group counts as lost."""
     gap_wait_seconds: float = Field(60.0, gt=0)
     """How long a command waits for those before it."""
+    max_volume_bytes_per_tenant: int | None = Field(None, ge=0)
+    """Bytes on the checkpoint volume that a tenant's runs may have: checkpoints, versions, snapshots and journals.
+
+    Unset means half of what the volume can hold; 0 no limit.
+    """
     max_waiting_bytes: int = Field(2 << 30, ge=0)
     """Bytes of commands that wait for their turn, of all tenants; more are refused with OVERLOADED. 0: no limit.
 

@@ -37,6 +37,7 @@ from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
 from trainer_service.runs.turn import Turn
 from trainer_service.settings import TrainerSettings
+from trainer_service.volume_bytes import VolumeBytes
 
 _log = get_logger(__name__)
 
@@ -52,6 +53,8 @@ class Trainer:
         checkpoints: CheckpointStore,
         publisher: Publisher,
         start_run: Callable[[RunRecord, int], None],
+        guard: DiskGuard,
+        volume_bytes: VolumeBytes,
     ) -> None:
         """Take `start_run` to let the commands of a new run execute, with how many engines were lost before its own."""
         self._settings = settings
@@ -60,7 +63,8 @@ class Trainer:
         self._checkpoints = checkpoints
         self._publisher = publisher
         self._start_run = start_run
-        self._guard = DiskGuard(settings.min_free_bytes)
+        self._guard = guard
+        self._volume_bytes = volume_bytes
         self._creating = asyncio.Lock()
 
     async def create_run(
@@ -183,6 +187,10 @@ class Trainer:
             await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
         _log.info("run deleted", run=record.run_id)
 
+    def check_room(self, record: RunRecord, size: int) -> None:
+        """Raise QuotaExceeded unless the run's tenant may have `size` bytes more of journal on the volume."""
+        self._volume_bytes.check(record.tenant, size)
+
     def check_batch(
         self,
         data: Sequence[Datum],
@@ -246,8 +254,8 @@ class Trainer:
         """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is.
 
         The run goes on when its state is captured; its checkpoints appear in the order of its commands. Raises DiskFull
-        before it begins where too little room would be left, and later when the disk fills up all the same; either way
-        the run is as it was.
+        before it begins where too little room would be left, and later when the disk fills up all the same, or
+        QuotaExceeded where the tenant has too much there; either way the run is as it was.
         """
         self._check_ready(record)
         path = CheckpointPath(record.run_id, kind, layout.check_name(name))
@@ -258,18 +266,20 @@ class Trainer:
             await save(record.run_id, directory, turn.capture)
             turn.release()
 
-        checkpoint = await self._checkpoints.save(
-            path,
-            write,
-            base_model=record.base_model,
-            base_sha256=record.base_sha256,
-            tenant=record.tenant,
-            step=record.step,
-            seq_id=seq_id,
-            ttl_seconds=ttl_seconds,
-            overwrite=overwrite,
-            earlier=turn.wait_for_earlier,
-        )
+        final = layout.Volume(self._settings.checkpoint_dir).checkpoint(path)
+        with self._volume_bytes.taking(record.tenant, record.state_bytes(kind), replaced=final):
+            checkpoint = await self._checkpoints.save(
+                path,
+                write,
+                base_model=record.base_model,
+                base_sha256=record.base_sha256,
+                tenant=record.tenant,
+                step=record.step,
+                seq_id=seq_id,
+                ttl_seconds=ttl_seconds,
+                overwrite=overwrite,
+                earlier=turn.wait_for_earlier,
+            )
         if kind is CheckpointKind.STATE:
             record.latest_state_checkpoint = checkpoint.path
             await self._registry.persist(record)
@@ -316,10 +326,12 @@ class Trainer:
     ) -> Publication:
         """Make the run's weights its next version; one that command `seq_id` made before a crash is used again.
 
-        The run goes on when its weights are captured. Raises DiskFull, when nothing was begun, as `save_checkpoint`.
+        The run goes on when its weights are captured. Raises DiskFull or QuotaExceeded, when nothing was begun, as
+        `save_checkpoint`.
         """
         self._check_ready(record)
         self._guard.check(self._settings.checkpoint_dir, record.state_bytes(CheckpointKind.SAMPLER))
+        self._volume_bytes.check(record.tenant, record.state_bytes(CheckpointKind.SAMPLER))
         return await self._publisher.publish(
             record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds, turn=turn
         )

@@ -3,6 +3,7 @@
 from paceline.client.config import RetryPolicy, Timeouts
 from paceline.client.futures import PacelineFuture
 from paceline.client.results import (
+    Account,
     Acknowledgement,
     LogprobsResult,
     PublishResult,
@@ -15,6 +16,7 @@ from paceline.client.stream import SampleStream
 from paceline.client.training_client import TrainingClient
 
 __all__ = [
+    "Account",
     "Acknowledgement",
     "LogprobsResult",
     "PacelineFuture",

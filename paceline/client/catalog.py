@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from paceline import codec
 from paceline.client.batching import sendable
-from paceline.client.results import ServerCapabilities, capabilities_from_proto
+from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto
 from paceline.client.transport import Connected, blocking
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
-from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Run
 
@@ -24,10 +23,10 @@ class Catalog(Connected):
 
     get_server_capabilities = blocking(get_server_capabilities_async)
 
-    async def whoami_async(self) -> Identity:
-        """Say whose key this is: the tenant whose runs it sees, and the key's name."""
+    async def whoami_async(self) -> Account:
+        """Say whose key this is: the tenant whose runs it sees, the key's name, and the tenant's quotas."""
         reply = await self.transport.query(self.transport.gateway.WhoAmI, gateway_pb.WhoAmIRequest())
-        return Identity(reply.tenant, reply.key_name)
+        return Account(reply.tenant, reply.key_name, tuple(map(codec.quota_from_proto, reply.quotas)))
 
     whoami = blocking(whoami_async)
 

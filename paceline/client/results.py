@@ -7,10 +7,22 @@ from dataclasses import dataclass
 from paceline import codec
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
-from paceline.types import ModelInfo, ServedModel
+from paceline.types import ModelInfo, Quota, ServedModel
 from paceline.types.equality import ComparedByValue
 from paceline.types.training import Array
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Whose key a client shows."""
+
+    tenant: str
+    """Whose runs it sees."""
+    key_name: str
+    """Empty where the gateway runs with --insecure."""
+    quotas: tuple[Quota, ...] = ()
+    """Of the services that answered: of what is scarce, how much the tenant has and may have."""
 
 
 @dataclass(frozen=True, slots=True)

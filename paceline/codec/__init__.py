@@ -10,6 +10,7 @@ from paceline.codec.models import (
     served_model_to_proto,
 )
 from paceline.codec.optimizers import optimizer_from_proto, optimizer_to_proto
+from paceline.codec.quotas import quota_from_proto, quota_to_proto
 from paceline.codec.sampling import (
     delta_from_proto,
     sample_result_from_proto,
@@ -50,6 +51,8 @@ __all__ = [
     "output_to_proto",
     "parameters_from_proto",
     "put_parameters",
+    "quota_from_proto",
+    "quota_to_proto",
     "reduction_from_proto",
     "reduction_to_proto",
     "run_from_proto",

@@ -14,6 +14,7 @@ from paceline.types.optimizers import (
     ApolloParams,
     OptimizerParams,
 )
+from paceline.types.quota import Quota
 from paceline.types.sampling import (
     SampledSequence,
     SampleResult,
@@ -54,6 +55,7 @@ __all__ = [
     "OptimStepOutput",
     "OptimizerParams",
     "PackingMode",
+    "Quota",
     "Reduction",
     "Run",
     "RunParameters",

@@ -106,6 +106,8 @@ class RegistryLimits:
     keep_per_run: int
     """Newest versions of a run that stay although no request uses them."""
     fetch_timeout_seconds: float
+    max_per_tenant: int = 0
+    """Versions of one tenant in the engine, also when it is alone; 0 means as many as in all."""
 
 
 def run_of(served: ServedModel) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from itertools import chain, count
@@ -27,14 +27,17 @@ from sampler_service.versions.resolver import VersionResolver
 
 _log = get_logger(__name__)
 
+_ROOM_SECONDS = 1.0
+"""When one that found all versions in use should come again."""
+
 
 class VersionRegistry:
     """Loads versions on demand, each once, and unloads those that nothing needs.
 
     What is loaded never changes: a key stands for one content. Where the trainer has other content under a number, as
     after its volume was restored, its content takes the place of what is here; requests in progress end on what they
-    began with. When the engine is full, the version that was used
-    longest ago gives way, and waits on disk.
+    began with. When the engine is full, the version that was used longest ago gives way, and waits on disk: of those of
+    the tenant that needs the room, or of one that has more than its share while that one has less.
     """
 
     def __init__(
@@ -209,7 +212,7 @@ class VersionRegistry:
                 if not isinstance(error, errors.ChecksumMismatch):
                     raise
                 _log.warning("version damaged on disk; it is fetched again", weights=str(key.ref()))
-        self._check_room()
+        self._check_room(tenant)
         with self._metrics.fetch_seconds.time():
             staged = await self._bridge.fetch(key.ref(), tenant)
         return await self.install(staged)
@@ -258,7 +261,7 @@ class VersionRegistry:
         Nobody can ask for it before it is among the entries; unless it is when the block ends, the engine drops it.
         """
         async with self._changing:
-            await self._make_room()
+            await self._make_room(staged.manifest.tenant)
             entry = await self._load(staged)
             self._unverified.add(entry)
         try:
@@ -277,30 +280,69 @@ class VersionRegistry:
         self._metrics.observe_load(times)
         return LoadedVersion(served, tenant, adapter, staged, times)
 
-    async def _make_room(self) -> None:
-        while self._taken() >= self._limits.max_loaded:
-            if self._departures:
+    async def _make_room(self, tenant: str) -> None:
+        """Unload what nobody uses until a version of this tenant fits. Raises QuotaExceeded, Overloaded."""
+        while (is_full := self._taken() >= self._limits.max_loaded) or self._has_its_own(tenant):
+            if is_full and self._departures:
                 await self._departures.next()
                 continue
-            idle = self._find_idle()
+            idle = self._find_idle(tenant)
             if idle is None:
-                raise self._full()
+                raise self._no_room(tenant)
             await self._unload(idle, may_wait=not idle.retired)
+
+    def _has_its_own(self, tenant: str) -> bool:
+        """Whether a tenant has as many versions as it may, also when it is alone."""
+        return bool(self._limits.max_per_tenant) and self._loaded_of()[tenant] >= self._limits.max_per_tenant
+
+    def _loaded_of(self) -> Counter[str]:
+        return Counter(entry.tenant for entry in chain(self._entries.values(), self._unverified))
 
     def _taken(self) -> int:
         """Return how many places of the engine are taken."""
         return len(self._entries) + len(self._displaced) + len(self._unverified) + len(self._departures)
 
-    def _find_idle(self) -> LoadedVersion | None:
-        return next((entry for entry in (*self._displaced, *self) if not entry.requests_in_flight), None)
+    def _find_idle(self, tenant: str) -> LoadedVersion | None:
+        """Return what gives way to a version of this tenant: nobody loses what is its share to another."""
+        if (nobodys := next((entry for entry in self._displaced if not entry.requests_in_flight), None)) is not None:
+            return nobodys
+        loaded = self._loaded_of()
+        share = self._share(loaded, tenant)
+        idle = [entry for entry in self if not entry.requests_in_flight]
+        mine = next((entry for entry in idle if entry.tenant == tenant), None)
+        if loaded[tenant] >= share or self._has_its_own(tenant):
+            return mine
+        return next((entry for entry in idle if loaded[entry.tenant] > share), mine)
 
-    def _check_room(self) -> None:
-        """Refuse, before anything travels, a version that could not be loaded. Raises Overloaded."""
-        if self._taken() >= self._limits.max_loaded and not self._departures and self._find_idle() is None:
-            raise self._full()
+    def _share(self, loaded: Counter[str], tenant: str) -> int:
+        """Return how many versions a tenant may have, whatever those that have some hold."""
+        return max(1, self._limits.max_loaded // len({*loaded, tenant}))
 
-    def _full(self) -> errors.Overloaded:
-        return errors.Overloaded(f"all {self._limits.max_loaded} versions that fit are in use; try again")
+    def _check_room(self, tenant: str) -> None:
+        """Refuse, before anything travels, a version that could not be loaded. Raises QuotaExceeded, Overloaded."""
+        if self._taken() < self._limits.max_loaded or self._departures:
+            return
+        if tenant == PEER_TENANT:  # whose it is, its manifest will say
+            is_hopeless = all(entry.requests_in_flight for entry in chain(self._displaced, self))
+        else:
+            is_hopeless = self._find_idle(tenant) is None
+        if is_hopeless:
+            raise self._no_room(tenant)
+
+    def _no_room(self, tenant: str) -> errors.Exhausted:
+        loaded = self._loaded_of()
+        used, share = loaded[tenant], self._share(loaded, tenant)
+        if self._has_its_own(tenant):
+            return errors.QuotaExceeded(
+                f"all {used} versions that this tenant may have loaded are in use: wait for their requests to end, or "
+                f"have the operator raise max_versions_per_tenant",
+                metadata={"quota": "versions", "used": str(used), "limit": str(self._limits.max_per_tenant)},
+                retry_after=_ROOM_SECONDS,
+            )
+        message = f"all {self._limits.max_loaded} versions that fit are in use; try again"
+        if share <= used < self._limits.max_loaded:
+            message = f"all {used} versions of this tenant are in use, and {share} are its share; try again"
+        return errors.Overloaded(message, retry_after=_ROOM_SECONDS)
 
     def _retire_all(self, is_meant: Callable[[ServedModel], bool]) -> None:
         for entry in self:

@@ -52,6 +52,7 @@ async def test_a_call_reaches_the_service_as_the_keys_tenant(up):
 async def test_who_am_i(up):
     reply = await up.client.gateway.WhoAmI(pb.WhoAmIRequest(), metadata=up.auth)
     assert (reply.tenant, reply.key_name) == ("team-a", "laptop")
+    assert [(quota.name, quota.used, quota.limit) for quota in reply.quotas] == [("runs", 6, 64), ("versions", 1, 16)]
 
 
 @pytest.mark.parametrize("method", [*ACCESS, "/paceline.trainer.v1.TrainerService/Unheard", "/paceline.x.v1.X/Y"])

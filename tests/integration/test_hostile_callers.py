@@ -49,7 +49,7 @@ def stranger(cluster):
     return add_key(cluster.state / "keys.json", "stranger", "stranger")
 
 
-_ABOUT_NOTHING = frozenset({"GetServerInfo", "GetTokenizer", "GetCapabilities", "WhoAmI"})
+_ABOUT_NOTHING = frozenset({"GetServerInfo", "GetTokenizer", "GetCapabilities", "GetUsage", "WhoAmI"})
 """Methods whose requests name nothing that a tenant owns."""
 _LISTS = frozenset({"ListRuns", "ListCheckpoints", "ListVersions"})
 

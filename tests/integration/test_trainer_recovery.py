@@ -1,12 +1,14 @@
 """What a trainer does when its engine, or the machine, gives it trouble: it waits, tries again, and loses nothing."""
 
 import resource
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 from cluster import wait_for
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from patience import PATIENCE
 from warm_trainer import SERVICE, WarmRun
 
 from paceline import codec, errors
@@ -112,3 +114,28 @@ def test_a_command_that_is_refused_as_it_comes_costs_no_disk_and_keeps_its_place
             assert trainer.start()
             run.seq_id = 2
         assert run.get().step == 2
+
+
+def test_bytes_on_the_volume_are_counted_rightly_after_a_kill_in_the_middle_of_a_save(trainer):
+    def on_disk():
+        return sum(path.stat().st_size for path in trainer.volume.glob("runs/*/*/**/*") if path.is_file())
+
+    def counted(stub):
+        return {quota.name: quota.used for quota in stub.GetUsage(pb.GetUsageRequest()).quotas}["volume_bytes"]
+
+    assert trainer.start(failpoints="before_checkpoint:2")
+    with trainer.connect() as stub, ThreadPoolExecutor(1) as thread:
+        run = WarmRun(stub)
+        run.step()
+        run.save("first")
+        assert counted(stub) == on_disk() > 0
+        saving = thread.submit(run.save, "second")
+        assert trainer.service.wait(PATIENCE)
+        assert list(trainer.volume.glob("runs/*/state/.new-*")), "it was killed in the midst of it"
+        assert trainer.start()
+        saving.result()
+        assert counted(stub) == on_disk()
+        run.call("DeleteCheckpoint", pb.DeleteCheckpointRequest(path=run.save("third").path))
+        assert counted(stub) == on_disk()
+        run.delete(checkpoints=True)
+        assert counted(stub) == on_disk() == 0

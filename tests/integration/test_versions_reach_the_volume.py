@@ -20,6 +20,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, Datum, LoraConfig
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
+from trainer_service.disk import NO_GUARD
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import NO_FAILPOINTS
@@ -36,6 +37,7 @@ from trainer_service.runs.storage import RunStorage
 from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.settings import TrainerSettings
 from trainer_service.trainer import Trainer
+from trainer_service.volume_bytes import VolumeBytes
 
 TEAM = "team"
 SNAPSHOT_AFTER = 4
@@ -102,8 +104,8 @@ async def trainer(engine, tmp_path):
     """The service's parts, put together in this process, but for the engine's."""
     settings = TrainerSettings(model="tiny", checkpoint_dir=tmp_path / "volume", min_free_bytes=0, insecure=True)
     volume = layout.Volume(settings.checkpoint_dir)
-    storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes())
-    registry, checkpoints, feed = RunRegistry(volume, storage), CheckpointStore(volume), Feed()
+    storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD)
+    registry, checkpoints, feed = RunRegistry(volume, storage, VolumeBytes(volume)), CheckpointStore(volume), Feed()
     group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", 10), feed)
 
     def start(run, engines_lost):
@@ -113,7 +115,7 @@ async def trainer(engine, tmp_path):
         tasks.append(asyncio.create_task(work))
 
     publisher = Publisher(engine.save_adapter, registry, feed, volume, tmp_path / "staging", 8, NO_FAILPOINTS, group)
-    trainer = Trainer(settings, engine, registry, checkpoints, publisher, start)
+    trainer = Trainer(settings, engine, registry, checkpoints, publisher, start, NO_GUARD, VolumeBytes(volume))
     policy = SnapshotPolicy(commands=SNAPSHOT_AFTER, journal_bytes=1 << 30, seconds=1e9)
     restore_points = RestorePoints(volume, registry, checkpoints)
     tasks = []

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 EXPORTS = frozenset(
     [
+        "Account",
         "Acknowledgement",
         "AdafactorParams",
         "Adam8bitParams",
@@ -37,6 +38,7 @@ EXPORTS = frozenset(
         "PacelineFuture",
         "PackingMode",
         "PublishResult",
+        "Quota",
         "RetryPolicy",
         "Run",
         "RunState",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,10 @@ class Setup:
     metrics: SamplerMetrics
     stack: AsyncExitStack
 
-    def registry(self, max_loaded: int = 4, keep: int = 2, seconds: float = 60, on_disk: int = 0) -> VersionRegistry:
-        limits, disk = RegistryLimits(max_loaded, keep, seconds), DiskTier(None, on_disk)
+    def registry(
+        self, max_loaded: int = 4, keep: int = 2, seconds: float = 60, on_disk: int = 0, per_tenant: int = 0
+    ) -> VersionRegistry:
+        limits, disk = RegistryLimits(max_loaded, keep, seconds, per_tenant), DiskTier(None, on_disk)
         registry = VersionRegistry(self.engine, self.bridge, self.resolver, BASE, limits, self.metrics, disk)
         self.stack.push_async_callback(registry.close)
         return registry
@@ -180,6 +183,58 @@ async def test_when_all_that_fit_are_in_use_another_is_refused(setup):
         with pytest.raises(errors.Overloaded):
             await use(registry, second)
     assert (await use(registry, second)).served.run_id == second.run_id
+
+
+async def load_many(setup, registry, tenant, count):
+    for _ in range(count):
+        await use(registry, setup.publish(1, new_run_id(), tenant=tenant), tenant)
+
+
+def held_by(registry):
+    return Counter(entry.tenant for entry in registry)
+
+
+async def test_a_tenant_alone_may_load_all_that_fit_and_no_more_than_its_share_beside_others(setup):
+    registry = setup.registry(max_loaded=6)
+    await load_many(setup, registry, "anquetil", 8)
+    assert held_by(registry) == {"anquetil": 6}
+    await load_many(setup, registry, "bartali", 2)
+    assert held_by(registry) == {"anquetil": 4, "bartali": 2}
+    await load_many(setup, registry, "coppi", 18)
+    assert held_by(registry) == {"anquetil": 2, "bartali": 2, "coppi": 2}
+
+
+async def test_a_version_within_its_tenants_share_stays_while_another_loads_many(setup):
+    registry = setup.registry(max_loaded=4)
+    mine = setup.publish(1, tenant="anquetil")
+    adapter = (await use(registry, mine, "anquetil")).adapter
+    await load_many(setup, registry, "coppi", 9)
+    assert held_by(registry) == {"anquetil": 1, "coppi": 3}
+    assert (await use(registry, mine, "anquetil")).adapter is adapter
+
+
+async def test_who_has_its_share_in_use_is_refused_and_takes_nobodys(setup):
+    registry = setup.registry(max_loaded=2)
+    await load_many(setup, registry, "anquetil", 1)
+    mine = setup.publish(1, tenant="coppi")
+    async with registry.lease(mine, "coppi"):
+        with pytest.raises(errors.Overloaded, match="its share") as refused:
+            await load_many(setup, registry, "coppi", 1)
+        assert refused.value.retry_after
+    assert held_by(registry) == {"anquetil": 1, "coppi": 1}
+
+
+async def test_a_tenants_own_limit_holds_where_there_is_room(setup):
+    registry = setup.registry(max_loaded=4, per_tenant=1)
+    first, second = (setup.publish(1, new_run_id(), tenant="coppi") for _ in range(2))
+    async with registry.lease(first, "coppi"):
+        with pytest.raises(errors.QuotaExceeded) as refused:
+            await use(registry, second, "coppi")
+        assert refused.value.metadata == {"quota": "versions", "used": "1", "limit": "1"}
+        assert refused.value.retry_after
+    await use(registry, second, "coppi")
+    await load_many(setup, registry, "anquetil", 1)
+    assert held_by(registry) == {"coppi": 1, "anquetil": 1}
 
 
 async def test_what_comes_back_has_a_new_id_and_a_new_name(setup):

@@ -30,6 +30,7 @@ from paceline.types import Checkpoint, CheckpointKind, ServedModel
 from paceline.weights.summary import summarize
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints import expiry
+from trainer_service.disk import NO_GUARD, DiskGuard
 from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
 from trainer_service.runs.run_file import tenant_of
 
@@ -46,8 +47,11 @@ async def _none_earlier() -> None:
 class CheckpointStore:
     """Saves, finds, lists and deletes checkpoints. Every path it touches was taken apart and checked first."""
 
-    def __init__(self, volume: layout.Volume, failpoints: Failpoints = NO_FAILPOINTS) -> None:
+    def __init__(
+        self, volume: layout.Volume, failpoints: Failpoints = NO_FAILPOINTS, guard: DiskGuard = NO_GUARD
+    ) -> None:
         self._volume = volume
+        self._guard = guard
         self._failpoints = failpoints
         self._locks: WeakValueDictionary[CheckpointPath, asyncio.Lock] = WeakValueDictionary()
         """Held while something gets or loses a name."""
@@ -96,6 +100,7 @@ class CheckpointStore:
                 _check_free(final, overwrite=overwrite)
                 self._failpoints.hit("before_checkpoint")
                 await asyncio.to_thread(_write_expiry, staging, final, expire_time)
+            self._guard.measure(final)
             return await asyncio.to_thread(_describe, path, final)
 
     async def take(self, path: CheckpointPath, identity: Identity, target: Path, field: str = "path") -> None:
@@ -139,6 +144,7 @@ class CheckpointStore:
         async with self._lock(path):
             with _found("path"):
                 await asyncio.to_thread(layout.remove_directory, directory)
+            self._guard.measure(directory)
             await asyncio.to_thread(expiry.forget, directory)
 
     async def set_ttl(self, path: CheckpointPath, identity: Identity, ttl_seconds: int | None) -> Checkpoint:
@@ -163,6 +169,7 @@ class CheckpointStore:
                 try:
                     if await asyncio.to_thread(_is_expired, directory, now):
                         await asyncio.to_thread(layout.remove_directory, directory)
+                        self._guard.measure(directory)
                         await asyncio.to_thread(expiry.forget, directory)
                         deleted.append(str(path))
                 except (OSError, errors.PacelineError) as error:

@@ -207,6 +207,7 @@ class RunJournal:
                 segment.unsynced.append(whole)
         finally:
             os.close(file)
+            self._guard.measure(path)
         self._again.clear()
 
     def _put(self, file: int, frame: bytes, segment: _Open) -> None:
@@ -234,6 +235,7 @@ class RunJournal:
         used = [name.generation for name in segments(self._directory) if name.base == base]
         name = SegmentName(base, max(used, default=-1) + 1)
         layout.write_file(segment_path(self._directory, name), header.encode())
+        self._guard.measure(segment_path(self._directory, name))
         self._reserve(name, self._last_written)
         self._segment = _Open(name, header, UNIT, durable=UNIT)
         return self._segment
@@ -303,6 +305,7 @@ class RunJournal:
         for name, path in found.items():
             if name.base in covered:
                 path.unlink()
+                self._guard.measure(path)
 
 
 class _SyncFailedError(OSError):

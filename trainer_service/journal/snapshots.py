@@ -102,6 +102,7 @@ class SnapshotStore:
             facts, answers = await write(staging)
             await asyncio.to_thread(_seal, staging, facts, answers)
             self._failpoints.hit("during_snapshot")
+        self._guard.measure(self._root / str(seq_id))
         self._failpoints.hit("after_snapshot")
 
     def drop_old(self) -> int:
@@ -111,6 +112,7 @@ class SnapshotStore:
         old += [self._loads / str(number) for number in self._numbers(self._loads) if number <= kept[0]]
         for directory in old:
             layout.remove_directory(directory)
+            self._guard.measure(directory)
         return kept[0]
 
     async def pin(self, seq_id: int, take: Callable[[Path], Awaitable[None]]) -> Path:
@@ -122,6 +124,7 @@ class SnapshotStore:
         if not pinned.exists():
             async with staged_directory(pinned) as staging:
                 await take(staging)
+            self._guard.measure(pinned)
         return pinned
 
     def pinned(self, seq_id: int) -> Path | None:

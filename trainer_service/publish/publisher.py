@@ -17,6 +17,7 @@ from paceline.log import get_logger
 from paceline.types import FullParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints.store import staged_directory
+from trainer_service.disk import NO_GUARD, DiskGuard
 from trainer_service.engine.base import PublishedAs
 from trainer_service.engine.link import Captured
 from trainer_service.failpoints import Failpoints
@@ -64,6 +65,7 @@ class Publisher:
         keep_versions: int,
         failpoints: Failpoints,
         group: BroadcastGroup,
+        guard: DiskGuard = NO_GUARD,
     ) -> None:
         self._save_adapter = save_adapter
         self._failpoints = failpoints
@@ -71,6 +73,7 @@ class Publisher:
         self._feed = feed
         self._group = group
         self._volume = volume
+        self._guard = guard
         # The same name after a crash, so that nothing is left behind in memory.
         volume_hash = sha256(str(volume.root.resolve()).encode()).hexdigest()[:16]
         self._staging = staging_root / f"paceline-trainer-{volume_hash}"
@@ -249,6 +252,7 @@ class Publisher:
             async with staged_directory(final) as staging:
                 await asyncio.to_thread(shutil.copytree, directory, staging, dirs_exist_ok=True)
                 await asyncio.to_thread(weights.write_manifest, staging, manifest)
+        self._guard.measure(final)
         if directory != final:
             self._feed.announce(self._announcement(manifest))
         await self._retire(*key)
@@ -281,6 +285,7 @@ class Publisher:
             if (run_id, version) not in leased:
                 with suppress(FileNotFoundError):
                     layout.remove_directory(self._volume.version(run_id, version))
+                self._guard.measure(self._volume.version(run_id, version))
                 self._feed.forget_version((run_id, version))
 
     def _exists(self, run_id: str, version: int) -> bool:

@@ -23,6 +23,7 @@ from trainer_service.runs.run_file import read_run_file, write_run_file
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.storage import Past, RunStorage
 from trainer_service.runs.volume_format import is_current, write_volume_format
+from trainer_service.volume_bytes import VolumeBytes
 
 _CLOSE_SECONDS = 5.0
 
@@ -32,8 +33,9 @@ _log = get_logger(__name__)
 class RunRegistry:
     """Finds runs for their owners, and keeps on the volume what must survive."""
 
-    def __init__(self, volume: layout.Volume, storage: RunStorage) -> None:
+    def __init__(self, volume: layout.Volume, storage: RunStorage, volume_bytes: VolumeBytes) -> None:
         self._volume = volume
+        self._volume_bytes = volume_bytes
         self._storage = storage
         self._deleted = DeletedRuns(volume.root)
         self._runs: dict[str, RunRecord] = {}
@@ -68,6 +70,7 @@ class RunRegistry:
             if record.damage:
                 _log.error("parts of a run are damaged and set aside", run=record.run_id, damage=record.damage)
         await asyncio.to_thread(self._migrate)
+        await asyncio.to_thread(self._volume_bytes.count_all)
         _log.info("runs restored", runs=len(self._runs), unreadable=len(self._unreadable))
 
     def _prepare(self) -> None:
@@ -120,6 +123,10 @@ class RunRegistry:
         """Return the caller's runs."""
         return [record for record in self._runs.values() if identity.is_peer or record.tenant == identity.tenant]
 
+    def tenants(self) -> list[str]:
+        """Return those who have runs."""
+        return list({record.tenant for record in self._runs.values()})
+
     def find_request(self, tenant: str, request_id: str) -> RunRecord | None:
         """Return the run that a CreateRun request made."""
         return next((run for run in self._runs.values() if (run.tenant, run.request_id) == (tenant, request_id)), None)
@@ -146,10 +153,12 @@ class RunRegistry:
         """
         folder = self._volume.run(run_id)
         try:
+            self._volume_bytes.own(run_id, tenant)
             past = await asyncio.to_thread(self._make_folder, folder)
             yield self._storage.open(run_id, tenant, past), self._storage.snapshots(run_id)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            self._volume_bytes.count(run_id)
             raise
 
     def _make_folder(self, folder: Path) -> Past:
@@ -160,6 +169,7 @@ class RunRegistry:
     async def add(self, record: RunRecord) -> None:
         """Take in a new run, durably."""
         await self.persist(record)
+        await asyncio.to_thread(self._volume_bytes.count, record.run_id)
         self._runs[record.run_id] = record
 
     async def persist(self, record: RunRecord) -> None:
@@ -177,6 +187,7 @@ class RunRegistry:
         async with record.persisting:
             await asyncio.to_thread(delete_files, folder, self._deleted.add, keep_checkpoints=keep_checkpoints)
             record.is_deleted = True
+            await asyncio.to_thread(self._volume_bytes.count, record.run_id)
         self._runs.pop(record.run_id, None)
 
     def hold_all(self, error: errors.PacelineError) -> None:

@@ -89,11 +89,12 @@ class RunStorage:
         settings: TrainerSettings,
         failpoints: Failpoints,
         waiting_bytes: WaitingBytes,
+        guard: DiskGuard,
     ) -> None:
         self._volume = volume
         self._settings = settings
         self._failpoints = failpoints
-        self._guard = DiskGuard(settings.min_free_bytes)
+        self._guard = guard
         self._waiting_bytes = waiting_bytes
         self._threads = ThreadPoolExecutor(_SYNCING_THREADS, thread_name_prefix="journal")
 

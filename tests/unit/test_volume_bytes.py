@@ -1,0 +1,196 @@
+"""How many bytes each tenant has on the checkpoint volume."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from paceline import errors, layout
+from paceline.layout import CheckpointPath
+from paceline.rpc.identity import Identity
+from paceline.types import CheckpointKind
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.disk import DiskGuard
+from trainer_service.failpoints import NO_FAILPOINTS
+from trainer_service.journal.history import read_history
+from trainer_service.journal.journal import RunJournal
+from trainer_service.journal.records import CommandRecord, Facts
+from trainer_service.journal.snapshots import SnapshotStore
+from trainer_service.runs.run_file import write_run_file
+from trainer_service.volume_bytes import VolumeBytes
+
+A, B = "anquetil", "bartali"
+RUNS = {A: "run-" + "a" * 32, B: "run-" + "b" * 32}
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> layout.Volume:
+    volume = layout.Volume(tmp_path)
+    for tenant, run_id in RUNS.items():
+        layout.make_folder(volume.run(run_id))
+        write_run_file(volume.run(run_id), {"tenant": tenant})
+    return volume
+
+
+@pytest.fixture
+def counted(volume) -> VolumeBytes:
+    counted = VolumeBytes(volume)
+    counted.count_all()
+    return counted
+
+
+def on_disk(volume: layout.Volume, tenant: str) -> int:
+    return sum(path.stat().st_size for path in volume.run(RUNS[tenant]).glob("*/**/*") if path.is_file())
+
+
+async def write(directory: Path, size: int = 5000) -> None:
+    save_file({"a": np.zeros(size // 4, np.float32)}, directory / layout.WEIGHTS_FILE)
+    (directory / layout.CONFIG_FILE).write_text('{"r": 8}')
+
+
+async def save(
+    store: CheckpointStore, name: str, tenant: str = A, *, size: int = 5000, overwrite: bool = False
+) -> None:
+    path = CheckpointPath(RUNS[tenant], CheckpointKind.STATE, name)
+    await store.save(
+        path,
+        lambda directory: write(directory, size),
+        base_model="tiny",
+        tenant=tenant,
+        step=0,
+        ttl_seconds=None,
+        overwrite=overwrite,
+    )
+
+
+async def test_checkpoints_count_while_they_are_there(volume, counted):
+    store = CheckpointStore(volume, guard=DiskGuard(0, counted))
+    await save(store, "one")
+    await save(store, "two", B)
+    assert counted.used(A) == on_disk(volume, A) > 5000
+    assert counted.used(B) == on_disk(volume, B)
+    await save(store, "one", size=9000, overwrite=True)
+    assert counted.used(A) == on_disk(volume, A) > 9000
+    await store.delete(CheckpointPath(RUNS[A], CheckpointKind.STATE, "one"), Identity(A))
+    assert counted.used(A) == 0
+    assert counted.tenants() == [B]
+
+
+async def test_a_save_that_fails_counts_as_nothing(volume, counted):
+    async def fail(directory: Path) -> None:
+        await write(directory)
+        raise errors.OutOfMemory("full")
+
+    store = CheckpointStore(volume, guard=DiskGuard(0, counted))
+    path = CheckpointPath(RUNS[A], CheckpointKind.STATE, "one")
+    with pytest.raises(errors.OutOfMemory), counted.taking(A, 5000, replaced=volume.checkpoint(path)):
+        await store.save(path, fail, base_model="tiny", tenant=A, step=0, ttl_seconds=None, overwrite=False)
+    assert counted.used(A) == on_disk(volume, A) == 0
+
+
+async def test_journals_snapshots_and_loaded_checkpoints_count(volume, counted):
+    guard, folder = DiskGuard(0, counted), volume.run(RUNS[A])
+    counted.own(RUNS[A], A)
+    RunJournal.make(folder / "journal", 1)
+    journal = RunJournal(
+        folder / "journal", read_history(folder / "journal"), ThreadPoolExecutor(1), NO_FAILPOINTS, guard
+    )
+    snapshots = SnapshotStore(folder, NO_FAILPOINTS, guard)
+
+    async def snapshot(directory: Path):
+        await write(directory)
+        return Facts(), []
+
+    for seq_id in (1, 2, 3):
+        await journal.append(CommandRecord(seq_id, "ForwardBackward", A, bytes(10_000)), sync=True)
+        assert counted.used(A) == on_disk(volume, A) > 10_000
+        await journal.rotate()
+        await snapshots.save(seq_id, 0, snapshot)
+        await snapshots.pin(seq_id, write)
+        await journal.drop(await asyncio.to_thread(snapshots.drop_old))
+        assert counted.used(A) == on_disk(volume, A)
+    assert not (folder / "snapshots" / "1").exists()
+
+
+async def test_what_is_counted_at_a_start_is_what_was_counted_before_it(volume, counted):
+    store = CheckpointStore(volume, guard=DiskGuard(0, counted))
+    for name in ("one", "two"):
+        await save(store, name)
+    await save(store, "three", B)
+    again = VolumeBytes(volume)
+    again.count_all()
+    assert [again.used(tenant) for tenant in (A, B)] == [counted.used(tenant) for tenant in (A, B)]
+
+
+async def test_what_a_kill_left_half_done_does_not_count(volume, counted):
+    half = volume.run(RUNS[A]) / "state" / ".new-0123456789"
+    half.mkdir(parents=True)
+    await write(half)
+    again = VolumeBytes(volume)
+    again.count_all()
+    assert again.used(A) == 0
+
+
+async def test_checkpoints_of_a_deleted_run_go_on_counting(volume, counted):
+    store = CheckpointStore(volume, guard=DiskGuard(0, counted))
+    await save(store, "kept")
+    folder = volume.run(RUNS[A])
+    (folder / "versions" / "1").mkdir(parents=True)
+    await write(folder / "versions" / "1")
+    counted.measure(folder / "versions" / "1")
+    before = counted.used(A)
+    (folder / "versions" / "1" / layout.WEIGHTS_FILE).unlink()
+    (folder / layout.RUN_FILE).rename(folder / layout.DELETED_FILE)
+    counted.count(RUNS[A])
+    assert 5000 < counted.used(A) == on_disk(volume, A) < before
+    again = VolumeBytes(volume)
+    again.count_all()
+    assert again.used(A) == counted.used(A)
+    await store.delete(CheckpointPath(RUNS[A], CheckpointKind.STATE, "kept"), Identity(A))
+    layout.remove_directory(folder)
+    counted.count(RUNS[A])
+    assert counted.used(A) == 0
+
+
+async def test_what_would_be_too_much_is_refused_with_the_figures_and_fits_after_a_deletion(volume):
+    counted = VolumeBytes(volume, limit=12_000)
+    counted.count_all()
+    store, path = (
+        CheckpointStore(volume, guard=DiskGuard(0, counted)),
+        CheckpointPath(RUNS[A], CheckpointKind.STATE, "x"),
+    )
+    await save(store, "one")
+    used = counted.used(A)
+    with pytest.raises(errors.QuotaExceeded) as refused:
+        counted.check(A, 10_000)
+    assert refused.value.metadata == {
+        "quota": "volume_bytes",
+        "used": str(used),
+        "limit": "12000",
+        "needed": "10000",
+    }
+    assert refused.value.retry_after is None
+    assert "max_volume_bytes_per_tenant" in refused.value.message
+    counted.check(B, 10_000)
+    with counted.taking(A, 5000, replaced=volume.checkpoint(path)):
+        with pytest.raises(errors.QuotaExceeded):
+            counted.check(A, 5000)
+        assert counted.used(A) == used + 5000
+    with counted.taking(A, 10_000, replaced=volume.checkpoint(CheckpointPath(RUNS[A], CheckpointKind.STATE, "one"))):
+        pass  # it takes the other's place
+    await store.delete(CheckpointPath(RUNS[A], CheckpointKind.STATE, "one"), Identity(A))
+    counted.check(A, 10_000)
+
+
+def test_unless_told_otherwise_a_tenant_may_have_half_of_the_volume(volume, counted):
+    assert counted.limit == 0
+    half = VolumeBytes(volume, limit=None)
+    half.count_all()
+    assert half.limit > 0
+    with pytest.raises(errors.QuotaExceeded):
+        half.check(A, half.limit + 1)

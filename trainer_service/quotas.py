@@ -1,0 +1,38 @@
+"""What each tenant has of what is scarce in the trainer, and how much it may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.rpc.identity import Identity
+from paceline.types import Quota
+from trainer_service import volume_bytes
+from trainer_service.runs import waiting_bytes
+from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.waiting_bytes import WaitingBytes
+from trainer_service.volume_bytes import VolumeBytes
+
+RUNS = "runs"
+"""The quota's name."""
+
+
+class Quotas:
+    """Says them; those who count refuse what is too much."""
+
+    def __init__(self, max_runs: int, registry: RunRegistry, volume: VolumeBytes, waiting: WaitingBytes) -> None:
+        self._max_runs = max_runs
+        self._registry = registry
+        self._volume = volume
+        self._waiting = waiting
+
+    def of(self, tenant: str) -> Sequence[Quota]:
+        """Return a tenant's quotas."""
+        return (
+            Quota(RUNS, len(self._registry.owned_by(Identity(tenant))) if tenant else 0, self._max_runs),
+            Quota(volume_bytes.QUOTA, self._volume.used(tenant), self._volume.limit),
+            Quota(waiting_bytes.QUOTA, self._waiting.used(tenant), self._waiting.tenant_limit),
+        )
+
+    def tenants(self) -> list[str]:
+        """Return those who have something."""
+        return [*self._registry.tenants(), *self._volume.tenants(), *self._waiting.tenants()]
