@@ -206,6 +206,11 @@ def test_a_killed_trainer_costs_the_client_a_delay_and_the_run_nothing(cluster, 
     assert at(service, newest.model).sample(PROMPT, 1, PARAMS).result().model == newest.model
 
 
+# How versions travel is nothing to a client's program, which takes seconds to import its tokenizer.
+stream_alone = pytest.mark.parametrize("cluster", ["stream"], indirect=True)
+
+
+@stream_alone
 @pytest.mark.parametrize(
     ("example", "arguments", "last_line"),
     [
@@ -221,6 +226,7 @@ def test_the_examples_run(cluster, tmp_path, example, arguments, last_line):
     assert re.search(last_line, run_python(cluster, tmp_path, str(ROOT / "examples" / example), *arguments))
 
 
+@stream_alone
 def test_the_readmes_ten_lines_run_as_printed(cluster, tmp_path):
     _, _, rest = (ROOT / "README.md").read_text().partition("```python\n")
     lines, _, _ = rest.partition("```")

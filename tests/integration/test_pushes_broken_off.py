@@ -8,6 +8,7 @@ import time
 
 import google_crc32c
 import pytest
+from patience import PATIENCE
 from sampler_stack import PROMPT, sampling, until, version_ref
 from weight_stack import BASE, chunks_of, make_version
 
@@ -59,7 +60,8 @@ def _pieces(chunk, size=4096):
 
 async def test_a_sender_that_leaves_before_the_end_leaves_no_files(client, parts):
     for count in range(len(parts)):
-        call = client.be(PEER_TENANT).stub.UpdateWeights(metadata=client.be(PEER_TENANT).metadata)
+        service = client.be(PEER_TENANT)
+        call = service.stub.UpdateWeights(metadata=service.metadata, timeout=PATIENCE)
         for part in parts[:count]:
             await call.write(part)
         call.cancel()
@@ -71,9 +73,9 @@ async def test_what_was_sent_whole_is_loaded_though_its_sender_leaves(model, por
     engine = GatedEngine(EngineOptions(model, BASE, "float32", max_lora_rank=8))
     async with sampling(model, port, tmp_path, engine) as client:
         service = client.be(PEER_TENANT)
-        call = service.stub.UpdateWeights(iter(parts), metadata=service.metadata)
-        await engine.entered.wait()
-        call.cancel()
+        call = service.stub.UpdateWeights(iter(parts), metadata=service.metadata, timeout=PATIENCE)
+        await until(lambda: engine.entered.is_set() or call.done())
+        assert call.cancel(), call
         await asyncio.gather(call, return_exceptions=True)
         engine.gate.set()
         loaded = await until(client.loaded)

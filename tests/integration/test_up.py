@@ -15,8 +15,6 @@ from paceline.local import local_services
 from paceline.up.errors import CannotStart
 from paceline.up.plan import UpOptions
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

@@ -1,8 +1,11 @@
 """Ranks of an engine when a collective fails on one of them: it is made up for, or the rank ends."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
+from memory_limits import short_of_memory
 from torch._C._distributed_c10d import FileStore
 
 from paceline.errors import Internal, InvalidArgument
@@ -27,29 +30,26 @@ def refuse(*_arguments, **_options):
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
-def test_a_gather_that_raised_is_among_those_to_complete(group, monkeypatch):
-    gathers, done = _Gathers(), []
-    gather = dist.all_gather_single
-
-    def count(output, own, **options):
-        done.append(own.numel())
-        return gather(output, own, **options)
-
-    def gather_weights(size):
-        gathers(torch.empty(size), torch.zeros(size), group)
-
-    monkeypatch.setattr(dist, "all_gather_single", count)
+def test_a_gather_that_there_is_no_memory_for_is_not_begun_and_is_made_up_for(group):
+    gathers = _Gathers()
+    part, whole = torch.zeros(4 << 20), torch.empty(4 << 20)
+    gathers.begin(with_gradient=True)  # the first pass of its kind is noted
+    gathers(whole, part, group)
+    begun = group._get_sequence_number_for_group()
     gathers.begin(with_gradient=True)
-    for size in (3, 4, 5):
-        gather_weights(size)
-    done.clear()
-    gathers.begin(with_gradient=True)
-    gather_weights(3)
-    with monkeypatch.context() as short, pytest.raises(RuntimeError, match="memory"):
-        short.setattr(dist, "all_gather_single", refuse)
-        gather_weights(4)
+    with short_of_memory(os.getpid(), 1 << 20), pytest.raises(RuntimeError, match="can't allocate memory"):
+        gathers(whole, part, group)
+    assert group._get_sequence_number_for_group() == begun
     gathers.complete()
-    assert done == [3, 4, 5]
+    assert group._get_sequence_number_for_group() == begun + 1
+
+
+def test_a_gather_that_was_begun_and_failed_ends_the_rank(group, monkeypatch):
+    gathers = _Gathers()
+    gathers.begin(with_gradient=True)
+    monkeypatch.setattr(dist, "all_gather_single", refuse)
+    with pytest.raises(OutOfStepError):
+        gathers(torch.empty(3), torch.zeros(3), group)
 
 
 def test_a_failure_is_raised_once_the_rank_caught_up(ranks):

@@ -147,8 +147,13 @@ class _Gathers:
         self._group = group
         if self._noting:
             self._plan.append((input_tensor.numel(), input_tensor.dtype, input_tensor.device))
-        work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        # One that raises here, for want of memory, was not begun: it is among those to complete.
+        if output_tensor.device.type == "cpu":
+            # gloo counts a collective before it makes room for copies of both. One that then failed could not be made
+            # up for: it would meet the others' next. So whether there is room is found out before it is begun.
+            room = [torch.empty_like(tensor) for tensor in (output_tensor, input_tensor)]
+            del room
+        with in_step():
+            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         self._done += 1
         return work
 
