@@ -27,6 +27,7 @@ from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.feed import AckPolicy, Feed
 from trainer_service.publish.group import BroadcastGroup, GroupOptions
 from trainer_service.runs.registry import RunRegistry
+from trainer_service.volume_bytes import VolumeBytes
 from trainer_service.weight_servicer import WeightServicer
 
 pytest_plugins = ["sampler_fixtures"]
@@ -45,7 +46,7 @@ class GroupTrainer(WeightServicer):
         self.versions = Trainer(volume)
         engine = EngineProcess(EngineOptions("", BASE))
         agreements = Agreements(engine, lambda run, version: volume.version(run.run_id, version), CollectorRegistry())
-        model, runs = ModelInfo(BASE, 512, 260, "float32", 8, 2), RunRegistry(volume, None)
+        model, runs = ModelInfo(BASE, 512, 260, "float32", 8, 2), RunRegistry(volume, None, VolumeBytes(volume))
         super().__init__(self.feed, self.group, None, runs, None, lambda: model, agreements)
 
     async def FetchVersion(self, request, context):  # noqa: N802

@@ -17,6 +17,7 @@ from paceline import errors, layout
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import LoraConfig
+from trainer_service.disk import NO_GUARD
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.records import Facts
 from trainer_service.runs.command import Command
@@ -25,6 +26,7 @@ from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
 from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.settings import TrainerSettings
+from trainer_service.volume_bytes import VolumeBytes
 
 TEAM = Identity("team")
 RUN, OTHER = (layout.new_run_id() for _ in range(2))
@@ -39,7 +41,9 @@ def volume(tmp_path):
 async def registry_of(volume):
     """A registry that has read the volume, as at a start."""
     settings = TrainerSettings(model="tiny", checkpoint_dir=volume.root, min_free_bytes=0, insecure=True)
-    registry = RunRegistry(volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes()))
+    registry = RunRegistry(
+        volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD), VolumeBytes(volume)
+    )
     try:
         await registry.restore()
         yield registry
