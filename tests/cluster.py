@@ -106,7 +106,8 @@ class Cluster:
             address=f"127.0.0.1:{free_service_ports()}",
             engine=engine,
             bridge=bridge,
-            dtype="float32",
+            # float32 on a CPU, bfloat16 on GPUs, where vLLM takes no adapters in float32; both services alike
+            dtype="auto",
             max_lora_rank=16,
         )
         key_file = read_or_make_key(state)

@@ -18,12 +18,12 @@ RUN apt-get update \
 COPY requirements/${VARIANT}.txt /tmp/requirements.txt
 # Name an index of PyTorch's CPU builds to keep CUDA's libraries out of the cpu image.
 ARG PIP_EXTRA_INDEX_URL=
-# cpu.txt is a closed set but for torch, whose own requirements differ by build: it goes first.
+# Both are closed sets; but what torch for CPUs requires differs by build, so that it goes first there.
 RUN if [ "$VARIANT" = cpu ]; then \
         pip install --no-cache-dir --constraint /tmp/requirements.txt torch \
         && pip install --no-cache-dir --no-deps --requirement /tmp/requirements.txt; \
     else \
-        pip install --no-cache-dir --requirement /tmp/requirements.txt; \
+        pip install --no-cache-dir --no-deps --requirement /tmp/requirements.txt; \
     fi
 # The cpu image carries the embedded model, so that it works without a model hub.
 COPY scripts/make_model.py /tmp/make_model.py

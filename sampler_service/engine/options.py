@@ -12,6 +12,12 @@ Outputs = Literal["direct", "stock"]
 InPlace = Literal["off", "paused", "hogwild"]
 
 
+NO_FLOAT32 = (
+    "on GPUs vLLM computes adapters in 16 bits only, and float32 was asked for; set dtype=bfloat16 for the sampler and "
+    "the trainer, or engine=hf"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Settings of an engine; fixed for the engine's life."""

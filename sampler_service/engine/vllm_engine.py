@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+import torch
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -25,11 +26,11 @@ from paceline.shared_base import clear
 from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types.training import Array
 from sampler_service.engine.adapters import LinearShapes, check_adapter, read_adapter
-from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, Slots, TokenDelta
+from sampler_service.engine.base import Adapter, EngineUnfit, GenerationRequest, LoadTimes, Slots, TokenDelta
 from sampler_service.engine.base_model import linear_shapes_of
 from sampler_service.engine.coalescer import Coalescer, Crowd
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
-from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.options import NO_FLOAT32, EngineOptions
 from sampler_service.engine.vllm_adapters import AdapterLoader
 from sampler_service.engine.vllm_grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm_lending import LOAD_FORMAT, extra_config
@@ -107,6 +108,8 @@ class VllmEngine:
         if config.use_v2_model_runner:
             _log.warning("model runner V2 is used, with which nothing here was tested", variable=RUNNER_VARIABLE)
         model = config.model_config
+        if model.dtype is torch.float32 and not current_platform.is_cpu():
+            raise EngineUnfit(NO_FLOAT32)
         info = ModelInfo(
             name=self._options.model_name,
             max_context_length=model.max_model_len,

@@ -1,10 +1,9 @@
 """The main job on GPUs: trainer on the first, sampler on the second, or both on one."""
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 from cluster import Cluster
+from stock import bound
 from tiny_models import make_tiny_llama
 
 import paceline
@@ -12,14 +11,14 @@ from paceline import AdamParams, Datum, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-ENGINES = ["hf", *(["vllm"] if find_spec("vllm") else [])]
-"""The machine of `make test-gpu` has what its wheels give it, which vLLM is not among."""
 PROMPT = list(b"Country: Peru\nCapital:")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_a_sample_comes_from_the_version_that_was_published(tmp_path, engine):
-    cluster = Cluster.make(tmp_path, make_tiny_llama(tmp_path / "model"), engine=engine)
+    model = make_tiny_llama(tmp_path / "model")
+    most = bound(model, PROMPT)
+    cluster = Cluster.make(tmp_path, model, engine=engine)
     try:
         cluster.start()
         with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
@@ -32,6 +31,6 @@ def test_a_sample_comes_from_the_version_that_was_published(tmp_path, engine):
             sequence = sampling.sample(PROMPT, 1, SamplingParams(max_tokens=16, ignore_eos=True)).result().sequences[0]
             output = training.forward([Datum.from_completion(PROMPT, sequence.tokens)]).result()
             ours = output.loss_fn_outputs[0]["logprobs"][len(PROMPT) - 1 :]
-            assert float(np.abs(ours - sequence.logprobs).mean()) < 1e-3
+            assert float(np.abs(ours - sequence.logprobs).mean()) <= most
     finally:
         cluster.stop()

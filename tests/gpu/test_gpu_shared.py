@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 from cluster import Cluster
 from engine_cases import train, warmed, weights
+from stock import bound
 from tiny_models import make_tiny_llama
 
 import paceline
@@ -24,8 +24,6 @@ from trainer_service.engine.peft_engine import PeftEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-SAMPLERS = ["vllm"] if find_spec("vllm") else []
-"""The machine of `make test-gpu` has what its wheels give it, which vLLM is not among."""
 PROMPT = list(b"Country: Peru\nCapital:")
 
 
@@ -104,10 +102,10 @@ def test_weights_on_a_gpu_are_refused_on_a_cpu(model, lender):
         PeftEngine(EngineOptions(str(model), "tiny", device="cpu", base_dir=str(lender.directory)))
 
 
-@pytest.mark.parametrize("engine", SAMPLERS)
 @pytest.mark.parametrize("in_place", ["off", "paused"])
-def test_trainer_and_sampler_share_a_gpu_s_weights(tmp_path, model, engine, in_place):
-    cluster = Cluster.make(tmp_path, model, engine=engine, bridge="shared", PACELINE_SAMPLER_IN_PLACE=in_place)
+def test_trainer_and_sampler_share_a_gpu_s_weights(tmp_path, model, in_place):
+    most = bound(model, PROMPT)
+    cluster = Cluster.make(tmp_path, model, engine="vllm", bridge="shared", PACELINE_SAMPLER_IN_PLACE=in_place)
     try:
         cluster.start()
         with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
@@ -123,7 +121,7 @@ def test_trainer_and_sampler_share_a_gpu_s_weights(tmp_path, model, engine, in_p
                 (sequence,) = sampling.sample(PROMPT, 1, params).result().sequences
                 output = training.forward([Datum.from_completion(PROMPT, sequence.tokens)]).result()
                 ours = output.loss_fn_outputs[0]["logprobs"][len(PROMPT) - 1 :]
-                assert float(np.abs(ours - sequence.logprobs).mean()) < 1e-3
+                assert float(np.abs(ours - sequence.logprobs).mean()) <= most
                 assert [span.version for span in sequence.version_spans] == [published.model.version] * whole
     finally:
         cluster.stop()

