@@ -143,16 +143,13 @@ class TrainerService:
             if run.state is RunState.LOST:
                 await self._restore_points.offer(run)
         self._publisher.start()
-        model = await self._load_engine(self._engine.start)
+        try:
+            model = await self._load_engine(self._engine.start)
+        except (errors.ModelNotFound, errors.Unsupported) as error:
+            raise SystemExit(str(error)) from error  # Of the model, not of the moment: trying again will not help.
         # Of a model of the hub the files are there only now.
         self._engine.base_sha256 = await asyncio.to_thread(base_weights_sha256, self._settings.model)
-        _log.info(
-            "engine ready",
-            model=model.name,
-            dtype=model.dtype,
-            pid=self._engine.pid,
-            weights_sha256=self._engine.base_sha256,
-        )
+        self._log_ready(model)
         # Read once, here: a model's name is looked up in a hub, which no caller may have the service do.
         self._tokenizer_files = await asyncio.to_thread(read_tokenizer_files, self._settings.model)
         self._spawn(self._watch_base())
@@ -197,6 +194,19 @@ class TrainerService:
         if self._lock is not None:
             os.close(self._lock)
 
+    def _log_ready(self, model: ModelInfo) -> None:
+        found = model.certificate
+        _log.info(
+            "engine ready",
+            model=model.name,
+            dtype=model.dtype,
+            pid=self._engine.pid,
+            weights_sha256=self._engine.base_sha256,
+            **({} if found is None else {"packing": found.packing.name, "attention": found.attention}),
+        )
+        if found is not None and found.reason:
+            _log.warning("sequences do not share passes", model=model.name, reason=found.reason)
+
     def _start_run(self, run: RunRecord, engines_lost: int) -> None:
         self._recovery.start(run, engines_lost)
 
@@ -234,7 +244,7 @@ class TrainerService:
         await self._readiness.set(False)
         model = await self._restarted()
         self._restarting = False
-        _log.info("engine ready", model=model.name, dtype=model.dtype)
+        self._log_ready(model)
         await self._readiness.set(True)
         await self._recovery.recover_all(self._registry)
 

@@ -87,7 +87,9 @@ def files(directory):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_command_answers_as_in_this_process(options, engine, tmp_path):
     local, remote = PeftEngine(options), engine
-    assert remote.describe() == local.describe()
+    mine, theirs = (replace(each.describe().certificate, seconds=0.0) for each in (local, remote))
+    assert theirs == mine
+    assert replace(remote.describe(), certificate=None) == replace(local.describe(), certificate=None)
     local.create_run("run", LORA)
     assert await remote.create_run("own", LORA) == local.create_run("own", LORA)
     await remote.delete_run("own")

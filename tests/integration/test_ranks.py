@@ -17,10 +17,10 @@ from descendants import descendants
 from engine_cases import gradients, lora_gradients, make_data, weights
 from memory_limits import short_of_memory
 from safetensors.numpy import load_file
-from tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen3
+from tiny_models import VOCAB_SIZE, make_tiny, make_tiny_llama, make_tiny_qwen3
 
 from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory, Unsupported
-from paceline.types import AdamParams, Datum, FullParameters, LoraConfig, Reduction
+from paceline.types import AdamParams, Datum, FullParameters, LoraConfig, PackingMode, Reduction
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.process import EngineProcess
@@ -339,3 +339,24 @@ async def test_closing_leaves_no_process_and_no_file(pair):
     processes.wait()
     with pytest.raises(FileNotFoundError):
         os.listdir(directory)  # noqa: PTH208
+
+
+async def test_a_model_whose_sequences_share_no_pass_trains_on_two_ranks_as_on_one(tmp_path):
+    model = make_tiny("lfm2", tmp_path, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
+    options = EngineOptions(str(model), "tiny", pack_tokens=64, joint_passes=True)
+    one = PeftEngine(options)
+    async with EngineProcess(replace(options, ranks=2)) as two:
+        certificates = [engine.describe().certificate for engine in (one, two)]
+        assert {found.packing for found in certificates} == {PackingMode.ONE_SEQUENCE}
+        assert certificates[1].logprob_difference <= certificates[1].logprob_bound
+        for name in ("run", "beside"):
+            one.create_run(name, LoraConfig(rank=4, train_mlp=False))
+            await two.create_run(name, LoraConfig(rank=4, train_mlp=False))
+        data = make_data(LENGTHS[:5])
+        expected = one.forward_backward("run", data, "cross_entropy", {}, forward_only=False)
+        got, _ = await asyncio.gather(
+            *(two.forward_backward(n, data, "cross_entropy", {}, forward_only=False) for n in ("run", "beside"))
+        )
+        assert got.metrics == pytest.approx(expected.metrics, rel=TOLERANCE)
+        norms = one.optim_step("run", STEADY).grad_norm, (await two.optim_step("run", STEADY)).grad_norm
+        assert norms[1] == pytest.approx(norms[0], rel=TOLERANCE)

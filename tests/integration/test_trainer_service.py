@@ -25,7 +25,7 @@ from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
-from paceline.types import AdamParams, ApolloParams, Datum
+from paceline.types import AdamParams, ApolloParams, Datum, PackingMode
 from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1 import lora_pb2, model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
@@ -392,6 +392,20 @@ async def test_the_server_lists_its_optimizers(channel, credential):
     caller = Caller(channel, credential, "optimizers")
     info = await caller.call("GetServerInfo", pb.GetServerInfoRequest())
     assert list(info.optimizers) == list(OPTIMIZERS)
+
+
+async def test_the_server_shows_the_base_models_certificate(channel, credential):
+    caller = Caller(channel, credential, "certificate")
+    (info,) = (await caller.call("GetServerInfo", pb.GetServerInfoRequest())).models
+    certificate = codec.model_info_from_proto(info).certificate
+    assert (certificate.packing, certificate.attention, certificate.reason) == (
+        PackingMode.PACKED,
+        "paceline_packed",
+        "",
+    )
+    assert 0 < certificate.logprob_difference <= certificate.logprob_bound < 1e-3
+    assert 0 < certificate.gradient_difference <= certificate.gradient_bound < 1e-3
+    assert [group.name for group in certificate.groups] == ["train_attn", "train_mlp", "train_unembed"]
 
 
 async def test_a_step_without_a_gradient_is_refused(caller):

@@ -15,6 +15,9 @@ from trainer_service.engine.causal import causal_attention
 PACKED_ATTENTION = "paceline_packed"
 """Name to load a model with (`attn_implementation`). No mask function goes by it, so transformers builds no mask."""
 
+VARIANT = "attention_variant"
+"""Key in the metadata of errors: what a model adds to attention that only its own computes."""
+
 _HALVES = (torch.bfloat16, torch.float16)
 _UNSERVED = ("softcap", "s_aux", "position_bias")
 
@@ -40,7 +43,8 @@ def packed_attention(
     """
     for name in _UNSERVED:
         if variant.get(name) is not None:
-            raise Unsupported(f"{type(module).__name__} uses {name}, which packed attention does not compute.")
+            message = f"{type(module).__name__} uses {name}, which packed attention does not compute."
+            raise Unsupported(message, metadata={VARIANT: name})
     # Not by index, whose derivative is a copy.
     rows = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
     windowed = sliding_window is not None and max(segment_lengths) > sliding_window

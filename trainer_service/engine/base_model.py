@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.errors import ModelNotFound, Unsupported
-from trainer_service.engine.attention import PACKED_ATTENTION
 from trainer_service.engine.borrowed_base import borrow_base_model, is_borrowed
 from trainer_service.engine.fused.blocks import RowWork
 from trainer_service.engine.fused.compiler import check_compiler
 from trainer_service.engine.fused.swap import fuse_layers
 from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.pass_mode import STOCK_ATTENTION, PassMode
+from trainer_service.engine.rope import forget_lengths
 
-_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config fields of models whose logits are more than head(hidden)."""
 
+def load_base_model(
+    options: EngineOptions, *, fused: bool = True, examine: Callable[[PreTrainedModel], None] | None = None
+) -> PreTrainedModel:
+    """Load a base model, or borrow it from a sampler, and freeze it. Its attention is transformers' own.
 
-def load_base_model(options: EngineOptions) -> PreTrainedModel:
-    """Load a base model, or borrow it from a sampler; check and freeze it.
-
-    Raises ModelNotFound, Unsupported for a model whose logits would come out wrong, BaseUnavailable, BaseMismatch.
+    `fused` replaces layers of known families; `examine` sees the model before that, as transformers makes it. Raises
+    ModelNotFound, Unsupported, BaseUnavailable, BaseMismatch.
     """
     try:
-        model = borrow_base_model(options, PACKED_ATTENTION) if is_borrowed(options) else _from_files(options)
+        model = borrow_base_model(options, STOCK_ATTENTION) if is_borrowed(options) else _from_files(options)
     except OSError as error:
         raise ModelNotFound(f"{options.model_name} cannot be loaded; check the model's path or id.") from error
-    for setting in _LOGIT_SETTINGS:
-        if getattr(model.config, setting, None) not in (None, 1.0):
-            raise Unsupported(f"{options.model_name} has {setting}, which this engine does not compute.")
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+        raise Unsupported(f"{options.model_name} cannot be served: {_first_line(error)}") from error
     model.requires_grad_(requires_grad=False)
     if options.compile:
         check_compiler(options.device)
-    fuse_layers(model, RowWork("inductor" if options.compile else None))
     if options.ranks == 1:  # else it is moved as it is dealt over them, layer by layer
         nn.Module.to(model, torch.device(options.device))
     model.train(mode=False)
+    forget_lengths(model)
+    if examine is not None:
+        examine(model)
+    if fused:
+        fuse_layers(model, RowWork("inductor" if options.compile else None))
     if options.activation_checkpointing:
         _recompute_layers(model)
     return model
@@ -51,11 +56,16 @@ def _from_files(options: EngineOptions) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         options.model_path,
         dtype=getattr(torch, options.dtype),
-        attn_implementation=PACKED_ATTENTION,
+        attn_implementation=STOCK_ATTENTION,
         use_safetensors=True,
         trust_remote_code=False,
     )
     return model
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{lines[0].strip().rstrip('.')}." if lines else f"{type(error).__name__}."
 
 
 def _recompute_layers(model: PreTrainedModel) -> None:
@@ -89,3 +99,15 @@ def output_head(model: PreTrainedModel) -> nn.Module:
     """Find the output head, with its adapters if runs have some there."""
     head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return head
+
+
+def hidden_states(
+    model: PreTrainedModel, mode: PassMode, input_ids: Tensor, position_ids: Tensor, lengths: tuple[int, ...]
+) -> Tensor:
+    """Compute what enters the output head, [1, T, hidden], of segments of `lengths`, which sum to T.
+
+    `input_ids` and `position_ids` are [1, T]. Where one sequence is a pass it is given as transformers wants it.
+    """
+    packed: dict[str, Any] = {"position_ids": position_ids, "segment_lengths": lengths} if mode.is_packed else {}
+    out: Tensor = backbone(model)(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
+    return out

@@ -13,6 +13,7 @@ from trainer_service.engine.fitting import Passes, explain, jobs_of, smaller_pas
 from trainer_service.engine.full_parameters import FullRun
 from trainer_service.engine.memory import out_of_memory_named
 from trainer_service.engine.paging import Pager
+from trainer_service.engine.pass_mode import PassMode
 from trainer_service.engine.passes import PassRunner, Result, Share
 from trainer_service.engine.ranks import Ranks
 from trainer_service.engine.routing import Routing
@@ -29,13 +30,14 @@ class Execution:
         self,
         shared: ShardedModel,
         routing: Routing,
+        mode: PassMode,
         ranks: Ranks,
         pager: Pager,
         device: torch.device,
         logprob_chunk: int,
     ) -> None:
         self._shared, self._ranks, self._pager = shared, ranks, pager
-        self._make_runner = partial(PassRunner, device=device, logprob_chunk=logprob_chunk)
+        self._make_runner = partial(PassRunner, mode=mode, device=device, logprob_chunk=logprob_chunk)
         self._runner = self._make_runner(shared, routing)
 
     def compute(self, passes: Passes, announce: Callable[[Sequence[str]], None]) -> None:

@@ -22,6 +22,7 @@ from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.optimizers.rounded import RoundedOptimizer
 from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.pass_mode import PassMode, use_attention
 from trainer_service.engine.run import TRAINED_BYTES, EngineRun, seeded_rng_state
 from trainer_service.engine.tensor_files import TensorFile
 from trainer_service.tokenizer import read_tokenizer_files
@@ -133,14 +134,16 @@ def full_run_bytes(full: FullParameters, options: EngineOptions, count: int) -> 
     return (weights + TRAINED_BYTES) * count
 
 
-def make_full_run(run_id: str, full: FullParameters, options: EngineOptions) -> FullRun:
-    """Load the base model anew and train all of it.
+def make_full_run(run_id: str, full: FullParameters, options: EngineOptions, mode: PassMode) -> FullRun:
+    """Load the base model anew and train all of it, by passes of a mode.
 
     A run that is kept in bfloat16 is computed in it too. One that is kept in float32 where the engine computes in
     bfloat16 has a rounded copy that is computed with. Raises ModelNotFound.
     """
     in_float32 = full.storage is WeightStorage.FLOAT32
-    model = load_base_model(replace(options, dtype="float32" if in_float32 else "bfloat16", base_dir=""))
+    own = replace(options, dtype="float32" if in_float32 else "bfloat16", base_dir="")
+    model = load_base_model(own, fused=mode.fused)
+    use_attention(model, mode.attention)
     parameters = dict(model.named_parameters())
     masters = None
     if in_float32 and options.dtype == "bfloat16":

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from paceline.types.training import Array
-from trainer_service.engine.base_model import backbone, output_head
+from trainer_service.engine.base_model import hidden_states, output_head
 from trainer_service.engine.jobs import Job, Totals
 from trainer_service.engine.logprobs import has_part, target_logprobs
 from trainer_service.engine.losses import TokenLoss
 from trainer_service.engine.packing import Pack, Segment
+from trainer_service.engine.pass_mode import PassMode
 from trainer_service.engine.routing import Routing, Span
 from trainer_service.engine.sharding import ShardedModel
 
@@ -51,8 +52,10 @@ class Result:
 class PassRunner:
     """Computes passes on a base model whose adapters `routing` routes."""
 
-    def __init__(self, sharded: ShardedModel, routing: Routing, device: torch.device, logprob_chunk: int) -> None:
-        self._sharded, self._model = sharded, sharded.model
+    def __init__(
+        self, sharded: ShardedModel, routing: Routing, mode: PassMode, device: torch.device, logprob_chunk: int
+    ) -> None:
+        self._sharded, self._model, self._mode = sharded, sharded.model, mode
         self._routing, self._device = routing, device
         self._chunk = logprob_chunk
 
@@ -82,12 +85,13 @@ class PassRunner:
         return [result[part.job.run_id] for part in rows]
 
     def _forward(self, rows: Sequence[_Rows], groups: Sequence[Sequence[_Rows]]) -> list[Tensor]:
-        hidden = backbone(self._model)(
-            input_ids=torch.cat([part.pack.input_ids for part in rows], dim=1),
-            position_ids=torch.cat([part.pack.position_ids for part in rows], dim=1),
-            use_cache=False,
-            segment_lengths=tuple(length for part in rows for length in part.pack.segment_lengths),
-        ).last_hidden_state.squeeze(0)
+        hidden = hidden_states(
+            self._model,
+            self._mode,
+            torch.cat([part.pack.input_ids for part in rows], dim=1),
+            torch.cat([part.pack.position_ids for part in rows], dim=1),
+            tuple(length for part in rows for length in part.pack.segment_lengths),
+        ).squeeze(0)
         return [self._head(hidden, group) for group in groups]
 
     def _head(self, hidden: Tensor, rows: Sequence[_Rows]) -> Tensor:

@@ -22,8 +22,8 @@ from paceline.types import (
 )
 from trainer_service.engine import adapters, state
 from trainer_service.engine.base import AdapterInfo, LoadedState, PublishedAs
-from trainer_service.engine.base_model import load_base_model
 from trainer_service.engine.captures import Capture, StagingMemory
+from trainer_service.engine.certified_base import load_certified_base
 from trainer_service.engine.execution import Execution
 from trainer_service.engine.full_parameters import FullRun, full_run_bytes, make_full_run
 from trainer_service.engine.jobs import Job, JobKind
@@ -37,10 +37,10 @@ from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.packing import Batch, datum_weights
 from trainer_service.engine.paging import make_pager
+from trainer_service.engine.probe import context_length
 from trainer_service.engine.ranks import Ranks
 from trainer_service.engine.run import TRAINED_BYTES, EngineRun, seeded_rng_state
 from trainer_service.engine.scheduler import Scheduler
-from trainer_service.engine.sharding import ShardedModel
 from trainer_service.engine.spare_file import SpareFile
 
 _WEIGHT_BYTES = 4
@@ -55,19 +55,21 @@ class PeftEngine:
         self._ranks = ranks or Ranks.alone()
         self._options = options
         self._device = torch.device(self._ranks.take_device(options.device))
-        sharded = ShardedModel(lambda: load_base_model(options), self._ranks, self._device)
-        self._model = sharded.model
-        self._base_parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        routing = adapters.adapt(self._model)
         self._runs: dict[str, EngineRun] = {}
-        self._pager = make_pager(options, self._ranks)
-        self._execution = Execution(sharded, routing, self._ranks, self._pager, self._device, options.logprob_chunk)
         self._on_gpu = self._device.type == "cuda"
         self._staging = StagingMemory(options.staging_bytes, pinned=self._on_gpu)
         self._spare = SpareFile()
         self._jobs: list[Job] = []
+        base = load_certified_base(options, self._ranks, self._device)
+        self._model, self._mode, self._certificate = base.sharded.model, base.mode, base.certificate
+        self._base_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self._pager = make_pager(options, self._ranks)
+        self._execution = Execution(
+            base.sharded, base.routing, base.mode, self._ranks, self._pager, self._device, options.logprob_chunk
+        )
+        packed = base.mode.is_packed
         self._scheduler: Scheduler[Job] = Scheduler(
-            options.pack_tokens, joint=options.joint_passes, ranks=self._ranks.size
+            options.pack_tokens if packed else 1, joint=options.joint_passes and packed, ranks=self._ranks.size
         )
 
     @property
@@ -80,14 +82,15 @@ class PeftEngine:
         self._resident(run_id)
 
     def describe(self) -> ModelInfo:
-        config = self._model.config
+        config = self._model.config.get_text_config(decoder=True)
         return ModelInfo(
             name=self._options.model_name,
-            max_context_length=config.max_position_embeddings,
+            max_context_length=context_length(config),
             vocab_size=config.vocab_size,
             dtype=self._options.dtype,
             max_lora_rank=self._options.max_lora_rank,
             num_layers=config.num_hidden_layers,
+            certificate=self._certificate,
         )
 
     def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
@@ -100,7 +103,7 @@ class PeftEngine:
                 run: EngineRun = self._make_lora_run(run_id, parameters)
             else:
                 self._pager.make_room(full_run_bytes(parameters, self._options, self._base_parameters))
-                run = make_full_run(run_id, parameters, self._options)
+                run = make_full_run(run_id, parameters, self._options, self._mode)
         self._runs[run_id] = run
         self._pager.add(run)
         count = sum(weight.numel() for weight in run.weights.values())

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from paceline.errors import Unsupported
-from trainer_service.engine.base_model import backbone, decoder_layers
+from trainer_service.engine.base_model import decoder_layers, hidden_states
 from trainer_service.engine.memory import out_of_memory_named
+from trainer_service.engine.pass_mode import FASTEST, PassMode
 from trainer_service.engine.ranks import Ranks, in_step
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class ShardedModel:
         self._ranks, self._device = ranks, device
         self._gathers = _Gathers()
         self._root: Any = None
+        self._mode = FASTEST
         self.entrances: list[Tensor] = []
         """What entered the layers of this pass, if every backward pass has to reach it."""
         if ranks.size == 1:
@@ -39,7 +41,13 @@ class ShardedModel:
         mesh = init_device_mesh(device.type, (ranks.size,))
         # One after the other, so that there is one whole copy in the host's memory, and not one for each rank.
         self.model = ranks.in_turn(lambda: self._deal(load(), mesh))
-        self._rehearse()
+
+    def rehearse(self, mode: PassMode) -> None:
+        """Note the collectives of each kind of pass of a mode, before any can fail; all ranks do this together."""
+        self._mode = mode
+        self._gathers.forget()
+        for with_gradient in (True, False):
+            self.run(None, with_gradient=with_gradient)
 
     def run(self, work: Callable[[], T] | None, *, with_gradient: bool) -> T | None:
         """Do `work`, one forward pass, and a backward pass `with_gradient`; raise on all ranks what any of them raised.
@@ -91,20 +99,11 @@ class ShardedModel:
 
     def _pass_token(self) -> Tensor:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        layers = backbone(self.model)
-        hidden: Tensor = layers(
-            input_ids=token, position_ids=token, use_cache=False, segment_lengths=(1,)
-        ).last_hidden_state
-        return hidden.sum()
+        return hidden_states(self.model, self._mode, token, token, (1,)).sum()
 
     def _catch_up(self) -> None:
         self._root.reset_iter_state()
         self._gathers.complete()
-
-    def _rehearse(self) -> None:
-        """Note the collectives of each kind of pass, before any can fail."""
-        for with_gradient in (True, False):
-            self.run(None, with_gradient=with_gradient)
 
 
 class _Root(nn.Module):
@@ -130,6 +129,10 @@ class _Gathers:
         self._group: dist.ProcessGroup | None = None
         self._done = 0
         self._noting = False
+
+    def forget(self) -> None:
+        """Forget what passes gather."""
+        self._plans.clear()
 
     def begin(self, *, with_gradient: bool) -> None:
         """Begin a pass; the first of its kind is noted."""

@@ -15,12 +15,17 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 
 
+def has_fused_family(model: PreTrainedModel) -> bool:
+    """Whether there are fused layers for a model."""
+    return model.config.model_type in _FAMILIES
+
+
 def fuse_layers(model: PreTrainedModel, work: RowWork | None = None) -> None:
     """Replace norms, MLPs and attention of a known family; leave any other model as it is.
 
     Names of weights and of linear layers stay. `work` does the element-wise parts.
     """
-    if model.config.model_type not in _FAMILIES:
+    if not has_fused_family(model):
         return
     work = work or RowWork()
     for parent in reversed(list(model.modules())):  # Inner layers first: an outer one takes them over.
