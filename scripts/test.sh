@@ -6,6 +6,6 @@ bin=$1
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 "$bin/python" scripts/make_model.py >/dev/null
 # nproc counts OpenMP's threads, not cores, where it is told of them.
-# The tests of a file stay together, since they share what its fixtures start; files with engines come first, the quick
-# ones of tests/unit last.
+# The tests of a file stay together, since they share what its fixtures start, and so do all of tests/contract
+# (tests/conftest.py); files with engines come first, the quick ones of tests/unit last.
 "$bin/python" -m pytest -m "not gpu" -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadfile --no-loadscope-reorder tests

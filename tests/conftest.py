@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from warm_processes import VARIABLE, OwnWarmProcesses
@@ -27,6 +28,21 @@ def pytest_configure(config: pytest.Config) -> None:
         directory.cleanup()
 
     config.add_cleanup(close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file on one worker, and all of tests/contract, whose engines each worker has once."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = "tests/contract/"
+            return folder if nodeid.startswith(folder) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,16 +55,21 @@ async def process(options):
         yield process
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def pair(options, process):
-    """Two ranks and one, each with a run of LORAS["all"]. Ranks that a test before this one left dead start again."""
-    one = PeftEngine(options)
-    one.create_run("run", LORAS["all"])
+async def begin(process, run_id):
+    """Make a run of LORAS["all"]; ranks that a test before this one left dead start again."""
     try:
-        await process.create_run("run", LORAS["all"])
+        await process.create_run(run_id, LORAS["all"])
     except EngineUnavailable:
         await process.restart()
-        await process.create_run("run", LORAS["all"])
+        await process.create_run(run_id, LORAS["all"])
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pair(options, process):
+    """Two ranks and one, each with a run of LORAS["all"]."""
+    one = PeftEngine(options)
+    one.create_run("run", LORAS["all"])
+    await begin(process, "run")
     yield process, one
     with suppress(EngineUnavailable):
         await process.delete_run("run")
@@ -285,50 +290,67 @@ def emptied(directory: Path) -> Path:
     return directory
 
 
-async def test_runs_of_several_ranks_wait_on_disk_and_a_full_one_is_refused(tmp_path):
-    options = EngineOptions(str(make_tiny_llama(tmp_path / "untied")), "tiny")
+@dataclass(frozen=True)
+class Small:
+    """Two ranks with memory for two runs."""
+
+    options: EngineOptions
+    """Of one rank like them."""
+    two: EngineProcess
+    scratch: Path
+    exits: list[object]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def small(tmp_path_factory):
+    """Ranks of a model whose embeddings and head are two tensors."""
+    folder, exits = tmp_path_factory.mktemp("small"), []
+    options = EngineOptions(str(make_tiny_llama(folder / "untied")), "tiny", pack_tokens=64)
     run_bytes = 16 * PeftEngine(options).create_run("run", LORAS["all"]).trainable_parameters
-    scratch = str(tmp_path / "scratch")
-    async with EngineProcess(replace(options, ranks=2, run_memory_bytes=2 * run_bytes, scratch_dir=scratch)) as two:
-        with pytest.raises(Unsupported) as caught:
-            await two.create_run("whole", FullParameters())
-        assert caught.value.field == "ranks"
-        names = [f"run{number}" for number in range(5)]
-        for name in names:
-            await two.create_run(name, LORAS["all"])
-        for _ in range(2):
-            work = (two.forward_backward(name, make_data((9, 5)), "ppo", {}, forward_only=False) for name in names)
-            outputs = await asyncio.gather(*work)
-            losses = [output.metrics["loss:sum"] for output in outputs]
-            np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
-            steps = [await two.optim_step(name, STEADY) for name in names]
-        assert {step.step for step in steps} == {2}
-        for rank in ("0", "1"):
-            assert list((tmp_path / "scratch" / rank).iterdir())
+    limits = {"run_memory_bytes": 2 * run_bytes, "scratch_dir": str(folder / "scratch")}
+    async with EngineProcess(replace(options, ranks=2, **limits), on_exit=exits.append) as two:
+        yield Small(options, two, folder / "scratch", exits)
 
 
-async def test_the_death_of_any_process_is_that_of_the_engine(tmp_path):
-    options = EngineOptions(str(make_tiny_llama(tmp_path / "untied")), "tiny", pack_tokens=64)
-    exits = []
-    async with EngineProcess(replace(options, ranks=2), on_exit=exits.append) as two:
-        await two.create_run("run", LORAS["all"])
-        processes = Processes(two)
-        work = two.forward_backward("run", make_data((400,) * 200), "ppo", {}, forward_only=False)
-        call = asyncio.create_task(work)
-        await asyncio.sleep(0)  # Lets the call be sent.
-        os.kill(processes.ranks[1], signal.SIGKILL)
-        with pytest.raises(EngineUnavailable):
-            await call
-        await two.restart()
-        processes.wait()
-        assert len(exits) == 1
-        one = PeftEngine(options)
-        one.create_run("run", LORAS["all"])
-        await two.create_run("run", LORAS["all"])
-        await train_alike((two, one), make_data(LENGTHS))
-        processes = Processes(two)
-        os.kill(processes.launcher, signal.SIGKILL)
-        processes.wait()
+async def test_runs_of_several_ranks_wait_on_disk_and_a_full_one_is_refused(small):
+    two, names = small.two, [f"run{number}" for number in range(5)]
+    for name in names:
+        await begin(two, name)
+    with pytest.raises(Unsupported) as caught:
+        await two.create_run("whole", FullParameters())
+    assert caught.value.field == "ranks"
+    for _ in range(2):
+        work = (two.forward_backward(name, make_data((9, 5)), "ppo", {}, forward_only=False) for name in names)
+        outputs = await asyncio.gather(*work)
+        losses = [output.metrics["loss:sum"] for output in outputs]
+        np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+        steps = [await two.optim_step(name, STEADY) for name in names]
+    assert {step.step for step in steps} == {2}
+    for rank in ("0", "1"):
+        assert list((small.scratch / rank).iterdir())
+
+
+async def test_the_death_of_any_process_is_that_of_the_engine(small):
+    two, exits = small.two, small.exits
+    await begin(two, "run")
+    exits.clear()
+    processes = Processes(two)
+    work = two.forward_backward("run", make_data((400,) * 200), "ppo", {}, forward_only=False)
+    call = asyncio.create_task(work)
+    await asyncio.sleep(0)  # Lets the call be sent.
+    os.kill(processes.ranks[1], signal.SIGKILL)
+    with pytest.raises(EngineUnavailable):
+        await call
+    await two.restart()
+    processes.wait()
+    assert len(exits) == 1
+    one = PeftEngine(small.options)
+    one.create_run("run", LORAS["all"])
+    await two.create_run("run", LORAS["all"])
+    await train_alike((two, one), make_data(LENGTHS))
+    processes = Processes(two)
+    os.kill(processes.launcher, signal.SIGKILL)
+    processes.wait()
 
 
 async def test_closing_leaves_no_process_and_no_file(pair):
