@@ -33,6 +33,7 @@ from sampler_service.engine.mapped_adapter import (
     read_file,
     read_layout,
 )
+from sampler_service.engine.upload import Uploader
 from sampler_service.engine.vllm_internals import VllmInternals
 
 _MOST_LAYOUTS = 64
@@ -62,6 +63,7 @@ class SlotWriter:
 
     def __init__(self, internals: VllmInternals) -> None:
         self._internals = internals
+        self._uploader = Uploader(internals.device)
         self._layouts: dict[tuple[bytes, bytes], Layout] = {}
         self._plans: dict[tuple[int, Layout], _Plan] = {}
         self._touched: set[str] = set()
@@ -104,7 +106,7 @@ class SlotWriter:
 
     def _write(self, slot: int, adapter: MappedAdapter) -> None:
         """Write every layer of a slot, so that nothing stays of what was there, whoever put it there."""
-        views, sources = TypedViews(adapter.data.to(self._internals.device)), list[Matrices]()
+        views, sources = TypedViews(self._uploader.upload(adapter.data)), list[Matrices]()
         plan = self._plans.get((slot, adapter.layout)) or self._plan(slot, adapter.layout)
         for name in plan.plain:
             sources += filter(None, self._of_this_rank(name, adapter.layout, views))
