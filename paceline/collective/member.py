@@ -42,6 +42,17 @@ class MissingRanksError(Exception):
         return f"ranks {list(self.ranks)} did not come"
 
 
+@dataclass
+class SharedGpuError(MissingRanksError):
+    """Members are on one GPU, of which NCCL takes a member each."""
+
+    def __str__(self) -> str:
+        return (
+            f"ranks {list(self.ranks)} are on a GPU that another member has, which NCCL refuses; show trainer and "
+            "samplers GPUs of their own by CUDA_VISIBLE_DEVICES, or set the trainer's group_backend=gloo"
+        )
+
+
 def main() -> None:
     """Join, then do jobs until the input ends or a member is lost."""
     place = GroupPlace(**json.loads(sys.argv[1]))
@@ -85,13 +96,16 @@ def _join(place: GroupPlace, events: TextIO) -> None:
     store = _listen(host, int(port)) if place.rank == 0 else TCPStore(host, int(port), timeout=_MEETING)
     if place.rank == 0:
         _tell(events, event="listening", port=store.port)
-    meeting = PrefixStore(str(place.generation), store)
-    _meet(meeting, place)
+    gpu = _take_gpu() if place.backend == "nccl" else None
+    meet(PrefixStore(str(place.generation), store), place, "" if gpu is None else _uuid(gpu))
+    meeting = PrefixStore(f"{place.generation}/met", store)
     if interface := _interface(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     seconds = timedelta(seconds=place.seconds)
-    dist.init_process_group(place.backend, store=meeting, rank=place.rank, world_size=place.size, timeout=seconds)
+    dist.init_process_group(
+        place.backend, store=meeting, rank=place.rank, world_size=place.size, timeout=seconds, device_id=gpu
+    )
 
 
 def _listen(host: str, port: int) -> TCPStore:
@@ -103,14 +117,37 @@ def _listen(host: str, port: int) -> TCPStore:
     )
 
 
-def _meet(store: Store, place: GroupPlace) -> None:
-    """Wait until every member is there. Raises MissingRanksError."""
-    store.set(str(place.rank), "here")
+def meet(store: Store, place: GroupPlace, gpu: str) -> None:
+    """Wait until every member is there, each on a GPU of its own, named by its UUID; `gpu` is empty without GPUs.
+
+    Raises MissingRanksError and, at rank 0, SharedGpuError; the others learn of that by its end.
+    """
+    store.set(str(place.rank), gpu or f"rank {place.rank}")
     ranks = range(place.size)
     try:
         store.wait([str(rank) for rank in ranks], _MEETING)
     except dist.DistStoreError as error:
         raise MissingRanksError([rank for rank in ranks if not store.check([str(rank)])]) from error
+    if place.rank:
+        store.wait(["go"], _MEETING)
+        return
+    places = [store.get(str(rank)) for rank in ranks]
+    if shared := [rank for rank in ranks if places[rank] in places[:rank]]:
+        raise SharedGpuError(shared)
+    store.set("go", "")
+
+
+def _take_gpu() -> torch.device:
+    """Compute on the first GPU that this process is shown, and say so: NCCL would take any."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("group_backend=nccl takes a GPU for each member; set the trainer's group_backend=gloo")
+    gpu = torch.device("cuda", 0)
+    torch.cuda.set_device(gpu)
+    return gpu
+
+
+def _uuid(gpu: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
 def _own_address(host: str) -> str:

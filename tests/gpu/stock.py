@@ -29,7 +29,13 @@ def main(model: str, dtype: str, prompt: list[int]) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model, dtype=dtype, max_model_len=128, gpu_memory_utilization=0.2, logprobs_mode="processed_logprobs", seed=0
+        model,
+        dtype=dtype,
+        max_model_len=128,
+        gpu_memory_utilization=0.2,
+        enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+        seed=0,
     )
     params = SamplingParams(n=_SAMPLES, max_tokens=_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)

@@ -16,6 +16,13 @@ SIZES = [2] if torch.cuda.device_count() > 1 else []
 """NCCL takes no two members on one GPU."""
 
 
+async def test_two_members_on_one_gpu_are_told_so(monkeypatch):
+    async with AsyncExitStack() as stack:
+        with pytest.raises(PeerLost, match="GPU that another member has") as refused:
+            await make_group(stack, 2, 30.0, "nccl", lambda rank: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0"))
+        assert refused.value.metadata == {"missing": "1"}
+
+
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_member_gets_each_file_and_a_lost_peer_is_an_error(tmp_path, monkeypatch, size):
     content = os.urandom(3 * CHUNK_BYTES + 12_345)

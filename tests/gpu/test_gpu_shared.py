@@ -80,6 +80,21 @@ def test_lent_weights_take_no_memory_of_the_trainer_s(lender):
     assert torch.cuda.memory_allocated() == before
 
 
+def test_a_borrower_that_is_killed_leaves_the_weights_to_the_next(lender):
+    """And one that ends by itself: each lowers a counter of torch's that was raised once."""
+    before = lender.sum()
+    opened = (
+        "import os, sys, torch; from pathlib import Path; from paceline.shared_base import read_base; "
+        "from trainer_service.engine.borrowed_base import open_tensors; path = Path(sys.argv[1]); "
+        "tensors = open_tensors(path, read_base(path), torch.device('cuda')); torch.cuda.synchronize(); "
+    )
+    for end in ("os.kill(os.getpid(), 9)", "del tensors", "os.kill(os.getpid(), 9)", "del tensors"):
+        subprocess.run([sys.executable, "-c", opened + end, str(lender.directory)], check=end == "del tensors")
+        assert lender.sum() == before
+    tensors = open_tensors(lender.directory, read_base(lender.directory), torch.device("cuda"))
+    assert sum(float(tensor.double().sum()) for tensor in tensors.values()) == pytest.approx(before)
+
+
 def test_what_the_trainer_writes_the_lender_computes_with(lender):
     before = lender.sum()
     tensors = open_tensors(lender.directory, read_base(lender.directory), torch.device("cuda"), writable=True)
