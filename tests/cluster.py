@@ -62,14 +62,16 @@ class ServiceProcess:
         for pid in self.engines():
             os.kill(pid, signal.SIGKILL)
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, *others: ServiceProcess) -> None:
+        """Return when it is ready; fail when it, or one of those that it may wait for, has ended."""
         deadline = time.monotonic() + PATIENCE
 
         def is_over() -> bool:
-            return self.process.poll() is not None or time.monotonic() > deadline
+            return any(one.process.poll() is not None for one in (self, *others)) or time.monotonic() > deadline
 
         if not wait_until_serving(self.plan.health, self.plan.service, is_over):
-            raise AssertionError(f"{self.plan.name} did not start ({self.process.poll()}):\n{self.tail()}")
+            ends = [f"{one.plan.name} ({one.process.poll()}):\n{one.tail()}" for one in (self, *others)]
+            raise AssertionError(f"{self.plan.name} did not start: {'; '.join(ends)}")
 
     def kill(self) -> None:
         """SIGKILL it and every process that it started."""
@@ -123,7 +125,7 @@ class Cluster:
         for service in self.services.values():
             service.spawn()
         for service in self.services.values():
-            service.wait_ready()
+            service.wait_ready(*(other for other in self.services.values() if other is not service))
 
     @contextmanager
     def running(self, *services: ServiceProcess):
