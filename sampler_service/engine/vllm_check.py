@@ -133,6 +133,9 @@ CPU: tuple[Internal, ...] = (
         ("y", "x", "lora_b_stacked", "add_inputs"),
     ),
     Called("vllm.platforms.cpu:CpuPlatform.get_punica_wrapper", 0),
+    Has("vllm.model_executor.layers.fused_moe.layer", ("FusedMoEConfig",)),
+    Has("vllm.model_executor.layers.fused_moe.layer:FusedMoEConfig", ("is_lora_enabled",)),
+    Has("vllm.config:LoRAConfig", ("target_modules",)),
     Called("vllm.v1.engine.utils:get_mp_context", 0),
 )
 LENDING: tuple[Internal, ...] = (
@@ -181,4 +184,5 @@ def _problem(internal: Internal) -> str:
 
 def _found(path: str) -> Any:
     module, _, name = path.partition(":")
-    return attrgetter(name)(import_module(module))
+    found = import_module(module)
+    return attrgetter(name)(found) if name else found
