@@ -24,6 +24,7 @@ from paceline.types import AdamParams, Datum, FullParameters, LoraConfig, Packin
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.process import EngineProcess
+from trainer_service.engine.watchdog import Patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -351,6 +352,19 @@ async def test_the_death_of_any_process_is_that_of_the_engine(small):
     processes = Processes(two)
     os.kill(processes.launcher, signal.SIGKILL)
     processes.wait()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_is_stopped_is_found_by_its_silence_and_ends_the_engine(small, rank):
+    two = small.two
+    await two.restart()
+    link, processes = two._link, Processes(two)
+    link._watchdog._patience = Patience(3.0, 900.0)  # the start took as long as it took
+    os.kill(processes.ranks[rank], signal.SIGSTOP)
+    await link._receiving  # nothing is asked of the engine
+    processes.wait()
+    with pytest.raises(EngineUnavailable):
+        await two.create_run("run", LORAS["all"])
 
 
 async def test_closing_leaves_no_process_and_no_file(pair):

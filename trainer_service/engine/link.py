@@ -22,7 +22,7 @@ from trainer_service.engine import wire
 from trainer_service.engine.base import EngineDiedError
 from trainer_service.engine.launch import engine_command, engine_environment
 from trainer_service.engine.suspects import Suspects
-from trainer_service.engine.watchdog import Patience, Watchdog
+from trainer_service.engine.watchdog import Patience, RankSigns, Watchdog
 
 R = TypeVar("R")
 
@@ -66,10 +66,10 @@ class Link:
         suspects: Suspects,
         patience: Patience,
         *,
-        leads_group: bool,
+        ranks: int,
     ) -> None:
         self.process = process
-        self._leads_group = leads_group
+        self._leads_group = ranks > 1
         self._directory = directory
         self._reader, self._writer = reader, writer
         self._on_exit = on_exit
@@ -79,7 +79,8 @@ class Link:
         """Ids of the requests that the engine said it began and did not answer."""
         self._ids = itertools.count(1)
         self._dead = self._closing = False
-        self._watchdog = Watchdog(patience)
+        self._watchdog = Watchdog(patience, ranks)
+        self._signs = RankSigns(Path(directory.name), ranks)
         self._receiving = asyncio.create_task(self._receive())
         self._watching = asyncio.create_task(self._watch())
 
@@ -103,7 +104,7 @@ class Link:
             ours.close()
             directory.cleanup()
             raise
-        return cls(process, reader, writer, directory, on_exit, suspects, patience, leads_group=ranks > 1)
+        return cls(process, reader, writer, directory, on_exit, suspects, patience, ranks=ranks)
 
     async def call(self, command: wire.Start | wire.AnyCommand, kind: type[R], captured: Captured = ignore) -> R:
         if self._dead:
@@ -156,7 +157,7 @@ class Link:
                 self._settle(report)
 
     async def _watch(self) -> None:
-        reason = await self._watchdog.watch(self._is_busy)
+        reason = await self._watchdog.watch(self._is_busy, self._signs.new)
         _log.error("the engine process hangs and is killed: %s", reason)
         self._kill()
 
@@ -165,7 +166,13 @@ class Link:
         return any(not (w.is_captured or isinstance(w.command, wire.Start)) for w in self._waiting.values())
 
     def _kill(self) -> None:
-        """Kill the process, and of several ranks all: also those that are stopped and notice nothing."""
+        """Kill the process, and of several ranks all: also those that are stopped and notice nothing.
+
+        The launcher has each rank lead a session of its own, so that its group is not theirs.
+        """
+        for pid in self._signs.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError):
             if self._leads_group:
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import FileStore
 from paceline.errors import Unsupported
 from trainer_service.engine import wire
 from trainer_service.engine.failures import failure_of
+from trainer_service.engine.watchdog import sign_file, write_sign
 
 _TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others. A rank that died is noticed by the launcher, long before."""
@@ -50,9 +51,13 @@ def in_step() -> Iterator[None]:
 class Ranks:
     """This process among those that make up the engine; one alone needs no process group and no agreement."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, sign: Path | None = None) -> None:
+        """Take the file of this rank's signs, where somebody looks for them."""
         self.rank = rank
         self.size = size
+        self._sign = sign
+        if sign is not None:
+            write_sign(sign, os.getpid())
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -66,12 +71,17 @@ class Ranks:
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
         meeting = FileStore(str(store), size)
         dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=_TIMEOUT)
-        return cls(rank, size)
+        return cls(rank, size, sign_file(store.parent, rank))
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    def give_sign(self) -> None:
+        """Say that this rank lives. Raises OSError where nobody looks for that any more."""
+        if self._sign is not None:
+            self._sign.touch()
 
     def take_device(self, device: str) -> str:
         """Take this rank's own device of the kind `device`: a GPU, or a share of the CPU's cores; returns its name.

@@ -5,6 +5,8 @@ turn, command and pass. No sign at all means that the process is stopped or stuc
 Beats with the same number, while requests wait, mean that the loop hangs: in a kernel, a lock or a collective. A pass
 may take long, so the second limit is far above the first.
 
+Of several ranks each gives signs of its own: one that is stopped leaves the others waiting in a collective, alive.
+
 Time is counted in ticks of this process's event loop: one that was itself stopped finds the engine's signs before it
 has counted to the limit.
 """
@@ -12,8 +14,9 @@ has counted to the limit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 _TICK_SECONDS = 0.25
 
@@ -29,22 +32,55 @@ class Patience:
 DEFAULT_PATIENCE = Patience()
 
 
-class Watchdog:
-    """Watches one engine's process."""
+class RankSigns:
+    """The signs of an engine's ranks: each writes its process id into a file, and touches it once a second."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, directory: Path, ranks: int) -> None:
+        self._files = [sign_file(directory, rank) for rank in range(ranks)] if ranks > 1 else []
+        self._seen: dict[int, int] = {}
+        """When each file was touched last, by rank, in nanoseconds of its own clock."""
+
+    def new(self) -> list[int]:
+        """Return the ranks that have given a sign since this was called last."""
+        touched = {rank: file.stat().st_mtime_ns for rank, file in enumerate(self._files) if file.exists()}
+        ranks = [rank for rank, time in touched.items() if self._seen.get(rank) != time]
+        self._seen = touched
+        return ranks
+
+    def processes(self) -> list[int]:
+        """Return the process ids of the ranks that have begun to give signs."""
+        return [int(file.read_text()) for file in self._files if file.exists()]
+
+
+def sign_file(directory: Path, rank: int) -> Path:
+    """Return the file of a rank's signs."""
+    return directory / f"sign-{rank}"
+
+
+def write_sign(file: Path, process: int) -> None:
+    """Write a rank's process id, all at once."""
+    staging = file.with_suffix(".new")
+    staging.write_text(str(process))
+    staging.replace(file)
+
+
+class Watchdog:
+    """Watches one engine's processes."""
+
+    def __init__(self, patience: Patience, ranks: int = 1) -> None:
         self._patience = patience
-        self._silent = self._stalled = 0.0
-        self._has_beaten = False
+        self._silent = [0.0] * ranks
+        self._stalled = 0.0
+        self._has_beaten = [False] * ranks
         self._progress = -1
 
     def heard(self) -> None:
-        """Note that something came."""
-        self._silent = 0.0
+        """Note that something came through the pipe, which rank 0 has."""
+        self._silent[0] = 0.0
 
     def beat(self, progress: int) -> None:
-        """Note a beat."""
-        self._has_beaten = True
+        """Note a beat of rank 0."""
+        self._has_beaten[0] = True
         if progress != self._progress:
             self._progress, self._stalled = progress, 0.0
 
@@ -52,17 +88,21 @@ class Watchdog:
         """Note that the engine's loop did something."""
         self._stalled = 0.0
 
-    async def watch(self, is_busy: Callable[[], bool]) -> str:
-        """Return why the engine has to end; `is_busy` says whether its loop has something to do.
+    async def watch(self, is_busy: Callable[[], bool], signs: Callable[[], Iterable[int]]) -> str:
+        """Return why the engine has to end.
 
-        Before the first beat the process starts and imports, which may take as long as a pass.
+        `is_busy` says whether its loop has something to do, `signs` which ranks gave a sign since it was called last.
+        Before its first sign a process starts and imports, which may take as long as a pass.
         """
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            self._silent += _TICK_SECONDS
             self._stalled = self._stalled + _TICK_SECONDS if is_busy() else 0.0
-            limit = self._patience.silence_seconds if self._has_beaten else self._patience.stall_seconds
-            if self._silent >= limit:
-                return f"it has given no sign for {limit:g} s"
+            self._silent = [silent + _TICK_SECONDS for silent in self._silent]
+            for rank in signs():
+                self._has_beaten[rank], self._silent[rank] = True, 0.0
+            for rank, silent in enumerate(self._silent):
+                limit = self._patience.silence_seconds if self._has_beaten[rank] else self._patience.stall_seconds
+                if silent >= limit:
+                    return f"rank {rank} has given no sign for {limit:g} s"
             if self._stalled >= self._patience.stall_seconds:
                 return f"its loop has not moved on for {self._patience.stall_seconds:g} s"

@@ -117,8 +117,9 @@ class Worker:
         while True:
             try:
                 self._send(wire.Beat(self._progress))
+                self._ranks.give_sign()
             except OSError:
-                sys.exit()  # Ends this thread. The pipe is closed, and whoever reads from it ends the process.
+                sys.exit()  # Ends this thread. The service has let go, and whoever notices ends the process.
             sleep(_BEAT_SECONDS)
 
     def _result(self, command: wire.Start | wire.Command) -> wire.Result | wire.Unfinished:
