@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
+from pathlib import Path
+from random import SystemRandom
+
+_FIRST = 10_000
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Of the ports that the kernel gives to connections; the first is 32768 unless it was set."""
 
 
 def free_port() -> int:
-    """Find a port that is free on the loopback address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Find a port that is free on the loopback address, and that the kernel gives to no connection.
+
+    One of those would sometimes be taken before a service listens on it, or while it is down, also by the connection of
+    whoever asks whether it is up again: a connection to its own port comes about.
+    """
+    end = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32_768
+    while True:
+        port = SystemRandom().randrange(_FIRST, max(end, _FIRST + 1_000))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def free_service_ports() -> int:
