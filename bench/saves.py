@@ -27,6 +27,7 @@ from google.protobuf.message import Message
 
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import staged_directory
 from trainer_service.disk import DiskGuard
 from trainer_service.engine.link import Captured
@@ -40,7 +41,6 @@ from trainer_service.runs.answers import Answers
 from trainer_service.runs.command import Command
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.turn import Turn
-from trainer_service.runs.waiting_bytes import WaitingBytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from make_model import default_directory, make_model

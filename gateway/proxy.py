@@ -24,6 +24,7 @@ from paceline.rpc.readers import current_reader
 from paceline.rpc.status import DETAILS_KEY
 from paceline.sampler.v1 import sampler_service_pb2
 from paceline.trainer.v1 import trainer_service_pb2
+from paceline.waiting_bytes import WaitingBytes
 from paceline.weights.v1 import weight_service_pb2
 
 SERVICES = {
@@ -45,8 +46,9 @@ Metadata = Sequence[tuple[str, str | bytes]]
 class Proxy(grpc.GenericRpcHandler):
     """Handles every method of Paceline's services that nobody else handles."""
 
-    def __init__(self, router: Router, credential: str) -> None:
+    def __init__(self, router: Router, credential: str, waiting_bytes: WaitingBytes) -> None:
         """`credential` is what the services know the gateway by; empty where they run insecurely."""
+        self._waiting_bytes = waiting_bytes
         self._router = router
         self._credential = credential
 
@@ -66,16 +68,18 @@ class Proxy(grpc.GenericRpcHandler):
     async def _unary(self, method: str, request: bytes, context: Context) -> bytes:
         metadata, key = self._metadata(context)
         upstream = self._router.choose(method, key)
-        call = upstream.unary(method)(request, timeout=context.time_remaining(), metadata=metadata)
-        async with self._following(call, upstream, key, context):
-            return await call
+        with self._waiting_bytes.waiting(current_identity().tenant, len(request)):
+            call = upstream.unary(method)(request, timeout=context.time_remaining(), metadata=metadata)
+            async with self._following(call, upstream, key, context):
+                return await call
 
     async def _response_stream(self, method: str, request: bytes, context: Context) -> None:
         metadata, key = self._metadata(context)
         upstream = self._router.choose(method, key)
-        call = upstream.response_stream(method)(request, timeout=context.time_remaining(), metadata=metadata)
-        async with self._following(call, upstream, key, context):
-            await _pass_on(call)
+        with self._waiting_bytes.waiting(current_identity().tenant, len(request)):
+            call = upstream.response_stream(method)(request, timeout=context.time_remaining(), metadata=metadata)
+            async with self._following(call, upstream, key, context):
+                await _pass_on(call)
 
     async def _stream(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
         metadata, key = self._metadata(context)

@@ -20,6 +20,7 @@ from paceline import __version__
 from paceline.gateway.v1.gateway_service_pb2_grpc import add_GatewayServiceServicer_to_server
 from paceline.rpc.interceptors import AroundInterceptor
 from paceline.rpc.server import Readiness
+from paceline.waiting_bytes import CALLS, WaitingBytes
 
 _CONNECT_SECONDS = 2.0
 """How long the start waits for services to answer; they may also come later."""
@@ -56,11 +57,12 @@ class GatewayService:
     def register(self, server: grpc.aio.Server) -> None:
         settings = self._settings
         router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
+        waiting = WaitingBytes(settings.max_bytes_in_flight, settings.max_bytes_in_flight_per_tenant, CALLS)
         servicer = GatewayServicer(
-            router, settings.secret, settings.max_message_bytes, settings.info_timeout_seconds, __version__
+            router, waiting, settings.secret, settings.max_message_bytes, settings.info_timeout_seconds, __version__
         )
         add_GatewayServiceServicer_to_server(servicer, server)
-        server.add_generic_rpc_handlers([Proxy(router, settings.secret)])
+        server.add_generic_rpc_handlers([Proxy(router, settings.secret, waiting)])
 
     def drain(self) -> None:
         """Leave the calls that wait: they end as those before them do."""

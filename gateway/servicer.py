@@ -20,6 +20,8 @@ from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from paceline.types import Quota
+from paceline.waiting_bytes import WaitingBytes
 
 if TYPE_CHECKING:  # classes of the stubs' types alone
     from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceAsyncStub
@@ -32,9 +34,18 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 class GatewayServicer(GatewayServiceServicer):
     """paceline.gateway.v1.GatewayService."""
 
-    def __init__(self, router: Router, credential: str, max_message_bytes: int, timeout: float, version: str) -> None:
+    def __init__(
+        self,
+        router: Router,
+        waiting_bytes: WaitingBytes,
+        credential: str,
+        max_message_bytes: int,
+        timeout: float,
+        version: str,
+    ) -> None:
         """`timeout` is how long each service may take to describe itself, in seconds."""
         self._router = router
+        self._waiting_bytes = waiting_bytes
         self._credential = credential
         self._max_message_bytes = max_message_bytes
         self._timeout = timeout
@@ -45,9 +56,11 @@ class GatewayServicer(GatewayServiceServicer):
         asked = self._ask(self._trainer().GetUsage, trainer_pb.GetUsageRequest())
         all_asked = [self._ask(stub.GetUsage, sampler_pb.GetUsageRequest()) for stub in self._samplers()]
         trainer, samplers = await asyncio.gather(asked, asyncio.gather(*all_asked))
+        waiting = self._waiting_bytes
+        own = Quota(waiting.quota.name, waiting.used(identity.tenant), waiting.tenant_limit)
         quotas = merge_quotas(trainer.quotas if trainer else (), [up.quotas for up in samplers if up])
         return pb.WhoAmIResponse(
-            tenant=identity.tenant, key_name=identity.key_name, quotas=map(codec.quota_to_proto, quotas)
+            tenant=identity.tenant, key_name=identity.key_name, quotas=map(codec.quota_to_proto, [own, *quotas])
         )
 
     async def GetCapabilities(

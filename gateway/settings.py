@@ -46,6 +46,13 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     """Calls of one tenant that are passed on at the same time; more wait."""
     max_queued_per_tenant: int = Field(8192, ge=0)
     """Calls of one tenant that wait; more are refused with OVERLOADED."""
+    max_bytes_in_flight: int = Field(4 << 30, ge=0)
+    """Bytes of calls that are passed on at the same time; more are refused with OVERLOADED. 0 means no limit."""
+    max_bytes_in_flight_per_tenant: int = Field(1 << 30, ge=0)
+    """Bytes of one tenant's calls that are passed on at the same time; more are refused. 0 means no limit.
+
+    Leave it above the trainer's max_waiting_bytes_per_tenant, which knows what a run needs to go on.
+    """
     spill_in_flight: int = Field(16, ge=0)
     """How many more calls than another a sampler that holds the version gets before the other one must load it."""
     info_timeout_seconds: float = Field(5.0, gt=0)

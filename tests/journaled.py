@@ -4,6 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.waiting_bytes import WaitingBytes
 from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import read_history
@@ -12,7 +13,6 @@ from trainer_service.journal.records import Facts
 from trainer_service.runs.answers import Answers
 from trainer_service.runs.command import Command
 from trainer_service.runs.sequencer import Sequencer
-from trainer_service.runs.waiting_bytes import WaitingBytes
 
 NO_FAILPOINTS = Failpoints("")
 NO_GUARD = DiskGuard(0)

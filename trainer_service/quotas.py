@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from paceline.rpc.identity import Identity
 from paceline.types import Quota
+from paceline.waiting_bytes import WaitingBytes
 from trainer_service import volume_bytes
-from trainer_service.runs import waiting_bytes
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.volume_bytes import VolumeBytes
 
 RUNS = "runs"
@@ -30,7 +29,7 @@ class Quotas:
         return (
             Quota(RUNS, len(self._registry.owned_by(Identity(tenant))) if tenant else 0, self._max_runs),
             Quota(volume_bytes.QUOTA, self._volume.used(tenant), self._volume.limit),
-            Quota(waiting_bytes.QUOTA, self._waiting.used(tenant), self._waiting.tenant_limit),
+            Quota(self._waiting.quota.name, self._waiting.used(tenant), self._waiting.tenant_limit),
         )
 
     def tenants(self) -> list[str]:

@@ -21,6 +21,7 @@ from paceline.rpc.quota_metrics import QuotaMetrics
 from paceline.rpc.server import Readiness
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from paceline.types import ModelInfo, RunState
+from paceline.waiting_bytes import WaitingBytes
 from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
@@ -43,7 +44,6 @@ from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.restore_point import RestorePoints
 from trainer_service.runs.storage import RunStorage
 from trainer_service.runs.volume_format import check_volume
-from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.servicer import TrainerServicer
 from trainer_service.settings import TrainerSettings
 from trainer_service.tokenizer import read_tokenizer_files

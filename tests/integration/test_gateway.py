@@ -52,7 +52,37 @@ async def test_a_call_reaches_the_service_as_the_keys_tenant(up):
 async def test_who_am_i(up):
     reply = await up.client.gateway.WhoAmI(pb.WhoAmIRequest(), metadata=up.auth)
     assert (reply.tenant, reply.key_name) == ("team-a", "laptop")
-    assert [(quota.name, quota.used, quota.limit) for quota in reply.quotas] == [("runs", 6, 64), ("versions", 1, 16)]
+    assert [(quota.name, quota.used, quota.limit) for quota in reply.quotas] == [
+        ("call_bytes", 0, 1 << 30),
+        ("runs", 6, 64),
+        ("versions", 1, 16),
+    ]
+
+
+async def test_bytes_of_calls_that_are_passed_on_are_bounded_by_tenant(tmp_path):
+    prompt = tensor_pb2.Tensor(data=bytes(6000))
+    async with stack(tmp_path, max_bytes_in_flight_per_tenant=10_000, max_bytes_in_flight=15_000) as up:
+        up.sampler.gate.clear()
+        up.sampler.reached = {1: asyncio.Event(), 2: asyncio.Event()}
+        request = sampler_pb.SampleRequest(prompt=prompt)
+        held = [asyncio.ensure_future(up.client.sampler.Sample(request, metadata=up.auth))]
+        await up.sampler.reached[1].wait()
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await up.client.sampler.Sample(request, metadata=up.auth)
+        refused = error_from_rpc(failure.value)
+        assert isinstance(refused, errors.QuotaExceeded)
+        assert (refused.metadata["quota"], refused.metadata["limit"]) == ("call_bytes", "10000")
+        assert refused.retry_after
+        held.append(asyncio.ensure_future(up.client.sampler.Sample(request, metadata=up.other_auth)))
+        await up.sampler.reached[2].wait()
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await up.client.sampler.Sample(
+                sampler_pb.SampleRequest(prompt=tensor_pb2.Tensor(data=bytes(3500))), metadata=up.auth
+            )
+        assert isinstance(error_from_rpc(failure.value), errors.Overloaded)
+        up.sampler.gate.set()
+        await asyncio.gather(*held)
+        await up.client.sampler.Sample(request, metadata=up.auth)
 
 
 @pytest.mark.parametrize("method", [*ACCESS, "/paceline.trainer.v1.TrainerService/Unheard", "/paceline.x.v1.X/Y"])

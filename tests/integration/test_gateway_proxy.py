@@ -18,6 +18,7 @@ from gateway.routes import Router
 from gateway.upstream import Upstream
 from paceline.rpc.interceptors import CredentialInterceptor
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.waiting_bytes import WaitingBytes
 
 _MESSAGES = [b"", b"\x00", os.urandom(3), os.urandom(1 << 16), b"", os.urandom(3 << 20)]
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
@@ -63,7 +64,7 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
     """A channel on a proxy in front of `Echo`."""
     async with _serve(Echo()) as target:
         upstream = Upstream("trainer", target, None)
-        proxy = Proxy(Router(upstream, [], 0), "")
+        proxy = Proxy(Router(upstream, [], 0), "", WaitingBytes())
         async with (
             _serve(proxy, CredentialInterceptor("")) as address,
             grpc.aio.insecure_channel(address, options=_OPTIONS) as opened,

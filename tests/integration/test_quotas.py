@@ -105,7 +105,7 @@ def test_runs_are_counted_and_the_refusal_names_the_quota(service, other):
 
 def test_whoami_lists_all_quotas_of_all_services(service):
     shown = quotas(service)
-    assert list(shown) == ["runs", "volume_bytes", "waiting_bytes", "completions", "tokens", "versions"]
+    assert list(shown) == ["call_bytes", "runs", "volume_bytes", "waiting_bytes", "completions", "tokens", "versions"]
     assert (shown["completions"].limit, shown["tokens"].limit, shown["versions"].limit) == (16, 100_000, 16)
     assert shown["waiting_bytes"].used == shown["completions"].used == shown["tokens"].used == 0
 

@@ -18,6 +18,7 @@ from paceline import codec, layout
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, Datum, LoraConfig
+from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
 from trainer_service.disk import NO_GUARD
@@ -34,7 +35,6 @@ from trainer_service.runs.recovery import Recovery
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.restore_point import RestorePoints
 from trainer_service.runs.storage import RunStorage
-from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.settings import TrainerSettings
 from trainer_service.trainer import Trainer
 from trainer_service.volume_bytes import VolumeBytes

@@ -17,14 +17,17 @@ from paceline import errors, layout
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import LoraConfig
+from paceline.waiting_bytes import WaitingBytes
 from trainer_service.disk import NO_GUARD
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.records import Facts
+from trainer_service.runs.byte_gate import ByteGate
 from trainer_service.runs.command import Command
+from trainer_service.runs.executor import SnapshotPolicy
 from trainer_service.runs.record import RunRecord
+from trainer_service.runs.recovery import Recovery
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
-from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.settings import TrainerSettings
 from trainer_service.volume_bytes import VolumeBytes
 
@@ -263,3 +266,49 @@ def test_a_new_directory_is_durable_with_the_names_of_the_folders_above_it(tmp_p
     assert any(path == folder and kind in names for path, names in synced)
     assert any(path == folder / kind and name in names for path, names in synced)
     assert any(path.name == "weights" for path, _ in synced)
+
+
+class Rebuilding:
+    """What recovery asks of engine, publisher and commands; notes how many bytes of journals are held meanwhile."""
+
+    def __init__(self, gate):
+        self.gate = gate
+        self.held = {}
+
+    async def create_run(self, run_id, parameters):
+        for _ in range(100):  # others come as far as they can
+            await asyncio.sleep(0)
+        self.held[run_id] = self.gate.held
+
+    async def execute(self, run, command, turn):
+        return pb.OptimStepResponse(step=command.seq_id)
+
+    async def delete_run(self, run_id):
+        pass
+
+    async def load_state(self, run_id, directory, *, with_optimizer):
+        pass
+
+    async def save_state(self, run_id, directory, captured):
+        pass
+
+    async def settled(self, run_id):
+        pass
+
+
+async def test_journals_are_read_one_after_the_other_where_memory_holds_one(volume):
+    run_ids = [layout.new_run_id() for _ in range(3)]
+    async with registry_of(volume) as registry:
+        for run_id in run_ids:
+            await make_run(registry, run_id)
+    async with registry_of(volume) as registry:
+        gate, policy = ByteGate(1), SnapshotPolicy(1000, 1 << 30, 1e9)
+        doing = Rebuilding(gate)
+        storage = registry._storage
+        recovery = Recovery(
+            doing, storage, doing, doing, policy, gate, NO_FAILPOINTS, asyncio.ensure_future, None, registry
+        )
+        await asyncio.gather(*(recovery.recover(run) for run in registry))
+        assert doing.held == {run_id: storage.journal_bytes(run_id) for run_id in run_ids}
+        assert gate.held == 0
+        assert all(run.is_restored for run in registry)

@@ -12,10 +12,10 @@ from patience import PATIENCE
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import LoraConfig
+from paceline.waiting_bytes import WaitingBytes
 from trainer_service.engine.base import EngineDiedError
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
-from trainer_service.runs.waiting_bytes import WaitingBytes
 
 
 @pytest.fixture

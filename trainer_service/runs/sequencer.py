@@ -28,6 +28,7 @@ from google.protobuf.message import Message
 
 from paceline import errors
 from paceline.log import get_logger
+from paceline.waiting_bytes import WaitingBytes
 from trainer_service.engine.base import EngineDiedError
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.journal import RunJournal
@@ -36,7 +37,6 @@ from trainer_service.runs.answers import Answers, check_digest
 from trainer_service.runs.command import Answer, Command, answer_to_record, internal_error, poisoned
 from trainer_service.runs.turn import READING, REPEATABLE, Executor, Turn
 from trainer_service.runs.waiting import Pending, Waiting
-from trainer_service.runs.waiting_bytes import WaitingBytes
 
 _log = get_logger(__name__)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from paceline import layout
 from paceline.log import get_logger
+from paceline.waiting_bytes import WaitingBytes
 from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import History, check_formats, highest_seq_id, read_history, segments
@@ -17,7 +18,6 @@ from trainer_service.journal.snapshots import Snapshot, SnapshotStore
 from trainer_service.runs.answers import Answers
 from trainer_service.runs.command import Command
 from trainer_service.runs.sequencer import Sequencer
-from trainer_service.runs.waiting_bytes import WaitingBytes
 from trainer_service.settings import TrainerSettings
 
 _JOURNAL = "journal"

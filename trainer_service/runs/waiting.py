@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from paceline import errors
+from paceline.waiting_bytes import WaitingBytes
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import Facts
 from trainer_service.runs.command import Answer, Command
 from trainer_service.runs.turn import Turn
-from trainer_service.runs.waiting_bytes import WaitingBytes
 
 
 @dataclass(slots=True, eq=False)
