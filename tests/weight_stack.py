@@ -181,7 +181,7 @@ async def serving(trainer: Trainer, port: int = 0) -> AsyncIterator[int]:
     """Serve a trainer behind the services' own interceptors; yields the port."""
     server = grpc.aio.server(
         interceptors=[ErrorInterceptor(), CredentialInterceptor(CREDENTIAL)],
-        options=(("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000)),
+        options=(("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 5_000)),
     )
     add_WeightServiceServicer_to_server(trainer, server)
     bound = server.add_insecure_port(f"127.0.0.1:{port}")

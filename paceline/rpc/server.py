@@ -178,7 +178,7 @@ def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:
         ("grpc.server.max_pending_requests_hard_limit", 100_000),
         # By default a server ends connections that ping oftener than every five minutes; clients ping each 10 s to
         # notice a dead peer.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # A caller whose machine is gone is noticed within a minute, by its stream's silence alone: a sampler's name is
         # free again then, and so is what its watch held. By default that takes two hours.

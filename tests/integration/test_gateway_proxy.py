@@ -131,9 +131,10 @@ async def test_a_version_stays_with_the_sampler_that_holds_it_until_that_one_is_
         holder, other = (first, second) if names == {"first"} else (second, first)
         holder.gate.clear()
         other.gate.clear()
-        other.reached[1] = asyncio.Event()
+        other.reached[1], holder.reached[2] = asyncio.Event(), asyncio.Event()
         calls = [asyncio.create_task(_served_by(client, metadata)) for _ in range(4)]
-        await asyncio.wait_for(other.reached[1].wait(), PATIENCE)
+        for reached in (other.reached[1], holder.reached[2]):
+            await asyncio.wait_for(reached.wait(), PATIENCE)
         holder.gate.set()
         other.gate.set()
         assert set(await asyncio.gather(*calls)) == {"first", "second"}
