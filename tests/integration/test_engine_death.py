@@ -47,19 +47,22 @@ async def test_vllm_that_is_killed_comes_back_with_its_versions(model, volume, t
     async with sampling(model, port, tmp_path, **settings) as client:
         refs = [base_ref(), *[await published(model, volume, trainer, version) for version in (1, 2)]]
         tokens = [await greedy(client, ref) for ref in refs]
+        # All that takes time comes first: the streams are to be under way when the engine dies, and the engine away yet
+        # when it is asked.
+        (engine,) = set(descendants("EngineCore")).difference(others)
+        parent, third = engine.parent(), make_version(volume, model, RUN, 3)
         requests = [stream_request(ref, max_tokens=400) for ref in refs]
         streams = [client.stub.SampleStream(request, metadata=client.metadata) for request in requests]
         for stream in streams:
             await stream.read()
-        (engine,) = set(descendants("EngineCore")).difference(others)
-        engine.parent().kill()  # the process that it was forked from, with which it ends
+        parent.kill()  # the process that it was forked from, with which it ends
         for stream in streams:
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 while await stream.read() is not grpc.aio.EOF:
                     pass
             _asks_to_try_again(failure.value)
         await until(lambda: _is_not_ready(client))
-        trainer.announce(make_version(volume, model, RUN, 3))
+        trainer.announce(third)
         for ref in (*refs, version_ref(RUN, 3)):
             with pytest.raises(errors.EngineUnavailable) as unavailable:
                 await client.sample(ref)
