@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,12 +17,26 @@ from paceline.weights import is_model, served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.keys import foreign
 
+Files = Mapping[str, tuple[int, ...]]
+"""What tells the files of a directory from others of their names, without reading them: device, inode, size, time."""
+
+
+class ReplacedError(errors.ChecksumMismatch):
+    """Other files took the place of those that were verified before an engine had loaded them."""
+
+
+def files_of(directory: Path) -> Files:
+    """Tell a directory's files. Raises FileNotFoundError, NotADirectoryError."""
+    found = ((path.name, path.stat()) for path in directory.iterdir())
+    # Not by ctime, which a new link to the file changes, too.
+    return {name: (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found}
+
 
 @dataclass(slots=True, eq=False)
 class StagedAdapter:
     """An adapter, or a whole model, in a directory that an engine can load.
 
-    Nothing is answered from it before `verified` returns.
+    Nothing is answered from it before `verified` returns, once an engine has loaded it.
     """
 
     manifest: pb.Manifest
@@ -33,6 +48,8 @@ class StagedAdapter:
     verifying: asyncio.Task[pb.Manifest] | None = None
     """Verifies the bytes while the adapter is loaded and ends with its manifest, checksums included; None when that is
     done."""
+    files: Files | None = None
+    """The files that were verified, of a directory that others may change; None of this sampler's own."""
     on_disk: bool = False
     """Whether a directory of this sampler's own lies on disk; the others are staged in memory."""
 
@@ -47,9 +64,21 @@ class StagedAdapter:
         return self.manifest.model.sha256
 
     async def verified(self) -> None:
-        """Wait until every byte is verified. Raises ChecksumMismatch, TrainerUnavailable."""
+        """Wait until every byte is verified. Raises ChecksumMismatch, TrainerUnavailable.
+
+        An engine reads by name what was verified by name before. Where the files are still those that were verified,
+        it has read those; else ReplacedError.
+        """
         if self.verifying is not None:
             self.manifest = await self.verifying
+        if self.files is not None and await asyncio.to_thread(self._is_replaced):
+            raise ReplacedError("the files were replaced while they were loaded; ask again", field="model")
+
+    def _is_replaced(self) -> bool:
+        try:
+            return files_of(self.directory) != self.files
+        except (FileNotFoundError, NotADirectoryError):
+            return True
 
     def check_same(self, other: StagedAdapter) -> None:
         """Refuse other content under the same key. Raises VersionExists."""

@@ -18,7 +18,7 @@ from paceline.weights import check_finite, served_model
 from sampler_service.background import Background
 from sampler_service.engine.base import Adapter, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.versions.bridges import Bridge, StagedAdapter, check_owner, is_for
+from sampler_service.versions.bridges import Bridge, ReplacedError, StagedAdapter, check_owner, is_for
 from sampler_service.versions.disk import DiskTier
 from sampler_service.versions.flights import Flights, arriving_within
 from sampler_service.versions.keys import VersionKey, absent
@@ -213,9 +213,13 @@ class VersionRegistry:
                     raise
                 _log.warning("version damaged on disk; it is fetched again", weights=str(key.ref()))
         self._check_room(tenant)
-        with self._metrics.fetch_seconds.time():
-            staged = await self._bridge.fetch(key.ref(), tenant)
-        return await self.install(staged)
+        while True:
+            with self._metrics.fetch_seconds.time():
+                staged = await self._bridge.fetch(key.ref(), tenant)
+            try:
+                return await self.install(staged)
+            except ReplacedError:
+                _log.info("weights overwritten while they were loaded; they are fetched again", weights=str(key.ref()))
 
     def _staged(self, key: VersionKey) -> StagedAdapter | None:
         entry = self._entries.get(key)
@@ -224,8 +228,12 @@ class VersionRegistry:
     async def _install_or_discard(self, staged: StagedAdapter) -> LoadedVersion:
         try:
             return await self._install(staged)
-        except BaseException:
+        except BaseException as error:
             await staged.discard()
+            if isinstance(error, FileNotFoundError) and staged.files is not None:
+                raise ReplacedError(
+                    "the files were removed while they were loaded; ask again", field="model"
+                ) from error
             raise
 
     def _installed(self, task: asyncio.Task[LoadedVersion]) -> None:

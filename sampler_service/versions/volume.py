@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paceline.layout import CheckpointPath, Volume
+from paceline import errors
+from paceline.layout import CheckpointPath, Volume, opened
 from paceline.types import ModelRef
 from paceline.weights import is_model, read_manifest, verify_adapter, verify_model
 from paceline.weights.v1 import weight_service_pb2 as pb
-from sampler_service.versions.bridges import ManifestRules, StagedAdapter, check_is
+from sampler_service.versions.bridges import ManifestRules, StagedAdapter, check_is, files_of
 from sampler_service.versions.keys import absent, foreign
 from sampler_service.versions.trainer_link import TrainerLink
 
@@ -34,7 +37,7 @@ class VolumeBridge:
             manifest = await self._trainer.describe(ref, tenant)
             check_is(manifest, ref, tenant)
             return manifest
-        return await asyncio.to_thread(self._manifest, ref, tenant)
+        return await asyncio.to_thread(self._read, ref, tenant)
 
     async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
         if ref.run_id and not self.holds(ref):
@@ -55,24 +58,42 @@ class VolumeBridge:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
-        manifest = self._manifest(ref, tenant)
-        self._rules.check(manifest)
+        """Verify what lies there, all of one save: a checkpoint may be overwritten at any moment."""
         directory = self._directory(ref)
-        try:
-            (verify_model if is_model(manifest) else verify_adapter)(directory, manifest)
-        except FileNotFoundError as error:  # deleted meanwhile
-            raise absent(ref) from error
-        return StagedAdapter(manifest, directory, temporary=False)
+        while True:
+            with self._opened(ref) as pinned:
+                try:
+                    files = files_of(pinned)
+                    manifest = self._manifest(pinned, ref, tenant)
+                    self._rules.check(manifest)
+                    (verify_model if is_model(manifest) else verify_adapter)(pinned, manifest)
+                    if files_of(pinned) == files:
+                        return StagedAdapter(manifest, directory, temporary=False, files=files)
+                except (FileNotFoundError, errors.ChecksumMismatch) as error:
+                    with suppress(FileNotFoundError):
+                        if not pinned.samefile(directory):
+                            continue  # overwritten meanwhile
+                    if isinstance(error, errors.ChecksumMismatch):
+                        raise
+                    raise absent(ref) from error
 
-    def _manifest(self, ref: ModelRef, tenant: str) -> pb.Manifest:
-        directory = self._directory(ref)
-        try:
-            manifest = read_manifest(directory)
-        except FileNotFoundError as error:
-            run_exists = bool(ref.checkpoint) or self._volume.run(ref.run_id).is_dir()
-            raise (absent(ref) if run_exists else foreign(ref)) from error
+    def _read(self, ref: ModelRef, tenant: str) -> pb.Manifest:
+        with self._opened(ref) as pinned:
+            return self._manifest(pinned, ref, tenant)
+
+    def _manifest(self, directory: Path, ref: ModelRef, tenant: str) -> pb.Manifest:
+        manifest = read_manifest(directory)
         check_is(manifest, ref, tenant)
         return manifest
+
+    @contextmanager
+    def _opened(self, ref: ModelRef) -> Iterator[Path]:
+        try:
+            with opened(self._directory(ref)) as directory:
+                yield directory
+        except (FileNotFoundError, NotADirectoryError) as error:
+            run_exists = bool(ref.checkpoint) or self._volume.run(ref.run_id).is_dir()
+            raise (absent(ref) if run_exists else foreign(ref)) from error
 
     def _directory(self, ref: ModelRef) -> Path:
         if ref.checkpoint:

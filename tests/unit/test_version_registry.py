@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from sampler_stack import PROMPT, until
@@ -16,10 +18,11 @@ from tiny_models import make_tiny_llama
 from weight_stack import BASE, TENANT, make_checkpoint, make_version
 
 from paceline import errors
-from paceline.layout import Volume, new_run_id
+from paceline.layout import WEIGHTS_FILE, CheckpointPath, Volume, new_run_id
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
+from paceline.weights import read_manifest
 from sampler_service.engine.base import Adapter
 from sampler_service.engine.hf_engine import HfEngine
 from sampler_service.engine.options import EngineOptions
@@ -43,11 +46,15 @@ class GatedBridge(VolumeBridge):
         self.fetches = 0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.before_load: Callable[[], None] = int
+        """Called between the verification of files and their loading."""
 
     async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
         self.fetches += 1
         await self.gate.wait()
-        return await super().fetch(ref, tenant)
+        staged = await super().fetch(ref, tenant)
+        self.before_load()
+        return staged
 
 
 class GatedEngine(HfEngine):
@@ -353,6 +360,53 @@ async def test_the_newest_version_is_unknown_without_a_trainer(setup):
         await use(registry, ModelRef(run_id=RUN))
     setup.resolver.announced(RUN, 1)
     assert (await use(registry, ModelRef(run_id=RUN))).served.version == 1
+
+
+async def test_a_checkpoint_overwritten_after_it_was_verified_is_served_by_its_new_name_alone(setup):
+    registry, path = setup.registry(), f"paceline://{RUN}/sampler/best"
+    old = make_checkpoint(setup.volume, setup.model, path, seed=1)
+    directory = setup.volume.checkpoint(CheckpointPath.parse(path))
+
+    def overwrite():
+        setup.bridge.before_load = int
+        shutil.copytree(directory, directory.with_name("old"))
+        shutil.rmtree(directory)
+        make_checkpoint(setup.volume, setup.model, path, seed=2)
+
+    setup.bridge.before_load = overwrite
+    lease = await use(registry, ModelRef(checkpoint=path))
+    new = read_manifest(directory)
+    assert old.model.sha256 != new.model.sha256 == lease.served.sha256
+    assert (setup.bridge.fetches, len(registry)) == (2, 1)
+    scored = await setup.engine.compute_logprobs(PROMPT, lease.adapter, TENANT)
+    again = await setup.engine.add_adapter(fresh := Adapter(991, "new", directory))
+    assert again
+    np.testing.assert_array_equal(scored, await setup.engine.compute_logprobs(PROMPT, fresh, TENANT))
+
+
+@pytest.mark.parametrize("how", ["replaced", "written over", "removed"])
+async def test_a_file_that_changed_after_it_was_verified_is_not_served(setup, how):
+    registry, ref = setup.registry(), setup.publish(1)
+    weights = setup.volume.version(RUN, 1) / WEIGHTS_FILE
+    other = bytearray(weights.read_bytes())
+    other[-1] ^= 1
+
+    def change():
+        setup.bridge.before_load = int
+        if how == "replaced":
+            weights.with_name("other").write_bytes(other)
+            weights.with_name("other").replace(weights)
+        elif how == "written over":
+            weights.write_bytes(other)
+        else:
+            shutil.rmtree(weights.parent)
+
+    setup.bridge.before_load = change
+    # Whether a version that is gone is still to come, the trainer alone knows.
+    with pytest.raises(errors.TrainerUnavailable if how == "removed" else errors.ChecksumMismatch):
+        await use(registry, ref)
+    assert not len(registry)
+    assert not setup.engine._live().bank.loaded
 
 
 async def test_files_that_belong_there_stay_on_the_volume(setup):
