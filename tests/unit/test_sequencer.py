@@ -197,6 +197,18 @@ async def test_bytes_that_wait_are_bounded_and_the_command_that_is_missing_is_ta
     await run.send_large(4, 4000)
 
 
+async def test_a_refused_command_counts_whole_while_its_call_waits(directory):
+    waiting_bytes = WaitingBytes()
+    run = JournaledRun(directory, waiting_bytes=waiting_bytes)
+    waiting = run.send_large(2, 1 << 20, refusal=errors.TokenOutOfRange("holds -1"))
+    await asyncio.sleep(0)
+    assert waiting_bytes.used("team") > 1 << 20
+    await run.send(1)
+    with pytest.raises(errors.TokenOutOfRange):
+        await waiting
+    assert waiting_bytes.used("team") == 0
+
+
 async def test_bytes_that_wait_are_counted_over_runs_and_tenants(directory):
     waiting_bytes = WaitingBytes(limit=10_000)
     waiting_bytes.add("other", 7000)  # of another run

@@ -35,7 +35,7 @@ class Command:
     request: Any
     """Message of the RPC; of a command that was refused as it came, without its content."""
     size: int
-    """Bytes of `request`."""
+    """Bytes of the message as it came, which gRPC keeps until the call is answered."""
     digest: bytes
     """SHA-256 that tells a repeated command from another one with the same seq_id."""
     refusal: errors.PacelineError | None = None
@@ -64,7 +64,7 @@ class Command:
     def refused(self, error: errors.PacelineError) -> Command:
         """Return what is left of a command that is refused as it comes: its place in the run's order."""
         request = type(self.request)(run_id=self.request.run_id, seq_id=self.seq_id, attachment=self.attachment)
-        return Command(self.seq_id, self.method, self.tenant, request, request.ByteSize(), self.digest, error)
+        return Command(self.seq_id, self.method, self.tenant, request, self.size, self.digest, error)
 
     def to_record(self) -> CommandRecord:
         """Return what the journal keeps."""
