@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cluster import Cluster
-from stock import bound
+from stock_libraries import bound
 from tiny_models import make_tiny_llama
 
 import paceline

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cluster import Cluster
 from engine_cases import train, warmed, weights
-from stock import bound
+from stock_libraries import bound
 from tiny_models import make_tiny_llama
 
 import paceline

@@ -1,7 +1,7 @@
 """How far stock vLLM is from stock transformers: what trainer and sampler may differ by on the same machine.
 
-`python stock.py MODEL DTYPE PROMPT` prints the mean |difference of log-probabilities| of the tokens that vLLM samples.
-It is a process of its own, so that its memory is free again.
+`python stock_libraries.py MODEL DTYPE PROMPT` prints the mean |difference of log-probabilities| of the tokens that
+vLLM samples. It is a process of its own, so that its memory is free again.
 """
 
 from __future__ import annotations
