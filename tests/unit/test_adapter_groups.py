@@ -48,8 +48,6 @@ MLP = {
     "lfm2": ("w1", "w2", "w3"),
     "qwen3_5_text": GATED,
 }
-STEPPED = [kind for kind in ATTENTION if kind != "falcon"]
-"""Falcon has attention layers of its own, which the packed attention does not replace."""
 EXPERTS = {
     "qwen2_moe": "model.layers.0.mlp.experts is a Qwen2MoeExperts",
     "qwen3_moe": "model.layers.0.mlp.experts is a Qwen3MoeExperts",
@@ -96,7 +94,7 @@ def test_groups_have_the_architectures_own_names(directories, kind):
     assert groups_of(model) == (attention, mlp, head)
 
 
-@pytest.mark.parametrize("kind", STEPPED)
+@pytest.mark.parametrize("kind", ATTENTION)
 def test_a_step_changes_what_was_asked_for_and_peft_loads_it(directories, kind, tmp_path):
     engine, stock = make_engine(directories(kind)), load(directories(kind))
     asked = {*ATTENTION[kind], *MLP.get(kind, ())}
