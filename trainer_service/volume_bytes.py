@@ -17,7 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline import errors, layout
+from paceline.log import get_logger
 from trainer_service.runs.run_file import tenant_of
+
+_log = get_logger(__name__)
 
 QUOTA = "volume_bytes"
 """The quota's name."""
@@ -42,8 +45,12 @@ class VolumeBytes:
         if self._wanted is None:
             self.limit = shutil.disk_usage(self._volume.root).total // 2
         for folder in self._volume.runs.glob("run-*"):
-            if layout.is_run_id(folder.name):
+            if not layout.is_run_id(folder.name):
+                continue
+            try:
                 self.count(folder.name)
+            except OSError as error:
+                _log.error("a run's bytes cannot be counted; they count as none", run=folder.name, error=str(error))
 
     def own(self, run_id: str, tenant: str) -> None:
         """Note whose a run is."""
@@ -121,9 +128,9 @@ def _parts(folder: Path) -> Iterator[Path]:
 
 
 def _size_of(path: Path) -> int:
-    """Return the bytes of a file, or of a directory's files; 0 where there is none, or no more."""
+    """Return the bytes of a file, or of a directory's files, as far as they can be read; 0 where there is none."""
     size = 0
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # what it counts is written already: nothing may fail of that
         try:
             with os.scandir(path) as entries:
                 for entry in entries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -134,6 +135,24 @@ async def test_what_a_kill_left_half_done_does_not_count(volume, counted):
     again = VolumeBytes(volume)
     again.count_all()
     assert again.used(A) == 0
+
+
+async def test_a_run_whose_folder_cannot_be_read_does_not_keep_others_from_being_counted(volume, counted, monkeypatch):
+    store = CheckpointStore(volume, guard=DiskGuard(0, counted))
+    for tenant in (A, B):
+        await save(store, "one", tenant)
+    iterdir = Path.iterdir
+
+    def failing(folder: Path):
+        if folder == volume.run(RUNS[A]):
+            raise OSError(errno.EIO, "no")
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", failing)
+    again = VolumeBytes(volume)
+    again.count_all()
+    assert again.used(A) == 0
+    assert again.used(B) == counted.used(B) > 5000
 
 
 async def test_checkpoints_of_a_deleted_run_go_on_counting(volume, counted):
