@@ -9,13 +9,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from warm_processes import VARIABLE, OwnWarmProcesses
 
 from paceline.machine import count_gpus
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have the processes that services are forked from ready, once for all of xdist's workers."""
+    """Have the processes that services are forked from ready, once for all of xdist's workers; time no examples."""
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
     if hasattr(config, "workerinput") or count_gpus():  # no GPU's driver survives a fork
         return
     directory = TemporaryDirectory()
