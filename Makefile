@@ -6,7 +6,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared chaos power-cuts fuzz images clean
+.PHONY: help proto demo up test test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared models chaos power-cuts fuzz images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -85,6 +85,9 @@ bench-journal: proto ## Measure what the journal costs a training step
 
 bench-saves: proto ## Measure how long a save and a publish hold up training
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/saves.py
+
+models: proto ## Write the table of docs/models.md anew
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python scripts/models_table.py
 
 chaos: proto ## Kill trainer, engine, sampler and gateway 2,000 times, and check that nothing is lost
 	@OMP_NUM_THREADS=1 $(RUN)/python bench/chaos.py $(KILLS)

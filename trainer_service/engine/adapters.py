@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from paceline.errors import InvalidArgument, OutOfRange
 from paceline.types import LoraConfig
 from trainer_service.engine.adapter_groups import GROUPS, AdapterGroups, adaptable_modules
+from trainer_service.engine.base_model import decoder_layers
 from trainer_service.engine.fused.lora_linear import AdaptedLinear
 from trainer_service.engine.peft_format import scaling_alpha
 from trainer_service.engine.routing import Routing
@@ -49,7 +50,7 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     Raises InvalidArgument when the model has only a part of what a chosen group stands for, or no group is chosen;
     OutOfRange for layers that it lacks.
     """
-    _check_layers(lora, model.config.num_hidden_layers)
+    _check_layers(lora, len(decoder_layers(model)))
     if lora.target_modules:
         return _in_layers(named_modules(adaptable_modules(model), lora.target_modules), lora)
     groups, chosen = AdapterGroups(model), list[str]()

@@ -27,9 +27,9 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     *,
-    segment_lengths: tuple[int, ...],
+    segment_lengths: tuple[int, ...] | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
@@ -37,10 +37,14 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each segment of a pack.
 
+    No mask is read, although models hand one over.
+
     `query` is [1, heads, T, head_dim], `key` and `value` [1, kv_heads, T, head_dim] (GQA), `segment_lengths` sums to T.
     Returns [1, T, heads, head_dim] in the dtype of `query`. Raises Unsupported for variants of attention that it would
     otherwise ignore.
     """
+    if segment_lengths is None:
+        raise Unsupported(f"{type(module).__name__} does not pass on where sequences begin.")
     for name in _UNSERVED:
         if variant.get(name) is not None:
             message = f"{type(module).__name__} uses {name}, which packed attention does not compute."
@@ -57,7 +61,8 @@ def packed_attention(
         return varlen_attention(*rows, segment_lengths, scaling, sliding_window)[None], None
     parts = zip(*(torch.split(x, list(segment_lengths), dim=2) for x in (query, key, value)), strict=True)
     outputs = [_segment_attention(q, k, v, sliding_window, scaling, dropout) for q, k, v in parts]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    # Contiguous, as some models ask for a view of it.
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _segment_attention(

@@ -85,12 +85,15 @@ def _recompute_layers(model: PreTrainedModel) -> None:
 
 def backbone(model: PreTrainedModel) -> nn.Module:
     """Find the part of a causal LM below its output head; it gives hidden states after the last norm."""
-    return model.get_submodule(model.base_model_prefix)
+    for name in (model.base_model_prefix, "model"):
+        if isinstance(part := getattr(model, name, None), nn.Module):
+            return part
+    raise Unsupported(f"{type(model).__name__} has no part below its output head that can be called.")
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     """Find the list of a causal LM's decoder layers; empty where there is none."""
-    count = model.config.num_hidden_layers
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     lists = (module for module in backbone(model).modules() if isinstance(module, nn.ModuleList))
     return next((list(module) for module in lists if len(module) == count), [])
 
@@ -111,3 +114,9 @@ def hidden_states(
     packed: dict[str, Any] = {"position_ids": position_ids, "segment_lengths": lengths} if mode.is_packed else {}
     out: Tensor = backbone(model)(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     return out
+
+
+def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Compute the logits, [T, vocabulary], of one sequence, [1, T], with all that the model does to them."""
+    logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits.squeeze(0)

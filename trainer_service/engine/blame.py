@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paceline.errors import PacelineError
 from trainer_service.engine.base_model import hidden_states, output_head
 from trainer_service.engine.fused.lora_linear import AdaptedLinear
 from trainer_service.engine.pass_mode import STOCK_ATTENTION, PassMode, use_attention
@@ -24,6 +25,8 @@ _LENGTHS = (40, 24)
 def why_failed(error: Exception, model: PreTrainedModel) -> str:
     """Say in a sentence what a pass failed of, and in which module."""
     module = _failing(error.__traceback__, model)
+    if isinstance(error, PacelineError):
+        return f"{module}: {first_line(error)}" if module else first_line(error)
     return f"{module or type(model).__name__} raises {type(error).__name__}: {first_line(error)}"
 
 
@@ -34,10 +37,10 @@ def first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor) -> str:
+def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor, *, mixes: bool) -> str:
     """Say in a sentence which module's output a mode changes first; the model's layers are transformers' own.
 
-    `tokens` are int64, [n], with n above 64.
+    `tokens` are int64, [n], with n above 64. It is known whether sequences depend on each other, `mixes`.
     """
     other, own = tokens[: _LENGTHS[0]], tokens[_LENGTHS[0] : sum(_LENGTHS)]
     use_attention(model, STOCK_ATTENTION)
@@ -53,11 +56,11 @@ def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor) -> str
     if changed:
         # A layer within attention may be the first to end otherwise because of what it was given.
         name = changed[0]
-        while "." in name and name in stock and _differ(mine[name].given, stock[name].given):
+        while "." in name and (name not in stock or _differ(mine[name].given, stock[name].given)):
             name = name.rpartition(".")[0]
         how = "where sequences share a pass" if mode.is_packed else f"with attention {mode.attention}"
         return f"{_named(name, model)} computes otherwise {how}"
-    if mode.is_packed:
+    if mixes:
         return "sequences that share a pass depend on each other"
     head = next((name for name, module in model.named_modules() if module is output_head(model)), "")
     return f"{_named(head, model)} does not compute all that makes logits"

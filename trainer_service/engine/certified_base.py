@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paceline.errors import PacelineError, Unsupported
+from paceline.errors import OutOfMemory, PacelineError, Unsupported
 from paceline.types import Datum, LoraConfig, ModelCertificate
 from paceline.types.training import Array
 from trainer_service.engine import adapters, wire
@@ -152,7 +152,7 @@ class _Loading:
             self._options.logprob_chunk,
         )
         tokens = sum(len(datum.model_input) for data in self._probe.values() for datum in data)
-        self._packed = mode.is_packed
+        self._packed, self._mixes = mode.is_packed, False
         self._scheduler = Scheduler(tokens if mode.is_packed else 1, joint=mode.is_packed, ranks=self._ranks.size)
 
     def mixes(self, mode: PassMode) -> bool:
@@ -176,7 +176,8 @@ class _Loading:
 
         handle = self._model.get_input_embeddings().register_forward_hook(enter)
         try:
-            return bool(self._sharded.run(derive, with_gradient=True))
+            self._mixes = bool(self._sharded.run(derive, with_gradient=True))
+            return self._mixes
         finally:
             handle.remove()
 
@@ -205,7 +206,6 @@ class _Loading:
     def explain(self, mode: PassMode, error: Exception | None) -> str:
         if isinstance(error, PacelineError):
             self._variant = error.metadata.get(VARIANT, "") or self._variant
-            return error.message.rstrip(".")
         if self._ranks.size > 1:
             return "a pass differs from stock transformers" if error is None else f"a pass fails: {first_line(error)}"
         if error is not None:
@@ -213,7 +213,8 @@ class _Loading:
         if mode.fused:
             return "the fused layers compute otherwise than transformers"
         tokens = np.concatenate([datum.model_input for data in self._probe.values() for datum in data])
-        return why_different(self._model, mode, torch.from_numpy(tokens.astype(np.int64)).to(self._device))
+        device_tokens = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
+        return why_different(self._model, mode, device_tokens, mixes=self._mixes)
 
     def _load(self, *, fused: bool) -> None:
         for name in ("_sharded", "_execution"):  # They hold a model that was loaded before.
@@ -222,21 +223,36 @@ class _Loading:
             lambda: load_base_model(self._options, fused=fused, examine=self._examine), self._ranks, self._device
         )
         self._fused = fused and has_fused_family(self._model)
-        self._routing = adapters.adapt(self._model)
+        try:
+            self._routing = adapters.adapt(self._model)
+        except ValueError as error:
+            reason = f"PEFT puts no adapter on it: {first_line(error).rstrip('(')}"
+            raise Unsupported(f"{self._options.model_name} cannot be served: {reason}.") from error
 
     def _examine(self, model: PreTrainedModel) -> None:
         start = time.perf_counter()
         self._probe, self._rope = make_probe(model.config, self._seed), company_in_rope(model)
         if self._ranks.leads and self._stock is None:
-            modules = adaptable_modules(model)
-            head = output_head(model)
-            without_head = [name for name in modules if model.get_submodule(name) is not head]
-            # One run trains the head and one does not, which is computed in another way.
-            targets = dict(zip(self._probe, (modules, without_head or modules), strict=True))
-            self._stock = measure_stock(model, targets, self._probe)
-            if not modules:
-                raise Unsupported(f"{type(model).__name__} has no linear layer that can have an adapter.")
+            try:
+                self._stock = self._measure(model)
+            except OutOfMemory:
+                raise
+            except Exception as error:
+                raise Unsupported(
+                    f"{self._options.model_name} cannot be served: {why_failed(error, model)}."
+                ) from error
         self._seconds += time.perf_counter() - start
+
+    def _measure(self, model: PreTrainedModel) -> Stock:
+        modules, head = adaptable_modules(model), output_head(model)
+        without_head = [name for name in modules if model.get_submodule(name) is not head]
+        # One run trains the head and one does not, which is computed in another way.
+        stock = measure_stock(
+            model, dict(zip(self._probe, (modules, without_head or modules), strict=True)), self._probe
+        )
+        if not modules:
+            raise Unsupported(f"{type(model).__name__} has no linear layer that can have an adapter.")
+        return stock
 
     def _make_run(self, run_id: str, weights: Weights) -> LoraRun:
         modules = tuple(

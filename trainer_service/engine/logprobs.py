@@ -57,6 +57,11 @@ def _frozen_linear(head: nn.Module, spans: Sequence[Span]) -> nn.Linear | None:
 
 def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, spans: Sequence[Span]) -> Tensor:
     (logits,) = shared_input(hidden, head, spans=spans)
+    return chosen_logprobs(logits, targets)
+
+
+def chosen_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute log softmax(logits)[targets] in float32, of [K, vocabulary] and [K], or [K, M]."""
     logits = logits.float()
     chosen = logits.gather(1, targets.reshape(len(targets), -1)) - logits.logsumexp(1, keepdim=True)
     return chosen.reshape(targets.shape)

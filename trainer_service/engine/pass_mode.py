@@ -24,6 +24,8 @@ class PassMode:
     """Name of the attention implementation."""
     fused: bool = False
     """Whether the layers of known families are replaced by fused ones."""
+    own_logits: bool = False
+    """Whether the model makes all logits of a sequence itself, as where it scales or caps them."""
 
     @property
     def is_packed(self) -> bool:
@@ -31,7 +33,8 @@ class PassMode:
 
     def __str__(self) -> str:
         sequences = "packed" if self.is_packed else "one sequence a pass"
-        return f"{sequences}, attention {self.attention}{', fused layers' if self.fused else ''}"
+        extra = f"{', fused layers' if self.fused else ''}{', its own logits' if self.own_logits else ''}"
+        return f"{sequences}, attention {self.attention}{extra}"
 
 
 FASTEST = PassMode(PackingMode.PACKED, PACKED_ATTENTION, fused=True)
@@ -40,6 +43,8 @@ _OTHERS = (
     PassMode(PackingMode.PACKED, PACKED_ATTENTION),
     PassMode(PackingMode.ONE_SEQUENCE, "sdpa"),
     PassMode(PackingMode.ONE_SEQUENCE, STOCK_ATTENTION),
+    PassMode(PackingMode.ONE_SEQUENCE, "sdpa", own_logits=True),
+    PassMode(PackingMode.ONE_SEQUENCE, STOCK_ATTENTION, own_logits=True),
 )
 
 

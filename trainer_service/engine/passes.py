@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.types.training import Array
-from trainer_service.engine.base_model import hidden_states, output_head
+from trainer_service.engine.base_model import hidden_states, output_head, own_logits
 from trainer_service.engine.jobs import Job, Totals
-from trainer_service.engine.logprobs import has_part, target_logprobs
+from trainer_service.engine.logprobs import chosen_logprobs, has_part, target_logprobs
 from trainer_service.engine.losses import TokenLoss
 from trainer_service.engine.packing import Pack, Segment
 from trainer_service.engine.pass_mode import PassMode
@@ -85,10 +85,19 @@ class PassRunner:
         return [result[part.job.run_id] for part in rows]
 
     def _forward(self, rows: Sequence[_Rows], groups: Sequence[Sequence[_Rows]]) -> list[Tensor]:
+        input_ids = torch.cat([part.pack.input_ids for part in rows], dim=1)
+        if self._mode.own_logits:
+            logits = own_logits(self._model, input_ids)
+            return [
+                chosen_logprobs(
+                    logits.index_select(0, part.pack.counted + part.start), part.pack.loss_inputs["target_tokens"]
+                )
+                for (part,) in groups
+            ]
         hidden = hidden_states(
             self._model,
             self._mode,
-            torch.cat([part.pack.input_ids for part in rows], dim=1),
+            input_ids,
             torch.cat([part.pack.position_ids for part in rows], dim=1),
             tuple(length for part in rows for length in part.pack.segment_lengths),
         ).squeeze(0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -187,8 +188,8 @@ def _compute(model: PreTrainedModel, datum: Datum, factors: Sequence[Tensor]) ->
     logprobs = _logprobs(model, datum)
     weights = torch.from_numpy(datum.loss_inputs["weights"]).to(model.device)
     loss = -(logprobs * weights).sum()
-    gradients = torch.autograd.grad(loss, factors, allow_unused=True) if factors else ()
-    given = [torch.zeros_like(f) if g is None else g for f, g in zip(factors, gradients, strict=True)]
+    gradients = torch.autograd.grad(loss, factors, allow_unused=True) if loss.requires_grad else ()
+    given = [torch.zeros_like(f) if g is None else g for f, g in zip_longest(factors, gradients)]
     return _Sequence(logprobs.detach().cpu().numpy(), [each.cpu().numpy() for each in given])
 
 
