@@ -91,7 +91,8 @@ def make_architecture(kind: str, directory: Path) -> Path:
     """Save a random model of an architecture; returns `directory`. Raises what transformers does."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(tiny_config(kind)).save_pretrained(directory)
+        model = AutoModelForCausalLM.from_config(tiny_config(kind))  # type: ignore[no-untyped-call]
+        model.save_pretrained(directory)
     return directory
 
 
@@ -124,5 +125,5 @@ def _shrunk(kind: Any, name: str) -> dict[str, Any]:
 def _layers(kinds: list[str], sizes: dict[str, Any]) -> dict[str, Any]:
     """Have a layer of each kind, and at least two."""
     types = kinds if len(kinds) > 1 else kinds * 2
-    counts = {field: len(types) for field in ("num_hidden_layers", "n_layer") if field in sizes}
+    counts: dict[str, Any] = {field: len(types) for field in ("num_hidden_layers", "n_layer") if field in sizes}
     return {"layer_types": types, **counts}

@@ -143,10 +143,7 @@ class TrainerService:
             if run.state is RunState.LOST:
                 await self._restore_points.offer(run)
         self._publisher.start()
-        try:
-            model = await self._load_engine(self._engine.start)
-        except (errors.ModelNotFound, errors.Unsupported) as error:
-            raise SystemExit(str(error)) from error  # Of the model, not of the moment: trying again will not help.
+        model = await self._load_engine(self._engine.start)
         # Of a model of the hub the files are there only now.
         self._engine.base_sha256 = await asyncio.to_thread(base_weights_sha256, self._settings.model)
         self._log_ready(model)

@@ -16,6 +16,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
+from paceline.errors import PacelineError
 from paceline.log import configure_logging, get_logger
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
 from paceline.settings import ServiceSettings
@@ -94,7 +95,10 @@ class Service(Protocol):
 
 
 async def serve(service: Service, settings: ServiceSettings, registry: CollectorRegistry) -> None:
-    """Run a service until SIGTERM or SIGINT. Raises SystemExit when the service fails by itself."""
+    """Run a service until SIGTERM or SIGINT. Raises SystemExit when the service fails by itself.
+
+    What it cannot be started with is said in one sentence.
+    """
     # What services and their processes write is training data: 0600 and 0700, whatever the shell's umask was.
     os.umask(_UMASK)
     configure_logging(service.name, settings.log_level, settings.log_format)
@@ -117,6 +121,8 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
             await interrupted
             service.drain()
             await _drain(server, readiness, settings.drain_seconds)
+    except PacelineError as error:
+        raise SystemExit(str(error)) from error  # A sentence of its own is the last thing that the process says.
     finally:
         starting.cancel()
         await service.stop()
