@@ -31,7 +31,7 @@ CALLS = BytesQuota("call_bytes", "max_bytes_in_flight_per_tenant")
 class WaitingBytes:
     """Counts messages from their arrival to their answer.
 
-    Memory is about twice as much: gRPC keeps the bytes of a call beside the message that was read from them.
+    Memory is two to three times as much: gRPC keeps the bytes of a call beside the message that was read from them.
     """
 
     def __init__(self, limit: int = 0, tenant_limit: int = 0, quota: BytesQuota = COMMANDS) -> None:

@@ -89,7 +89,7 @@ class TrainerSettings(BackendSettings):
     max_waiting_bytes: int = Field(2 << 30, ge=0)
     """Bytes of commands that wait for their turn, of all tenants; more are refused with OVERLOADED. 0: no limit.
 
-    Memory is about twice as much.
+    Memory is two to three times as much.
     """
     max_waiting_bytes_per_tenant: int = Field(512 << 20, ge=0)
     """Bytes of one tenant's commands that wait for their turn; more are refused with QUOTA_EXCEEDED. 0: no limit."""
