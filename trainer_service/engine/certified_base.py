@@ -158,7 +158,7 @@ class _Loading:
     def mixes(self, mode: PassMode) -> bool:
         """By a derivative, which is zero to the last bit, in every dtype, where there is nothing to depend on."""
         data = next(iter(self._probe.values()))
-        tokens = torch.from_numpy(data[-2].model_input.astype(np.int64)).to(self._device)
+        tokens = torch.from_numpy(data[-1].model_input.astype(np.int64)).to(self._device)
         lengths = (len(tokens) // 2, len(tokens) - len(tokens) // 2)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(self._device)[None]
         entered: list[Tensor] = []

@@ -25,7 +25,7 @@ RANK = 2
 
 _SHARE = 0.2
 """Size of what an adapter adds to a module's weight, by the size of the weight."""
-_ROUNDED = (1, 2)
+_ROUNDED = (1,)
 """Places of the sequences whose rounding is measured; long ones would cost more and say the same."""
 _ROUNDINGS = {torch.float32: 8.0}
 """dtype -> roundings by which a module's output is moved, where that is not one. Sums are computed in float32: those of
