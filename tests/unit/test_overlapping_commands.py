@@ -147,6 +147,7 @@ async def test_a_command_of_the_same_kind_can_wait_until_those_before_it_are_ans
 async def test_a_command_that_replaces_the_run_waits_until_all_before_it_are_answered(run):
     rest = run.executor.rest[1] = Background()
     saving, loading = run.save(1), run.load(2)
+    await rest.began.wait()
     await asyncio.wait({loading}, timeout=0.1)
     assert run.executor.ran == [1]
     rest.may_end.set()
@@ -157,6 +158,7 @@ async def test_a_command_that_replaces_the_run_waits_until_all_before_it_are_ans
 async def test_no_more_than_a_few_commands_are_under_way(run):
     run.executor.rest = {seq_id: Background() for seq_id in range(1, 21)}
     answers = [run.save(seq_id) for seq_id in range(1, 21)]
+    await asyncio.gather(*(run.executor.rest[seq_id].began.wait() for seq_id in range(1, 9)))
     await asyncio.wait(answers, timeout=0.2)
     assert len(run.executor.ran) == 8
     for rest in run.executor.rest.values():
