@@ -24,7 +24,7 @@ def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: E
 
         return RebuildingEngine(InPlaceEngine, options)
     if bridge == "restart" or serves == "adapters":
-        return RebuildingEngine(partial(create_engine, kind), options)
+        return RebuildingEngine(partial(_make_engine, kind), options)  # checked once, not at every rebuild
     if kind != "vllm":
         raise ValueError(f"engine {kind} changes its model by bridge=restart alone; choose it, or engine=vllm")
     from sampler_service.engine.vllm_model import InPlaceVllmEngine  # noqa: PLC0415
@@ -44,10 +44,13 @@ def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:
     """Make an engine; nothing is loaded before its `start`. Only the module of the engine asked for is imported.
 
     Raises ImportError when the engine's library is not installed, EngineUnfit when it is another one than is known,
-    ValueError on an unknown kind, and where hf is told
-    to lend its base weights.
+    ValueError on an unknown kind, and where hf is told to lend its base weights.
     """
     _check(kind, options)
+    return _make_engine(kind, options)
+
+
+def _make_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:
     if kind == "vllm":
         from sampler_service.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
