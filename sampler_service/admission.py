@@ -147,7 +147,7 @@ class Admission:
         """Return when a request should come again that takes this part of what its tenant may have."""
         now = self._clock()
         mine.next_return = max(mine.next_return, now) + part * self._seconds / _RETURNS
-        if mine.next_return > now + _LATEST:  # Those who are told to wait for the longest must not come together.
+        if mine.next_return > now + _LATEST:  # Callers at the longest delay must not all retry at once.
             mine.next_return = now + _LATEST
             return random.uniform(_LATEST / 2, _LATEST)  # noqa: S311 - guards no secret
         return max(mine.next_return - now, _SOONEST)

@@ -72,7 +72,7 @@ def _modules(group: AdapterGroup) -> str:
 
 
 def main() -> None:
-    """Make the table anew."""
+    """Write the table."""
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -15,8 +15,8 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def free_port() -> int:
     """Find a port that is free on the loopback address, and that the kernel gives to no connection.
 
-    One of those would sometimes be taken before a service listens on it, or while it is down, also by the connection of
-    whoever asks whether it is up again: a connection to its own port comes about.
+    One of those would sometimes be taken before a service listens on it, or while it is down, even by a
+    client that polls it: a socket can connect to its own port.
     """
     end = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32_768
     while True:

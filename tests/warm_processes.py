@@ -38,7 +38,7 @@ _PROGRAMS = {
 
 
 class WarmProcesses:
-    """The forking processes that listen in a directory, as whoever asks them holds them."""
+    """A client's view of the forking processes that listen in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -58,7 +58,7 @@ class WarmProcesses:
 
 
 class OwnWarmProcesses(WarmProcesses):
-    """The forking processes, as whoever ends them holds them."""
+    """The owner's view of the forking processes, which ends them."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

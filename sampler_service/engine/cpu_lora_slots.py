@@ -93,7 +93,7 @@ class PackedPair(Pair):
         self.written = [tuple(one.data[slot] for one in (a, *parts)) for slot in range(slots)]
         """Each slot of a and of every part's b, as it is written."""
         self._whole = (a, *parts)
-        """They count the writes that do not go by slot, of which none is expected; then every slot is packed anew."""
+        """Their counters see writes to a whole tensor. None is expected; after one, every slot is packed again."""
         self._packed: list[tuple[int, ...]] = [()] * slots
         """The writes that were counted when each slot was packed."""
 

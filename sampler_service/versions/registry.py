@@ -36,7 +36,7 @@ class VersionRegistry:
 
     What is loaded never changes: a key stands for one content. Where the trainer has other content under a number, as
     after its volume was restored, its content takes the place of what is here; requests in progress end on what they
-    began with. When the engine is full, the version that was used longest ago gives way, and waits on disk: of those of
+    began with. When the engine is full, the least recently used version is evicted to disk: of those of
     the tenant that needs the room, or of one that has more than its share while that one has less.
     """
 
@@ -311,7 +311,7 @@ class VersionRegistry:
         return len(self._entries) + len(self._displaced) + len(self._unverified) + len(self._departures)
 
     def _find_idle(self, tenant: str) -> LoadedVersion | None:
-        """Return what gives way to a version of this tenant: nobody loses what is its share to another."""
+        """Return the version to evict for one of this tenant; a tenant within its share loses none to another."""
         if (nobodys := next((entry for entry in self._displaced if not entry.requests_in_flight), None)) is not None:
             return nobodys
         loaded = self._loaded_of()

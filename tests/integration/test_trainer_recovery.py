@@ -131,7 +131,7 @@ def test_bytes_on_the_volume_are_counted_rightly_after_a_kill_in_the_middle_of_a
         assert counted(stub) == on_disk() > 0
         saving = thread.submit(run.save, "second")
         assert trainer.service.wait(PATIENCE)
-        assert list(trainer.volume.glob("runs/*/state/.new-*")), "it was killed in the midst of it"
+        assert list(trainer.volume.glob("runs/*/state/.new-*")), "it was not killed during the save"
         assert trainer.start()
         saving.result()
         assert counted(stub) == on_disk()
