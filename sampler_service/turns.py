@@ -86,8 +86,10 @@ class Turns:
             if line.waiting:  # else all who waited have left
                 place, following = line.waiting.popitem(last=False)
                 self.waiting -= following
-                self._serve(line, following)
-                place.set_result(None)
+                # One that was cancelled in this turn of the loop has not left the line yet.
+                if not place.cancelled():
+                    self._serve(line, following)
+                    place.set_result(None)
                 self._queue(line)
 
     async def _wait(self, line: _Line, completions: int) -> None:
@@ -98,9 +100,9 @@ class Turns:
         try:
             await place
         except asyncio.CancelledError:
-            if line.waiting.pop(place, None) is None:  # its turn came in the same moment
+            if not place.cancelled():  # its turn came in the same moment
                 self.release(completions)
-            else:
+            elif line.waiting.pop(place, None) is not None:
                 self.waiting -= completions
             raise
 

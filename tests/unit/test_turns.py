@@ -126,6 +126,20 @@ async def test_one_that_leaves_when_its_turn_comes_gives_it_to_the_next():
         assert sent.begun == [f"{A}0", f"{A}2"]
 
 
+async def test_the_turn_of_one_that_leaves_as_it_comes_is_the_next_ones():
+    async with requests(1) as sent:
+        for name in (f"{A}0", f"{A}1", f"{A}2", f"{B}0"):
+            await sent.send(name)
+        sent.tasks[f"{A}1"].cancel()
+        sent.tasks[f"{B}0"].cancel()
+        sent._held[f"{A}0"].end()  # in the same turn of the loop: neither has left the line
+        await settled()
+        assert sent.begun == [f"{A}0", f"{A}2"]
+        await sent.end(f"{A}2")
+        await sent.send(f"{A}3")
+        assert sent.begun[2:] == [f"{A}3"]
+
+
 async def test_an_error_gives_the_places_back():
     turns = Turns(1)
     with pytest.raises(ValueError, match="torn"):
