@@ -6,7 +6,7 @@ import asyncio
 import errno
 import io
 import os
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from journaled import Executor
 from paceline import errors, layout
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import LoraConfig
+from paceline.types import LoraConfig, RunState
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.disk import NO_GUARD
 from trainer_service.failpoints import NO_FAILPOINTS
@@ -88,6 +88,23 @@ async def take_snapshot(record, executor):
     await record.sequencer.journal.rotate()
     await record.snapshots.save(2, 1000, write)
     await record.sequencer.journal.drop(record.snapshots.drop_old())
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A block in which no file of the volume can be written."""
+
+    def full(*_):
+        raise layout.translate(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    @contextmanager
+    def block():
+        with monkeypatch.context() as patch:
+            patch.setattr(layout, "write_file", full)
+            patch.setattr(layout, "new_directory", full)
+            yield
+
+    return block
 
 
 def contents(folder):
@@ -189,18 +206,14 @@ async def test_a_run_without_its_file_is_left_as_it_is_where_it_holds_something(
 @pytest.mark.asyncio
 @pytest.mark.parametrize("keep_checkpoints", [True, False])
 async def test_a_run_that_is_deleted_on_a_full_disk_frees_its_room_and_does_not_return(
-    volume, monkeypatch, keep_checkpoints
+    volume, full_disk, keep_checkpoints
 ):
-    def full(*_):
-        raise layout.translate(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-
     async with registry_of(volume) as registry:
         record = await make_run(registry, RUN)
         folder = volume.run(RUN)
         (folder / "state" / "x").mkdir(parents=True)
         (folder / "state" / "x" / "weights").write_bytes(b"w" * 100_000)
-        with monkeypatch.context() as patch:
-            patch.setattr(layout, "write_file", full)
+        with full_disk():
             await registry.remove(record, keep_checkpoints=keep_checkpoints)
             with pytest.raises(errors.RunNotFound):
                 registry.get(RUN, TEAM)
@@ -217,6 +230,36 @@ async def test_a_run_that_is_deleted_on_a_full_disk_frees_its_room_and_does_not_
         assert registry.find_deleted(TEAM.tenant, f"request of {RUN}") == "d1"
     left = {path.name for path in volume.runs.rglob("*") if path.is_file()}
     assert left == ({"deleted.json", "weights"} if keep_checkpoints else set())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["a volume of before", "a damaged run.json", "a damaged journal"])
+async def test_a_start_on_a_full_disk_serves_what_is_there_and_the_next_one_writes_the_rest(volume, full_disk, what):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+        await make_run(registry, OTHER)
+    folder = volume.run(RUN)
+    if what == "a volume of before":
+        (volume.root / "volume.json").unlink()
+    if what == "a damaged run.json":
+        (folder / "run.json").write_bytes(b"}" * 200)
+    if what == "a damaged journal":
+        for segment in (folder / "journal").iterdir():
+            segment.write_bytes(bytes(byte ^ 1 for byte in segment.read_bytes()))
+    with full_disk():
+        async with registry_of(volume) as registry:
+            assert registry.get(OTHER, TEAM).state is RunState.READY
+            if what == "a damaged journal":
+                with pytest.raises(errors.RunStateLost):
+                    registry.get(RUN, TEAM)
+            else:
+                await registry.remove(registry.get(RUN, TEAM), keep_checkpoints=False)
+    async with registry_of(volume) as registry:
+        assert registry.get(OTHER, TEAM).state is RunState.READY
+        assert (volume.root / "volume.json").exists()
+        if what == "a damaged journal":
+            assert registry.get(RUN, TEAM).state is RunState.LOST
+            assert any(path.name.startswith("journal.damaged") for path in folder.iterdir())
 
 
 @pytest.mark.asyncio

@@ -82,13 +82,19 @@ class RunRegistry:
         finish_all(self._volume.runs, self._deleted.add)
 
     def _migrate(self) -> None:
-        """Write in today's format what is not, now that all of it was read."""
+        """Write in today's format what is not, now that all of it was read.
+
+        Where the disk is full the next start does. Runs are served meanwhile: by deleting some, tenants make room.
+        """
         if is_current(self._volume.root):
             return
-        for record in self._runs.values():
-            write_run_file(self._volume.run(record.run_id), record.to_facts())
-        self._deleted.write()
-        write_volume_format(self._volume.root)
+        try:
+            for record in self._runs.values():
+                write_run_file(self._volume.run(record.run_id), record.to_facts())
+            self._deleted.write()
+            write_volume_format(self._volume.root)
+        except errors.DiskFull as error:
+            _log.warning("the volume's format is not written; the next start does", error=error.message)
 
     async def _restore(self, folder: Path) -> RunRecord:
         run_id = folder.name

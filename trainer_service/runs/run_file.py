@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline import layout
+from paceline import errors, layout
 from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
 from trainer_service.checked_file import DamagedFileError, decode_checked, format_of, write_checked
@@ -45,9 +45,16 @@ def read_run_file(folder: Path) -> dict[str, Any]:
         for other in damaged:
             layout.set_aside(other)
         if path.name != RUN_FILE:
-            write_run_file(folder, facts)
+            _write_again(folder, facts)
         return facts
     raise DamagedFileError(f"{RUN_FILE} and its copy are damaged")
+
+
+def _write_again(folder: Path, facts: dict[str, Any]) -> None:
+    try:
+        write_run_file(folder, facts)
+    except errors.DiskFull as error:
+        _log.warning("run's file not written again; the next start does", folder=str(folder), error=error.message)
 
 
 def tenant_of(folder: Path) -> str | None:
