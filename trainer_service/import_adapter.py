@@ -9,9 +9,6 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from paceline import errors, layout, weights
 from paceline.types import Checkpoint, CheckpointKind, LoraConfig
@@ -29,8 +26,8 @@ async def import_adapter(
 
     The checkpoint belongs to the run's tenant. The trainer may be running. Nothing but the weights and their
     configuration is copied. Raises RunNotFound, InvalidName, CheckpointExists, InvalidDtype, InvalidShape, NonFinite,
-    ChecksumMismatch, DiskFull, and CheckpointMismatch when a file is missing or rank or scaling are not the run's.
-    Whether the modules are the run's, LoadCheckpoint checks.
+    ChecksumMismatch, DiskFull, InvalidArgument when the configuration is none, and CheckpointMismatch when a file is
+    missing or rank or scaling are not the run's. Whether the modules are the run's, LoadCheckpoint checks.
     """
     run = _read_run(volume, run_id)
     _check_files(source, run)
@@ -62,13 +59,12 @@ def _check_files(source: Path, run: RunOrigin) -> None:
         if not (source / file).is_file():
             raise errors.CheckpointMismatch(f"{source} has no {file}; save the adapter with PEFT as safetensors")
     try:
-        config = msgspec.json.decode((source / layout.CONFIG_FILE).read_bytes(), type=dict[str, Any])
         weights.check_finite(source / layout.WEIGHTS_FILE)
-    except (msgspec.MsgspecError, ValueError, struct.error) as error:
+    except (ValueError, struct.error) as error:
         raise errors.CheckpointMismatch(f"{source} holds no adapter that can be read: {error}") from error
     if not isinstance(run.parameters, LoraConfig):
         raise errors.CheckpointMismatch("the run trains every parameter; make one with an adapter")
-    check_adapter_config(run.parameters, config)
+    check_adapter_config(run.parameters, weights.read_adapter_config(source / layout.CONFIG_FILE).settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 The bytes that travel are the safetensors file itself.
 """
 
+from paceline.weights.adapter_config import AdapterConfig, parse_adapter_config, read_adapter_config
 from paceline.weights.chunks import ChunkWriter, read_replies
 from paceline.weights.finite import check_finite
 from paceline.weights.manifest import (
@@ -26,6 +27,7 @@ from paceline.weights.sums import find_damaged, verify_model, write_sums
 from paceline.weights.wire import Part, Piece, add_fetch_version, fetch_version, read_parts
 
 __all__ = [
+    "AdapterConfig",
     "ChunkWriter",
     "Part",
     "Piece",
@@ -40,6 +42,8 @@ __all__ = [
     "hash_file",
     "is_model",
     "is_sealed",
+    "parse_adapter_config",
+    "read_adapter_config",
     "read_header",
     "read_manifest",
     "read_parts",

@@ -21,6 +21,7 @@ from paceline.codec.times import timestamp_to_proto
 from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
 from paceline.types import ServedModel
 from paceline.types.v1 import tensor_pb2
+from paceline.weights.adapter_config import read_adapter_config
 from paceline.weights.v1 import weight_service_pb2 as pb
 
 _DTYPES = {
@@ -36,7 +37,7 @@ _PIECE_BYTES = 1 << 18  # stays in the processor's cache between reading and add
 def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
     """Make the manifest of a PEFT directory by reading it; its checksums are computed here.
 
-    `seq_id` is that of the command that made it.
+    `seq_id` is that of the command that made it. Raises as `read_tensor_entries` and `read_adapter_config`.
     """
     return seal(directory, _draft_adapter(directory, model, tenant, step, seq_id))
 
@@ -187,8 +188,8 @@ def _parse_header(text: bytes) -> tuple[pb.TensorEntry, ...]:
 
 def _draft_adapter(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: int) -> pb.Manifest:
     manifest = _draft(directory / WEIGHTS_FILE, model, tenant, step, seq_id)
-    manifest.adapter_config = (directory / CONFIG_FILE).read_bytes()
-    manifest.rank = int(json.loads(manifest.adapter_config)["r"])
+    config = read_adapter_config(directory / CONFIG_FILE)
+    manifest.adapter_config, manifest.rank = config.text, config.rank
     return manifest
 
 

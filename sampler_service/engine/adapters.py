@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
-from paceline.weights import read_header, read_tensor_entries
+from paceline.weights import parse_adapter_config, read_header, read_tensor_entries
 
 PREFIX = "base_model.model."
 SIDES = (".lora_A.weight", ".lora_B.weight")
@@ -33,21 +33,18 @@ class AdapterShapes:
 def read_adapter(directory: Path) -> AdapterShapes:
     """Read an adapter's configuration and tensor names. Those of a run's versions are the same and are parsed once.
 
-    Raises InvalidArgument when it is not plain LoRA, InvalidShape when there is no pair of A and B for each module, and
-    as `read_tensor_entries` for a file that is not what its header says.
+    Raises InvalidArgument when it is not plain LoRA or its configuration is none, InvalidShape when there is no pair of
+    matrices for each module, and as `read_tensor_entries` for a file that is not what its header says.
     """
     read_tensor_entries(directory / WEIGHTS_FILE)
     header, config = read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes()
-    try:
-        return _parse(header, config)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InvalidArgument("adapter_config.json is not that of a LoRA adapter", field="adapter") from error
+    return _parse(header, config)
 
 
 @lru_cache(maxsize=16)
 def _parse(header: bytes, config_text: bytes) -> AdapterShapes:
-    tensors, config = json.loads(header), json.loads(config_text)
-    _check_config(config)
+    tensors, config = json.loads(header), parse_adapter_config(config_text)
+    _check_config(config.settings)
     tensors.pop("__metadata__", None)
     halves: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]] = ({}, {})
     for name, tensor in tensors.items():
@@ -56,15 +53,17 @@ def _parse(header: bytes, config_text: bytes) -> AdapterShapes:
             raise InvalidShape(
                 f"tensor {name} is no lora_A or lora_B of a linear module; leave it out", field="adapter"
             )
+        if len(tensor["shape"]) != 2:
+            raise InvalidShape(f"tensor {name} is no matrix; save the adapter again", field="adapter")
         halves[side][name.removeprefix(PREFIX).removesuffix(SIDES[side])] = tuple(tensor["shape"])
     if not halves[0] or halves[0].keys() != halves[1].keys():
         raise InvalidShape("the adapter has no pair of lora_A and lora_B for each of its modules", field="adapter")
     ranks = [shape[0] for shape in halves[0].values()]
-    rank = max(*ranks, config.get("r", 0), *(config.get("rank_pattern") or {}).values())
+    rank = max(*ranks, config.largest_rank)
     return AdapterShapes({module: (shape, halves[1][module]) for module, shape in halves[0].items()}, rank)
 
 
-def _check_config(config: dict[str, Any]) -> None:
+def _check_config(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise InvalidArgument(f"peft_type is {config.get('peft_type')}; only LORA is served", field="adapter")
     unserved = [name for name in ("use_dora", "modules_to_save", "lora_bias") if config.get(name)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 
 from paceline import errors
@@ -11,7 +10,7 @@ from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, check_run_id
 from paceline.rpc.identity import PEER_TENANT, Identity
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef
-from paceline.weights import Piece, read_tensor_entries
+from paceline.weights import Piece, read_adapter_config, read_tensor_entries
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from sampler_service.versions.bridges import ManifestRules, StagedAdapter
 from sampler_service.versions.keys import foreign
@@ -106,9 +105,6 @@ def _check_content(staged: StagedAdapter) -> None:
     """Compare the file with its manifest, which here comes from a client."""
     if list(staged.manifest.tensors) != read_tensor_entries(staged.directory / WEIGHTS_FILE):
         raise errors.InvalidShape("are not the tensors of the file that came", field="manifest.tensors")
-    try:
-        rank = json.loads((staged.directory / CONFIG_FILE).read_bytes())["r"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise errors.InvalidArgument("is not PEFT's JSON with a rank", field="manifest.adapter_config") from error
+    rank = read_adapter_config(staged.directory / CONFIG_FILE).rank
     if rank != staged.manifest.rank:
         raise errors.InvalidShape(f"is not the rank in adapter_config, {rank}", field="manifest.rank")

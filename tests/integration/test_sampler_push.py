@@ -99,6 +99,10 @@ async def test_nothing_of_a_bad_push_stays(client, pushed):
     wrong.tensors[0].name = "another"
     with pytest.raises(errors.InvalidShape):
         await _push(service, wrong, weights)
+    wrong.CopyFrom(manifest)
+    wrong.adapter_config = b"{}"
+    with pytest.raises(errors.InvalidArgument, match=r"adapter_config\.r: is missing"):
+        await _push(service, wrong, weights)
     assert not await client.loaded()
     assert not client.staged()
 

@@ -25,7 +25,7 @@ RUN_ID = "run-" + "0" * 32
 
 async def write_adapter(directory: Path, value: float = 1.0) -> None:
     save_file({"a": np.full((4, 2), value, np.float32)}, directory / WEIGHTS_FILE)
-    (directory / CONFIG_FILE).write_text(json.dumps({"r": 8}))
+    (directory / CONFIG_FILE).write_text(json.dumps({"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}))
 
 
 async def save(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, make_tiny_llama
 from transformers import AutoModelForCausalLM
 
-from paceline.errors import CheckpointMismatch, ChecksumMismatch, NoGradient
+from paceline.errors import CheckpointMismatch, ChecksumMismatch, InvalidArgument, NoGradient
 from paceline.types import AdamParams, Datum, LoraConfig
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -304,6 +304,16 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(make_engine, new_directo
     forward_backward(engine, 4)
     before = saved(engine, new_directory())
     with pytest.raises(CheckpointMismatch):
+        engine.load_state("run", directory, with_optimizer=True)
+    assert saved(engine, new_directory()) == before
+
+
+def test_a_checkpoint_whose_configuration_is_none_is_refused_by_the_name_of_its_field(make_engine, new_directory):
+    engine, directory = make_engine(), new_directory()
+    train(engine, range(1))
+    before = saved(engine, directory)
+    edit_json("adapter_config.json", r=None)(directory)
+    with pytest.raises(InvalidArgument, match=r"^adapter_config\.r: is not a whole number"):
         engine.load_state("run", directory, with_optimizer=True)
     assert saved(engine, new_directory()) == before
 

@@ -73,6 +73,7 @@ MISFITS = {
     "not JSON": lambda d: (d / "adapter_config.json").write_text("["),
     "no settings": lambda d: (d / "adapter_config.json").write_text("[]"),
     "other rank": lambda d: (d / "adapter_config.json").write_text(json.dumps(CONFIG | {"r": 8})),
+    "no rank": lambda d: (d / "adapter_config.json").write_text(json.dumps(CONFIG | {"r": None})),
     "other alpha": lambda d: (d / "adapter_config.json").write_text(json.dumps(CONFIG | {"lora_alpha": 4})),
 }
 
@@ -80,7 +81,7 @@ MISFITS = {
 @pytest.mark.parametrize("misfit", MISFITS)
 async def test_what_does_not_fit_is_refused_and_leaves_nothing(volume, run_id, source, misfit):
     MISFITS[misfit](source)
-    with pytest.raises((errors.CheckpointMismatch, errors.ChecksumMismatch)):
+    with pytest.raises((errors.CheckpointMismatch, errors.ChecksumMismatch, errors.InvalidArgument)):
         await import_adapter(source, volume, run_id, "made")
     assert {path.name for path in volume.run(run_id).iterdir()} == {RUN_FILE}
 

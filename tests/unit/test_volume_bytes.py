@@ -51,7 +51,7 @@ def on_disk(volume: layout.Volume, tenant: str) -> int:
 
 async def write(directory: Path, size: int = 5000) -> None:
     save_file({"a": np.zeros(size // 4, np.float32)}, directory / layout.WEIGHTS_FILE)
-    (directory / layout.CONFIG_FILE).write_text('{"r": 8}')
+    (directory / layout.CONFIG_FILE).write_text('{"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}')
 
 
 async def save(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.types import LoraConfig
+from paceline.weights import read_adapter_config
 from trainer_service.engine.adapters import adapter_config
 from trainer_service.engine.captures import Content
-from trainer_service.engine.files import check_tensors, read_json, read_tensors
+from trainer_service.engine.files import check_tensors, read_tensors
 from trainer_service.engine.peft_format import check_adapter_config
 from trainer_service.engine.run import EngineRun
 from trainer_service.engine.tensor_files import TensorFile
@@ -49,7 +49,7 @@ class LoraRun(EngineRun):
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
         """Without `exact`: any floating-point adapter, PEFT's too, of the same modules, rank and scaling."""
         weights = read_tensors(directory / ADAPTER_WEIGHTS)
-        check_adapter_config(self.lora, read_json(directory / ADAPTER_CONFIG, dict[str, Any]))
+        check_adapter_config(self.lora, read_adapter_config(directory / ADAPTER_CONFIG).settings)
         dtypes = (torch.float32,) if exact else (torch.float32, torch.bfloat16, torch.float16)
         check_tensors(weights, {name: parameter.shape for name, parameter in self.parameters.items()}, dtypes)
         return weights
