@@ -20,9 +20,10 @@ from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.quota_metrics import QuotaMetrics
 from paceline.rpc.server import Readiness
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
-from paceline.types import ModelInfo, RunState
+from paceline.types import ModelCertificate, ModelInfo, RunState
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.backoff import backoff
+from trainer_service.certificate_metrics import CertificateMetrics
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
 from trainer_service.disk import DiskGuard
@@ -84,6 +85,7 @@ class TrainerService:
             on_exit=self._engine_exited,
             patience=Patience(settings.engine_silence_seconds, settings.engine_stall_seconds),
         )
+        CertificateMetrics(self._engine.describe, metrics)
         self._base = LentBase(settings.base_dir)
         self._publisher = Publisher(
             self._engine.save_adapter,
@@ -199,7 +201,7 @@ class TrainerService:
             dtype=model.dtype,
             pid=self._engine.pid,
             weights_sha256=self._engine.base_sha256,
-            **({} if found is None else {"packing": found.packing.name, "attention": found.attention}),
+            **({} if found is None else _facts(found)),
         )
         if found is not None and found.reason:
             _log.warning("sequences do not share passes", model=model.name, reason=found.reason)
@@ -260,6 +262,19 @@ class TrainerService:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _facts(certificate: ModelCertificate) -> dict[str, str | float]:
+    """Return what a certificate says of the model, for the log."""
+    return {
+        "packing": certificate.packing.name,
+        "attention": certificate.attention,
+        "logprob_difference": certificate.logprob_difference,
+        "logprob_bound": certificate.logprob_bound,
+        "gradient_difference": certificate.gradient_difference,
+        "gradient_bound": certificate.gradient_bound,
+        "check_seconds": certificate.seconds,
+    }
 
 
 def _lock_volume(root: Path) -> int:

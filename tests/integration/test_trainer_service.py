@@ -2,11 +2,13 @@
 
 import asyncio
 import hashlib
+import json
 import math
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from urllib.request import urlopen
 
 import grpc
 import numpy as np
@@ -16,6 +18,8 @@ from cluster import Cluster
 from patience import PATIENCE
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
+from ports import free_port
+from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import VOCAB_SIZE, make_tiny_llama
 from transformers import AutoModelForCausalLM
 
@@ -50,6 +54,8 @@ def cluster(tmp_path_factory):
         PACELINE_TRAINER_GAP_WAIT_SECONDS="5",
         PACELINE_TRAINER_EXPIRY_CHECK_SECONDS="0.2",
         PACELINE_TRAINER_STAGING_DIR=str(state / "shm"),
+        PACELINE_TRAINER_METRICS_LISTEN=f"127.0.0.1:{free_port()}",
+        PACELINE_TRAINER_LOG_FORMAT="json",
     )
     cluster.trainer.start()
     yield cluster
@@ -406,6 +412,42 @@ async def test_the_server_shows_the_base_models_certificate(channel, credential)
     assert 0 < certificate.logprob_difference <= certificate.logprob_bound < 1e-3
     assert 0 < certificate.gradient_difference <= certificate.gradient_bound < 1e-3
     assert [group.name for group in certificate.groups] == ["train_attn", "train_mlp", "train_unembed"]
+
+
+def read_page(url):
+    with urlopen(url, timeout=PATIENCE) as page:
+        return page.read().decode()
+
+
+async def test_metrics_and_the_log_say_what_the_certificate_says(cluster, channel, credential):
+    caller = Caller(channel, credential, "certificate")
+    (info,) = (await caller.call("GetServerInfo", pb.GetServerInfoRequest())).models
+    certificate = codec.model_info_from_proto(info).certificate
+    address = cluster.trainer.plan.environment["PACELINE_TRAINER_METRICS_LISTEN"]
+    page = await asyncio.to_thread(read_page, f"http://{address}/metrics")
+    prefix = "paceline_trainer_certificate_"
+    shown = {
+        (sample.name.removeprefix(prefix), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name.startswith(prefix)
+    }
+    assert shown == {
+        ("difference", "logprobs"): certificate.logprob_difference,
+        ("difference", "gradients"): certificate.gradient_difference,
+        ("bound", "logprobs"): certificate.logprob_bound,
+        ("bound", "gradients"): certificate.gradient_bound,
+        ("seconds",): certificate.seconds,
+        ("packs", "paceline_packed"): 1.0,
+    }
+    lines = [json.loads(line) for line in cluster.trainer.log.read_text().splitlines() if '"engine ready"' in line]
+    logged = {name: lines[-1][name] for name in ("packing", "attention", "logprob_difference", "check_seconds")}
+    assert logged == {
+        "packing": certificate.packing.name,
+        "attention": certificate.attention,
+        "logprob_difference": certificate.logprob_difference,
+        "check_seconds": certificate.seconds,
+    }
 
 
 async def test_a_step_without_a_gradient_is_refused(caller):
