@@ -78,11 +78,15 @@ def _fitting(metadata: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
+class StatusNotSentError(grpc.aio.AbortError):
+    """A call was ended with an error that waits to be sent."""
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineError) -> None:
     """End a call with an error. Raises `grpc.aio.AbortError`.
 
     The error follows what was written before. A caller that has yet to read that finds both when it does; the handler
-    does not wait for it.
+    does not wait for it and raises StatusNotSentError.
     """
     try:
         async with asyncio.timeout(_ABORT_SECONDS):
@@ -90,7 +94,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineErro
                 status_code(error), status_message(error), trailing_metadata=((DETAILS_KEY, status_details(error)),)
             )
     except TimeoutError:
-        raise grpc.aio.AbortError(error.reason) from error
+        raise StatusNotSentError(error.reason) from error
 
 
 def error_from_rpc(failure: grpc.aio.AioRpcError) -> PacelineError:

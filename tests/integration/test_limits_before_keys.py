@@ -70,6 +70,19 @@ async def test_a_message_that_cannot_be_read_is_an_error_like_others_and_comes_a
         assert isinstance(error_from_rpc(refused.value), errors.UnreadableMessage)
 
 
+async def test_an_error_that_is_slow_to_be_sent_arrives_and_is_no_fault_of_the_server(monkeypatch, caplog):
+    monkeypatch.setattr("paceline.rpc.status._ABORT_SECONDS", 0.0)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_unary("/x.X/Y")(b"")
+        assert isinstance(error_from_rpc(refused.value), errors.Unsupported)
+    await server.stop(None)
+    assert caplog.records == []
+
+
 async def test_methods_that_do_not_exist_share_one_label_and_are_unimplemented():
     registry = type(REGISTRY)()
     known = "/paceline.gateway.v1.GatewayService/WhoAmI"

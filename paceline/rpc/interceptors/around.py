@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from paceline import errors
 from paceline.rpc.bounds import check_message, check_size, check_wire, is_command, request_of
 from paceline.rpc.readers import READER_SECONDS, current_reader, reading
+from paceline.rpc.status import StatusNotSentError
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -72,7 +73,7 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
         inner, read = _behavior(handler), _reader(handler, method)
 
         async def behavior(messages: AsyncIterator[bytes], context: Context) -> Any:
-            async with self.around(Call(method, context)):
+            async with _ended_by_status(), self.around(Call(method, context)):
                 return await inner(await read(messages, context), context)
 
         return behavior
@@ -83,7 +84,7 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
         # A handler that writes instead of yielding ends in the task it began in. Of calls that are cancelled between
         # two messages the server drops the generator, and its clean-up would run later, in another context.
         async def behavior(messages: AsyncIterator[bytes], context: Context) -> None:
-            async with self.around(Call(method, context)):
+            async with _ended_by_status(), self.around(Call(method, context)):
                 request = await read(messages, context)
                 async with reading(context, self.reader_seconds):
                     if not isasyncgenfunction(inner):
@@ -95,6 +96,15 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
                             await write(response)
 
         return behavior
+
+
+@asynccontextmanager
+async def _ended_by_status() -> AsyncIterator[None]:
+    """End a call whose status is on its way: of AbortErrors gRPC knows only its own, and waits for the status first."""
+    try:
+        yield
+    except StatusNotSentError as error:
+        raise asyncio.CancelledError from error
 
 
 class Chain(AroundInterceptor):
