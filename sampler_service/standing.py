@@ -110,8 +110,8 @@ class Standing:
 
     async def _score(self, ref: ModelRef, tokens: Array) -> tuple[Array, str]:
         """Return the log-probability of each token but the first, and the tenant whose weights gave them."""
-        if ref.is_base and not self._versions.serves_base:
-            raise errors.EngineUnavailable("the engine has another model now")
+        if not self._versions.serves(ref):
+            raise errors.EngineUnavailable("the engine has other weights now")
         async with self._versions.lease(ref, PEER_TENANT) as lease:
             logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, PEER_TENANT)
             if not lease.is_current():

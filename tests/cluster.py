@@ -13,12 +13,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import grpc
 from patience import PATIENCE
 from ports import free_service_ports
 from warm_processes import VARIABLE, WarmPopen, behind, start_warm
 
 from paceline.rpc.health import wait_until_serving
+from paceline.rpc.identity import peer_metadata
+from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
+from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
+from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
 
 @dataclass
@@ -146,6 +151,18 @@ class Cluster:
             for service in self.services.values():
                 if service.process is not None and service.process.poll() is None:
                     stack.callback(service.stop)
+
+    def agreements(self) -> list[weights_pb.Agreement]:
+        """What the trainer knows of how closely samplers agree with it: base model and version, once it has both."""
+        credential = (self.state / "credential").read_text()
+        with grpc.insecure_channel(self.trainer.plan.environment["PACELINE_TRAINER_LISTEN"]) as channel:
+            stub, request = TrainerServiceStub(channel), trainer_pb.GetServerInfoRequest()
+
+            def both():
+                found = stub.GetServerInfo(request, metadata=peer_metadata(credential)).agreements
+                return found if len(found) == 2 else None
+
+            return wait_for(both, explain=self.sampler.tail)
 
     @property
     def trainer(self) -> ServiceProcess:

@@ -87,6 +87,7 @@ class TrainerService:
         )
         CertificateMetrics(self._engine.describe, metrics)
         self._base = LentBase(settings.base_dir)
+        self._agreements = Agreements(self._engine, self._find_version, metrics)
         self._publisher = Publisher(
             self._engine.save_adapter,
             self._registry,
@@ -97,8 +98,8 @@ class TrainerService:
             failpoints,
             self._group,
             guard,
+            self._agreements,
         )
-        self._agreements = Agreements(self._engine, self._publisher.find, metrics)
         self._trainer = Trainer(
             settings,
             self._engine,
@@ -192,6 +193,9 @@ class TrainerService:
         await self._registry.close()
         if self._lock is not None:
             os.close(self._lock)
+
+    def _find_version(self, run: RunRecord, version: int) -> Path:
+        return self._publisher.find(run, version)
 
     def _log_ready(self, model: ModelInfo) -> None:
         found = model.certificate

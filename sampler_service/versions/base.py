@@ -47,9 +47,8 @@ class Versions(Protocol):
         """Load weights that were pushed. Their files are its own from here on, also when this raises."""
         ...
 
-    @property
-    def serves_base(self) -> bool:
-        """Return whether a request for the base model is answered as things are."""
+    def serves(self, ref: ModelRef) -> bool:
+        """Return whether a request for weights is answered without another's having to give way to them."""
         ...
 
     def displace(self, served: ServedModel) -> None:

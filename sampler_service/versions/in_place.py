@@ -71,9 +71,8 @@ class InPlaceSlot:
         """Yield the version that is served, once it was announced: until then the trainer is not told that it is."""
         return iter([self._entry] if self._entry and self._entry.staged.sha256 else [])
 
-    @property
-    def serves_base(self) -> bool:
-        return self._is_base
+    def serves(self, ref: ModelRef) -> bool:
+        return self._is_base if ref.is_base else self.find(VersionKey(ref.run_id, ref.version or 0)) is not None
 
     def find(self, key: VersionKey) -> LoadedVersion | None:
         """Return the version if it is the one that is served, and its manifest is known."""
@@ -211,7 +210,7 @@ class InPlaceSlot:
         entry = self._entry
         self._in_use += 1
         self._idle.clear()
-        return Lease(served, is_current=lambda: self._entry is entry)
+        return Lease(served, is_current=lambda: self._entry is entry and not self._is_torn)
 
     def _check(self, ref: ModelRef, tenant: str) -> ServedModel | None:
         """Return what a request gets; None if it names weights that are not there, or not yet."""

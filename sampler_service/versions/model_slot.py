@@ -95,9 +95,8 @@ class ModelSlot:
     def __iter__(self) -> Iterator[LoadedVersion]:
         return iter([self._entry] if self._entry else [])
 
-    @property
-    def serves_base(self) -> bool:
-        return self._key == _BASE
+    def serves(self, ref: ModelRef) -> bool:
+        return self._key == (_BASE if ref.is_base else VersionKey(ref.run_id, ref.version or 0))
 
     def find(self, key: VersionKey) -> LoadedVersion | None:
         return self._entry if key == self._key else None

@@ -76,8 +76,7 @@ class VersionRegistry:
     def __iter__(self) -> Iterator[LoadedVersion]:
         return iter(list(self._entries.values()))
 
-    @property
-    def serves_base(self) -> bool:
+    def serves(self, ref: ModelRef) -> bool:
         return True
 
     def find(self, key: VersionKey) -> LoadedVersion | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +23,9 @@ from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import ModelRef
+from paceline.types.v1 import full_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
+from sampler_service.engine import hf_engine
 
 pytest_plugins = ["sampler_fixtures"]
 
@@ -156,54 +161,133 @@ async def _refuses(client):
     return (await info_of(client)).refusal == "the trainer has other base weights"
 
 
-@pytest.mark.services
-async def test_the_trainer_has_each_sampler_measured_with_the_base_and_with_the_first_version(tmp_path):
-    model = make_tiny_llama(tmp_path / BASE)
-    (tmp_path / "credential").write_text(CREDENTIAL)
-    cluster = Cluster.make(tmp_path, model)
-    address = cluster.trainer.plan.environment["PACELINE_TRAINER_LISTEN"]
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A trainer whose samplers are made by the tests."""
+    state = tmp_path_factory.mktemp("trainer")
+    (state / "credential").write_text(CREDENTIAL)
+    cluster = Cluster.make(state, make_tiny_llama(state / BASE))
     with cluster.running(cluster.trainer):
-        async with (
-            open_channel(address) as channel,
-            sampling(
-                model, int(address.rpartition(":")[2]), tmp_path / "sampler", checkpoint_dir=tmp_path / "checkpoints"
-            ) as client,
-        ):
-            stub, metadata = TrainerServiceStub(channel), peer_metadata(CREDENTIAL, "team")
+        yield cluster
 
-            async def agreements():
-                return (await stub.GetServerInfo(trainer_pb.GetServerInfoRequest(), metadata=metadata)).agreements
 
-            (base,) = await until(agreements)
-            assert (base.sampler_id, base.model.run_id, base.tokens) == ("domestique", "", 255)
-            assert 0 < base.mean_difference < base.bound
-            run_id = await _publish_trained(stub, metadata)
-            both = await until(lambda: _both(agreements))
+@asynccontextmanager
+async def following(cluster, folder, **settings):
+    """Run a sampler of the cluster's trainer; gives it, and what calls the trainer."""
+    address = cluster.trainer.plan.environment["PACELINE_TRAINER_LISTEN"]
+    volume, port = cluster.state / "checkpoints", int(address.rpartition(":")[2])
+    async with (
+        open_channel(address) as channel,
+        sampling(cluster.state / BASE, port, folder, checkpoint_dir=volume, **settings) as client,
+    ):
+        yield client, Caller(TrainerServiceStub(channel), peer_metadata(CREDENTIAL, "team"))
+
+
+@dataclass
+class Caller:
+    """A tenant of the trainer."""
+
+    stub: TrainerServiceStub
+    metadata: object
+
+    async def agreements(self, count=0):
+        """What the trainer knows of samplers, once that is so much."""
+        answer = await self.stub.GetServerInfo(trainer_pb.GetServerInfoRequest(), metadata=self.metadata)
+        return answer.agreements if len(answer.agreements) >= count else None
+
+    async def create_run(self, name, **parameters):
+        request = trainer_pb.CreateRunRequest(request_id=name, **parameters)
+        return (await self.stub.CreateRun(request, metadata=self.metadata)).run.run_id
+
+    async def publish_trained(self, run_id, seq_id=1):
+        """Train a step, publish, and return when all samplers have the version."""
+        datum = codec.datum_to_proto(paceline.Datum.from_completion([1, 2, 3, 4], [5, 6, 7]))
+        step = codec.optimizer_to_proto(paceline.AdamParams(learning_rate=0.01))
+        step.run_id, step.seq_id = run_id, seq_id + 1
+        batch = {"seq_id": seq_id, "data": [datum], "loss_fn": "cross_entropy"}
+        await self.stub.ForwardBackward(
+            trainer_pb.ForwardBackwardRequest(run_id=run_id, **batch), metadata=self.metadata
+        )
+        await self.stub.OptimStep(step, metadata=self.metadata)
+        publish = {"seq_id": seq_id + 2, "wait_for": trainer_pb.ACK_POLICY_ALL}
+        await self.stub.PublishWeights(
+            trainer_pb.PublishWeightsRequest(run_id=run_id, **publish), metadata=self.metadata
+        )
+
+
+ADAPTER = {"lora": codec.lora_config_to_proto(paceline.LoraConfig(rank=4))}
+WHOLE = {"full": full_pb2.FullParameters()}
+IN_HALF = {"full": full_pb2.FullParameters(storage=full_pb2.WEIGHT_STORAGE_BFLOAT16)}
+
+
+@pytest.mark.services
+@pytest.mark.parametrize(
+    ("bridge", "parameters"),
+    [
+        ("stream", ADAPTER),
+        ("volume", ADAPTER),
+        ("collective", ADAPTER),
+        ("restart", WHOLE),
+        ("restart", IN_HALF),
+    ],
+    ids=["stream", "volume", "collective", "restart", "restart-bfloat16"],
+)
+async def test_the_trainer_has_each_sampler_measured_with_the_base_and_with_the_first_version(
+    cluster, tmp_path, bridge, parameters
+):
+    async with following(cluster, tmp_path, bridge=bridge) as (client, caller):
+        (base,) = await until(lambda: caller.agreements(1))
+        assert (base.sampler_id, base.model.run_id, base.tokens) == ("domestique", "", 255)
+        assert 0 < base.mean_difference < base.bound
+        run_id = await caller.create_run(tmp_path.name, **parameters)
+        try:
+            await caller.publish_trained(run_id)
+            both = await until(lambda: caller.agreements(2))
             assert [(one.model.run_id, one.model.version) for one in both] == [("", 0), (run_id, 1)]
+            assert both[1].trainer_dtype == ("bfloat16" if parameters is IN_HALF else "float32")
             assert 0 < both[1].mean_difference < both[1].bound
             shown = [one.mean_difference for one in (await info_of(client.be("team"))).agreements]
             assert shown == [one.mean_difference for one in both]
             assert [one.model.run_id for one in (await info_of(client.be("stranger"))).agreements] == [""]
-            runs = (await stub.ListRuns(trainer_pb.ListRunsRequest(), metadata=metadata)).runs
+            runs = (await caller.stub.ListRuns(trainer_pb.ListRunsRequest(), metadata=caller.metadata)).runs
             assert [run.run_id for run in runs] == [run_id], "what scores is no run of anybody's"
+        finally:
+            await caller.stub.DeleteRun(trainer_pb.DeleteRunRequest(run_id=run_id), metadata=caller.metadata)
 
 
-async def _both(agreements):
-    found = await agreements()
-    return found if len(found) == 2 else None
+@pytest.mark.services
+async def test_an_engine_that_computes_a_whole_model_otherwise_is_refused_until_a_version_agrees(
+    cluster, tmp_path, monkeypatch
+):
+    """As one that leaves a trained bias out: its base model is right, and its versions are not."""
+    load, wrong = hf_engine._load, {1}
+
+    def load_wrongly(options):
+        loaded = load(options)
+        if options.model_path.name in map(str, wrong):
+            loaded.model.model.layers[0].self_attn.o_proj.weight.data.mul_(0.5)
+        return loaded
+
+    monkeypatch.setattr(hf_engine, "_load", load_wrongly)
+    async with following(cluster, tmp_path, bridge="restart") as (client, caller):
+        await until(lambda: caller.agreements(1))
+        run_id = await caller.create_run(tmp_path.name, **WHOLE)
+        await caller.publish_trained(run_id)
+        _, version = await until(lambda: caller.agreements(2))
+        assert version.mean_difference > version.bound
+        assert "differ by" in version.refusal
+        await until(lambda: _is_unready(client))
+        with pytest.raises(errors.BaseMismatch, match="differ by"):
+            await client.be("team").sample(version_ref(run_id, 1))
+        labels = {"weights": "version", "statistic": "mean"}
+        shown = client.metrics.get_sample_value("paceline_sampler_logprob_difference", labels)
+        assert shown == version.mean_difference
+
+        await caller.publish_trained(run_id, seq_id=4)
+        await until(client.is_ready)
+        assert [(one.model.version, one.refusal) for one in await caller.agreements(2)] == [(0, ""), (2, "")]
+        assert (await client.be("team").sample(version_ref(run_id, 2))).model.version == 2
 
 
-async def _publish_trained(stub, metadata):
-    lora = codec.lora_config_to_proto(paceline.LoraConfig(rank=4))
-    run = (await stub.CreateRun(trainer_pb.CreateRunRequest(request_id="one", lora=lora), metadata=metadata)).run
-    datum = codec.datum_to_proto(paceline.Datum.from_completion([1, 2, 3, 4], [5, 6, 7]))
-    facts = {"run_id": run.run_id}
-    await stub.ForwardBackward(
-        trainer_pb.ForwardBackwardRequest(**facts, seq_id=1, data=[datum], loss_fn="cross_entropy"), metadata=metadata
-    )
-    step = codec.optimizer_to_proto(paceline.AdamParams(learning_rate=0.1))
-    step.run_id, step.seq_id = run.run_id, 2
-    await stub.OptimStep(step, metadata=metadata)
-    publish = trainer_pb.PublishWeightsRequest(**facts, seq_id=3, wait_for=trainer_pb.ACK_POLICY_ALL)
-    await stub.PublishWeights(publish, metadata=metadata)
-    return run.run_id
+async def _is_unready(client):
+    return not await client.is_ready()

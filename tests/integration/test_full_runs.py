@@ -10,7 +10,7 @@ from descendants import descendants
 from ports import free_port
 from tiny_models import make_tiny_llama
 
-from paceline import AdamParams, Datum, FullParameters, SamplingParams, WeightStorage, errors
+from paceline import AdamParams, Datum, FullParameters, SamplingParams, WeightStorage, codec, errors
 from paceline.layout import MODEL_FILE, CheckpointPath, Volume
 
 pytestmark = pytest.mark.services
@@ -122,6 +122,9 @@ def test_a_broadcast_model_is_written_into_the_running_engine(cluster, service, 
         train(training, 1)
         first = training.publish_weights(wait_for="any").result().model
         assert_served(service, training, first)
+        base_model, version = cluster.agreements()
+        assert (base_model.model.version, version.model) == (0, codec.served_model_to_proto(replace(first, sha256="")))
+        assert 0 < version.mean_difference < version.bound < 1e-3
 
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         stream = at(service, first).sample_stream(PROMPT, sampling_params=params)

@@ -6,18 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
-from cluster import Cluster, wait_for
+from cluster import Cluster
 from descendants import descendants
 from patience import PATIENCE
 from tiny_models import make_tiny_llama
 
 from paceline import AdamParams, Datum, SamplingParams, errors
-from paceline.rpc.identity import peer_metadata
-from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
-from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 ROOT = Path(__file__).resolve().parents[2]
 PARITY = 1e-5
@@ -82,19 +78,10 @@ def test_trainer_and_sampler_show_how_closely_they_agree(cluster, training):
     """vLLM against the trainer, on random tokens: within what float32 explains, base model and version."""
     train(training)
     training.publish_weights(wait_for="all").result()
-    credential = (cluster.state / "credential").read_text()
-    address = cluster.trainer.plan.environment["PACELINE_TRAINER_LISTEN"]
-    with grpc.insecure_channel(address) as channel:
-        stub, request = TrainerServiceStub(channel), trainer_pb.GetServerInfoRequest()
-
-        def both():
-            found = stub.GetServerInfo(request, metadata=peer_metadata(credential)).agreements
-            return found if len(found) == 2 else None
-
-        for agreement in wait_for(both, 120):
-            assert agreement.tokens == 255
-            assert 0 < agreement.mean_difference < agreement.bound < 1e-3
-            assert not agreement.refusal
+    for agreement in cluster.agreements():
+        assert agreement.tokens == 255
+        assert 0 < agreement.mean_difference < agreement.bound < 1e-3
+        assert not agreement.refusal
 
 
 def test_the_main_job_raises_the_reward(service, training):

@@ -7,12 +7,13 @@ import asyncio
 import grpc
 import pytest
 from model_versions import RUN, announce, close, expected, make_model_version, publish_and_check
-from sampler_stack import base_ref, sampling, stream_request, until, version_ref
+from sampler_stack import PROMPT, base_ref, sampling, stream_request, tokens, until, version_ref
 from weight_stack import BASE, make_version
 
-from paceline import errors
+from paceline import codec, errors
 from paceline.layout import MODEL_FILE, new_run_id
 from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.types import ModelRef
 from paceline.types.v1 import model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
@@ -129,6 +130,25 @@ async def test_a_version_that_a_newer_one_overtook_is_not_built(volume, trainer,
     await until(lambda: [ack for ack in trainer.heard("acknowledgement") if ack.version == 3])
     assert {refusal.reason for refusal in trainer.heard("refusal")} <= {"ENGINE_UNAVAILABLE"}
     assert (await client.sample(version_ref(RUN))).model.version == 3
+
+
+async def test_only_the_model_that_is_there_is_scored_for_the_trainer(model, volume, trainer, client):
+    """Others would have to be brought, and those who sample would wait."""
+    make_model_version(volume, 1)
+    announce(volume, trainer, make_model_version(volume, 2))
+    await until(lambda: trainer.heard("acknowledgement"))
+    for ref in (ModelRef(), ModelRef(run_id=RUN, version=1), ModelRef(run_id=RUN, version=2)):
+        probe = weights_pb.Probe(
+            model=codec.model_ref_to_proto(ref),
+            tokens=tokens(PROMPT),
+            logprobs=codec.tensor_to_proto(expected(volume.version(RUN, 2)).numpy()),
+            dtype="float32",
+        )
+        trainer.tell(weights_pb.WatchVersionsResponse(probe=probe))
+    (agreement,) = await until(lambda: trainer.heard("agreement"))
+    assert (agreement.model.version, agreement.refusal) == (2, "")
+    assert (await client.sample(version_ref(RUN))).model.version == 2
+    assert (len(trainer.heard("agreement")), len(trainer.heard("acknowledgement"))) == (1, 1)
 
 
 async def test_the_one_model_is_never_unloaded_by_hand(client):

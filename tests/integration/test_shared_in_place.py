@@ -105,7 +105,7 @@ def sample_while_publishing(newest, training):
     return waiting.result().sequences
 
 
-def test_the_base_model_is_served_until_a_run_writes_its_first_version(service, training, newest, score):
+def test_the_base_model_is_served_until_a_run_writes_its_first_version(cluster, service, training, newest, score):
     base = service.create_sampling_client(base_model="model")
     stream = iter(base.sample_stream(PROMPT, sampling_params=LONG))
     deltas = [next(stream)]
@@ -120,6 +120,9 @@ def test_the_base_model_is_served_until_a_run_writes_its_first_version(service, 
     assert np.abs(score(published.version, sequence.tokens) - sequence.logprobs).mean() <= 1e-5
     with pytest.raises(errors.ModelNotFound):
         base.sample(PROMPT, 1, SHORT).result()
+    _, version = cluster.agreements()
+    assert (version.model.run_id, version.model.version) == (training.run_id, published.version)
+    assert 0 < version.mean_difference < version.bound < 1e-3
 
 
 def test_a_version_that_was_written_over_is_gone_and_cached_prefixes_with_it(service, training, score):

@@ -1,14 +1,18 @@
 """Whether samplers compute what the trainer computes: both score the same tokens, with the base model and a version.
 
-The trainer scores with a run of its own that lives for one pass: an adapter that was just made changes nothing, and one
-that is loaded from a version's files is the version. So no run is touched, and no publish waits.
+With the base model and with adapters the trainer scores by a run of its own that lives for one pass: an adapter that
+was just made changes nothing, and one that is loaded from a version's files is the version. So no run is touched, and
+no publish waits. A whole model takes too much memory for that: its run scores itself when it is published, before
+anything else of it is computed.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +23,7 @@ from paceline import codec, errors
 from paceline.agreement import PROBE_TOKENS
 from paceline.layout import new_run_id
 from paceline.log import get_logger
-from paceline.types import Datum, LoraConfig, ModelRef
+from paceline.types import Datum, FullParameters, LoraConfig, ModelRef, WeightStorage
 from paceline.types.training import Array
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.engine.base import EngineDiedError
@@ -35,9 +39,34 @@ _SMALLEST = [
 ]
 """Adapters that change nothing; a model may not take one on all of its parts."""
 
+_MOST_UNANSWERED = 5
+"""Versions of a run of whole models that are scored for a watcher which compares none, as one that serves adapters."""
+
 _log = get_logger(__name__)
 T = TypeVar("T")
 Find = Callable[[RunRecord, int], Path]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a watcher has compared of versions."""
+
+    runs: set[str] = field(default_factory=set)
+    """Of which a version was compared and agreed, or of adapters is being compared."""
+    refused: set[str] = field(default_factory=set)
+    """Of which the version that was compared last did not agree: the next one is compared, too."""
+    unanswered: Counter[str] = field(default_factory=Counter)
+    """Versions of each run of whole models that were scored for it since it compared one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """What a run of whole models computes with one of its versions."""
+
+    version: int
+    tokens: Array
+    logprobs: Array
+    dtype: str
 
 
 class Agreements:
@@ -49,8 +78,9 @@ class Agreements:
         self._find = find
         self._known: dict[str, dict[bool, pb.Agreement]] = {}
         """By sampler; of the base model (True) and of the version that was compared last."""
-        self._measured: dict[Watcher, set[str]] = {}
-        """Runs of which each watcher was sent a version to score."""
+        self._seen: dict[Watcher, _Seen] = {}
+        self._scores: dict[str, _Score] = {}
+        """Of each run of whole models, with the version that was scored last."""
         self._base: tuple[Array, Array] | None = None
         self._scoring = asyncio.Lock()
         self._tasks: dict[asyncio.Task[None], Watcher] = {}
@@ -67,22 +97,61 @@ class Agreements:
 
     def joined(self, watcher: Watcher) -> None:
         """Have a sampler that has just come score tokens with the base model."""
-        self._measured[watcher] = set()
+        self._seen[watcher] = _Seen()
         self._spawn(watcher, self._probe_base(watcher))
 
-    def acknowledged(self, watcher: Watcher, run: RunRecord, version: int) -> None:
-        """Have a sampler score tokens with the first version that it has, and with the first of each run."""
-        measured = self._measured.get(watcher)
-        is_first = not measured or version == 1
-        if measured is None or run.run_id in measured or not is_first or not isinstance(run.parameters, LoraConfig):
+    async def score(self, run: RunRecord, version: int) -> None:
+        """Have a run of whole models score tokens with the weights that become a version, in the publish's turn.
+
+        That takes a pass of 256 tokens. It is done for the run's first version, and while a sampler that watches was
+        compared with none. Raises EngineUnavailable; a version that fails for another reason is not compared.
+        """
+        waiting = [seen for seen in self._seen.values() if run.run_id not in seen.runs]
+        if run.run_id in self._scores and all(seen.unanswered[run.run_id] >= _MOST_UNANSWERED for seen in waiting):
             return
-        measured.add(run.run_id)
-        self._spawn(watcher, self._probe_version(watcher, run, version))
+        for seen in waiting:
+            seen.unanswered[run.run_id] += 1
+        tokens = self._tokens()
+        try:
+            logprobs = await self._logprobs(run.run_id, tokens)
+        except errors.EngineUnavailable:
+            raise
+        except errors.PacelineError as error:
+            _log.warning("version not compared", run=run.run_id, version=version, reason=error.reason, error=str(error))
+            return
+        self._scores[run.run_id] = _Score(version, tokens, logprobs, self._dtype(run))
+
+    def forget(self, run_id: str) -> None:
+        """Forget a run that was deleted."""
+        self._scores.pop(run_id, None)
+        for seen in self._seen.values():
+            seen.runs.discard(run_id)
+            seen.refused.discard(run_id)
+            seen.unanswered.pop(run_id, None)
+
+    def acknowledged(self, watcher: Watcher, run: RunRecord, version: int) -> None:
+        """Have a sampler score tokens with the first version that it has, and with the first of each run.
+
+        Of whole models with the first that the run scored; and after one that did not agree with the next.
+        """
+        seen = self._seen.get(watcher)
+        if seen is None or run.run_id in seen.runs:
+            return
+        ref = ModelRef(run_id=run.run_id, version=version)
+        if not isinstance(run.parameters, LoraConfig):
+            known = self._scores.get(run.run_id)
+            if known is not None and known.version == version:
+                self._send(watcher, ref, known.tokens, known.logprobs, known.dtype)
+        elif not seen.runs or version == 1 or run.run_id in seen.refused:
+            seen.runs.add(run.run_id)
+            self._spawn(watcher, self._probe_version(watcher, run, version))
 
     def heard(self, watcher: Watcher, agreement: pb.Agreement) -> None:
         """Take in what a sampler measured."""
         agreement.sampler_id = watcher.sampler_id
         is_base = not agreement.model.run_id
+        if not is_base:
+            self._note(watcher, agreement)
         self._known.setdefault(watcher.sampler_id, {})[is_base] = agreement
         facts = {
             "sampler": watcher.sampler_id,
@@ -101,7 +170,7 @@ class Agreements:
 
     def left(self, watcher: Watcher, *, is_gone: bool) -> None:
         """Forget a watcher, and where no other has its name what is known of the sampler."""
-        self._measured.pop(watcher, None)
+        self._seen.pop(watcher, None)
         for task in [task for task, other in self._tasks.items() if other is watcher]:
             task.cancel()
         if is_gone:
@@ -110,6 +179,13 @@ class Agreements:
                     labels = (watcher.sampler_id, _kind(is_base=is_base), statistic)
                     with suppress(KeyError):
                         self._difference.remove(*labels)
+
+    def _note(self, watcher: Watcher, agreement: pb.Agreement) -> None:
+        seen, run_id = self._seen[watcher], agreement.model.run_id
+        agreed, other = (seen.refused, seen.runs) if agreement.refusal else (seen.runs, seen.refused)
+        agreed.add(run_id)
+        other.discard(run_id)
+        seen.unanswered.pop(run_id, None)
 
     def _label(self, watcher: Watcher, statistic: str, *, is_base: bool) -> Gauge:
         return self._difference.labels(watcher.sampler_id, _kind(is_base=is_base), statistic)
@@ -128,20 +204,26 @@ class Agreements:
         async with self._scoring:
             if self._base is None:
                 self._base = await self._when_available(self._score_base)
-        self._send(watcher, ModelRef(), *self._base)
+        self._send(watcher, ModelRef(), *self._base, self._engine.describe().dtype)
 
     async def _probe_version(self, watcher: Watcher, run: RunRecord, version: int) -> None:
         async with self._scoring:
             tokens = self._tokens()
-            logprobs = await self._when_available(lambda: self._score_version(tokens, run, version))
-        self._send(watcher, ModelRef(run_id=run.run_id, version=version), tokens, logprobs)
+            logprobs = await self._when_available(lambda: self._score_adapter(tokens, run, version))
+        self._send(watcher, ModelRef(run_id=run.run_id, version=version), tokens, logprobs, self._dtype(run))
 
-    def _send(self, watcher: Watcher, ref: ModelRef, tokens: Array, logprobs: Array) -> None:
+    def _dtype(self, run: RunRecord) -> str:
+        """Return what a run is computed in."""
+        full = run.parameters
+        in_half = isinstance(full, FullParameters) and full.storage is WeightStorage.BFLOAT16
+        return "bfloat16" if in_half else self._engine.describe().dtype
+
+    def _send(self, watcher: Watcher, ref: ModelRef, tokens: Array, logprobs: Array, dtype: str) -> None:
         probe = pb.Probe(
             model=codec.model_ref_to_proto(ref),
             tokens=codec.tensor_to_proto(tokens),
             logprobs=codec.tensor_to_proto(logprobs),
-            dtype=self._engine.describe().dtype,
+            dtype=dtype,
         )
         watcher.outbox.put_nowait(pb.WatchVersionsResponse(probe=probe))
 
@@ -173,20 +255,23 @@ class Agreements:
                 refusal = error
         raise refusal
 
-    async def _score_version(self, tokens: Array, run: RunRecord, version: int) -> Array:
+    async def _score_adapter(self, tokens: Array, run: RunRecord, version: int) -> Array:
         if not isinstance(run.parameters, LoraConfig):
-            raise errors.Unsupported("versions of full-parameter runs are not scored")
+            raise errors.Unsupported("a whole model is scored by its run")
         return await self._score(tokens, run.parameters, self._find(run, version))
 
     async def _score(self, tokens: Array, lora: LoraConfig, directory: Path | None = None) -> Array:
-        """Return the log-probability of each token but the first: float32 [N - 1]."""
         async with self._scratch(lora) as run_id:
             if directory is not None:
                 await self._engine.load_state(run_id, directory, with_optimizer=False)
-            weights = np.ones(len(tokens) - 1, np.float32)
-            datum = Datum(tokens[:-1], {"target_tokens": tokens[1:].astype(np.int64), "weights": weights})
-            output = await self._engine.forward_backward(run_id, [datum], "cross_entropy", {}, forward_only=True)
-            return np.asarray(output.loss_fn_outputs[0]["logprobs"], np.float32)
+            return await self._logprobs(run_id, tokens)
+
+    async def _logprobs(self, run_id: str, tokens: Array) -> Array:
+        """Return what a run gives as the log-probability of each token but the first: float32 [N - 1]."""
+        weights = np.ones(len(tokens) - 1, np.float32)
+        datum = Datum(tokens[:-1], {"target_tokens": tokens[1:].astype(np.int64), "weights": weights})
+        output = await self._engine.forward_backward(run_id, [datum], "cross_entropy", {}, forward_only=True)
+        return np.asarray(output.loss_fn_outputs[0]["logprobs"], np.float32)
 
     @asynccontextmanager
     async def _scratch(self, lora: LoraConfig) -> AsyncIterator[str]:

@@ -41,6 +41,18 @@ class SaveAdapter(Protocol):
     ) -> None: ...
 
 
+class Scorer(Protocol):
+    """Has whole models compared with what samplers compute."""
+
+    async def score(self, run: RunRecord, version: int) -> None:
+        """Note what a run computes with the weights that become a version. Raises EngineUnavailable."""
+        ...
+
+    def forget(self, run_id: str) -> None:
+        """Forget a run that was deleted."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Publication:
     """What a publish did."""
@@ -66,6 +78,7 @@ class Publisher:
         failpoints: Failpoints,
         group: BroadcastGroup,
         guard: DiskGuard = NO_GUARD,
+        scorer: Scorer | None = None,
     ) -> None:
         self._save_adapter = save_adapter
         self._failpoints = failpoints
@@ -74,6 +87,7 @@ class Publisher:
         self._group = group
         self._volume = volume
         self._guard = guard
+        self._scorer = scorer
         # The same name after a crash, so that nothing is left behind in memory.
         volume_hash = sha256(str(volume.root.resolve()).encode()).hexdigest()[:16]
         self._staging = staging_root / f"paceline-trainer-{volume_hash}"
@@ -106,6 +120,8 @@ class Publisher:
         start = perf_counter()
         version = await self._next_version(run, seq_id)
         run.next_version = version + 1
+        if self._scorer is not None and _is_whole(run):
+            await self._scorer.score(run, version)
         with run.announcing.join() as earlier_announced:
             manifest, directory = await self._stage(run, version, seq_id, turn, self._feed.offer)
             await earlier_announced.wait()
@@ -163,6 +179,8 @@ class Publisher:
     async def forget(self, run: RunRecord) -> None:
         """Drop a run's staged versions and tell the samplers that it is gone."""
         self._feed.forget_run(run.run_id)
+        if self._scorer is not None:
+            self._scorer.forget(run.run_id)
         for directory in list(self._manifests):
             if directory.parent.name == run.run_id:
                 self._manifests.pop(directory, None)
