@@ -17,6 +17,7 @@ from descendants import descendants
 from engine_cases import gradients, lora_gradients, make_data, weights
 from memory_limits import short_of_memory
 from safetensors.numpy import load_file
+from tiny_architectures import make_architecture
 from tiny_models import VOCAB_SIZE, make_tiny, make_tiny_llama, make_tiny_qwen3
 
 from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory, Unsupported
@@ -384,6 +385,8 @@ async def test_a_model_whose_sequences_share_no_pass_trains_on_two_ranks_as_on_o
     async with EngineProcess(replace(options, ranks=2)) as two:
         certificates = [engine.describe().certificate for engine in (one, two)]
         assert {found.packing for found in certificates} == {PackingMode.ONE_SEQUENCE}
+        assert "model.layers.0.conv (Lfm2ShortConv) computes otherwise" in certificates[0].reason
+        assert certificates[1].reason == certificates[0].reason
         assert certificates[1].logprob_difference <= certificates[1].logprob_bound
         for name in ("run", "beside"):
             one.create_run(name, LoraConfig(rank=4, train_mlp=False))
@@ -396,3 +399,13 @@ async def test_a_model_whose_sequences_share_no_pass_trains_on_two_ranks_as_on_o
         assert got.metrics == pytest.approx(expected.metrics, rel=TOLERANCE)
         norms = one.optim_step("run", STEADY).grad_norm, (await two.optim_step("run", STEADY)).grad_norm
         assert norms[1] == pytest.approx(norms[0], rel=TOLERANCE)
+
+
+async def test_two_ranks_refuse_a_model_by_the_module_that_one_rank_names(tmp_path):
+    make_architecture("zaya", tmp_path)
+    options = EngineOptions(str(tmp_path), "tiny")
+    with pytest.raises(Unsupported, match=r"self_attn.*\(Linear\): a layer of this model does not see") as one:
+        PeftEngine(options)
+    with pytest.raises(Unsupported) as two:
+        await EngineProcess(replace(options, ranks=2)).start()
+    assert two.value.message == one.value.message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from paceline.errors import PacelineError
@@ -20,6 +21,9 @@ from trainer_service.engine.pass_mode import STOCK_ATTENTION, PassMode, use_atte
 
 _LENGTHS = (40, 24)
 """Tokens of two sequences, of which the second is looked at."""
+
+
+Run = Callable[[Callable[[], object]], object]
 
 
 def why_failed(error: Exception, model: PreTrainedModel) -> str:
@@ -37,21 +41,22 @@ def first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor, *, mixes: bool) -> str:
+def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor, run: Run, *, mixes: bool) -> str:
     """Say in a sentence which module's output a mode changes first; the model's layers are transformers' own.
 
-    `tokens` are int64, [n], with n above 64. It is known whether sequences depend on each other, `mixes`.
+    `tokens` are int64, [n], with n above 64. `run` does a pass through the model. It is known whether sequences depend
+    on each other, `mixes`.
     """
     other, own = tokens[: _LENGTHS[0]], tokens[_LENGTHS[0] : sum(_LENGTHS)]
     use_attention(model, STOCK_ATTENTION)
     with _calls(model, len(own)) as stock:
-        model(input_ids=own[None], use_cache=False)
+        run(lambda: model(input_ids=own[None], use_cache=False))
     parts = [other, own] if mode.is_packed else [own]
     positions = torch.cat([torch.arange(len(part), device=part.device) for part in parts])
     lengths = tuple(len(part) for part in parts)
     use_attention(model, mode.attention)
     with _calls(model, sum(lengths)) as mine:
-        hidden_states(model, mode, torch.cat(parts)[None], positions[None], lengths)
+        run(lambda: hidden_states(model, mode, torch.cat(parts)[None], positions[None], lengths))
     changed = [name for name in stock if name in mine and _differ(mine[name].output, stock[name].output)]
     if changed:
         # A layer within attention may be the first to end otherwise because of what it was given.
@@ -119,4 +124,7 @@ def _failing(traceback: TracebackType | None, model: PreTrainedModel) -> str:
 
 def _named(name: str, model: PreTrainedModel) -> str:
     module = model.get_submodule(name)
-    return f"{name} ({type(module.base_layer if isinstance(module, AdaptedLinear) else module).__name__})"
+    kind = type(module.base_layer if isinstance(module, AdaptedLinear) else module)
+    if issubclass(kind, FSDPModule):  # FSDP2 makes a class of its own out of a layer's
+        kind = kind.__bases__[1]
+    return f"{name} ({kind.__name__})"

@@ -126,6 +126,7 @@ class _Loading:
             certificate.seconds,
             verdict.reason,
         )
+        self._sharded.names_modules = False  # From now on errors are those of commands.
         return CertifiedBase(self._sharded, self._routing, mode, certificate)
 
     @property
@@ -206,15 +207,17 @@ class _Loading:
     def explain(self, mode: PassMode, error: Exception | None) -> str:
         if isinstance(error, PacelineError):
             self._variant = error.metadata.get(VARIANT, "") or self._variant
-        if self._ranks.size > 1:
-            return "a pass differs from stock transformers" if error is None else f"a pass fails: {first_line(error)}"
         if error is not None:
             return why_failed(error, self._model)
         if mode.fused:
             return "the fused layers compute otherwise than transformers"
         tokens = np.concatenate([datum.model_input for data in self._probe.values() for datum in data])
         device_tokens = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
-        return why_different(self._model, mode, device_tokens, mixes=self._mixes)
+        return why_different(self._model, mode, device_tokens, self._pass, mixes=self._mixes)
+
+    def _pass(self, work: Callable[[], object]) -> object:
+        """Do a pass without gradients; all ranks do the same one."""
+        return self._sharded.run(lambda: self._sharded.inside(work), with_gradient=False)
 
     def _load(self, *, fused: bool) -> None:
         for name in ("_sharded", "_execution"):  # They hold a model that was loaded before.
@@ -222,6 +225,7 @@ class _Loading:
         self._sharded = ShardedModel(
             lambda: load_base_model(self._options, fused=fused, examine=self._examine), self._ranks, self._device
         )
+        self._sharded.names_modules = True
         self._fused = fused and has_fused_family(self._model)
         try:
             self._routing = adapters.adapt(self._model)

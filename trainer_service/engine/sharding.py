@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from paceline.errors import Unsupported
+from paceline.errors import OutOfMemory, PacelineError, Unsupported
 from trainer_service.engine.base_model import decoder_layers, hidden_states
+from trainer_service.engine.blame import why_failed
 from trainer_service.engine.memory import out_of_memory_named
 from trainer_service.engine.pass_mode import FASTEST, PassMode
 from trainer_service.engine.ranks import Ranks, in_step
@@ -35,6 +36,8 @@ class ShardedModel:
         self._mode = FASTEST
         self.entrances: list[Tensor] = []
         """What entered the layers of this pass, if every backward pass has to reach it."""
+        self.names_modules = False
+        """Whether what a pass raises says which module it came from: other ranks see no more than its message."""
         if ranks.size == 1:
             self.model = load()
             return
@@ -55,10 +58,11 @@ class ShardedModel:
         A rank whose `work` is None passes a single token through the model, for the collectives alone.
         """
         if self._root is None:
-            return work() if work is not None else None
+            return self._named(work) if work is not None else None
+        own: Callable[[], T | None] = work or (lambda: self._idle(with_gradient))
         self._gathers.begin(with_gradient=with_gradient)
         try:
-            return self._ranks.together(work or (lambda: self._idle(with_gradient)), self._catch_up)
+            return self._ranks.together(lambda: self._named(own), self._catch_up)
         finally:
             self.entrances.clear()
             # After a pass without backward the weights outside the layers are still whole.
@@ -70,6 +74,17 @@ class ShardedModel:
         Only from then on, until the pass ends, are the weights outside the layers whole.
         """
         return compute() if self._root is None else self._root(compute)
+
+    def _named(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except OutOfMemory:
+            raise  # Of the machine, not of a module.
+        except Exception as error:
+            if not self.names_modules:
+                raise
+            metadata = error.metadata if isinstance(error, PacelineError) else {}
+            raise Unsupported(f"{why_failed(error, self.model)}.", metadata=metadata) from error
 
     def _deal(self, model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
         """Shard each layer by itself, and what is outside them, the head too, together: there weights may be shared."""
