@@ -19,10 +19,11 @@ from transformers import (
     Phi3Config,
     Qwen3_5TextConfig,
 )
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from paceline.errors import Unsupported
 from paceline.types import AdamParams, FullParameters, LoraConfig, PackingMode
-from trainer_service.engine import attention, stock
+from trainer_service.engine import attention, certified_base, probe, stock
 from trainer_service.engine.attention import PACKED_ATTENTION
 from trainer_service.engine.fused import attention as fused_attention
 from trainer_service.engine.options import EngineOptions
@@ -184,7 +185,52 @@ def test_full_parameter_runs_go_one_sequence_a_pass_too(make_engine, odd_models,
     assert engine.optim_step("run", AdamParams()).grad_norm > 0
 
 
-def test_packing_that_is_broken_is_not_used(make_engine, monkeypatch):
+@pytest.fixture
+def draws(monkeypatch):
+    """Seeds of the tokens that were drawn so far, the last one last."""
+    drawn: list[int] = []
+
+    def make_probe(config, seed):
+        drawn.append(seed)
+        return probe.make_probe(config, seed)
+
+    monkeypatch.setattr(certified_base, "make_probe", make_probe)
+    return drawn
+
+
+@pytest.fixture
+def break_ties(monkeypatch, draws):
+    """Have rounding decide otherwise, where sequences share a pass, which expert the last token of these draws gets."""
+    right = MixtralTopKRouter.forward
+
+    def break_them(seeds):
+        def route(self, hidden_states):
+            logits, scores, chosen = right(self, hidden_states)
+            if draws[-1] in seeds and len(logits) > max(map(max, probe.LENGTHS.values())):
+                chosen = torch.cat([chosen[:-1], logits[-1:].argsort()[:, : self.top_k]])
+            return logits, scores, chosen
+
+        monkeypatch.setattr(MixtralTopKRouter, "forward", route)
+
+    return break_them
+
+
+def test_a_mixture_is_packed_though_a_tie_between_experts_is_broken_otherwise(make_engine, draws, break_ties):
+    break_ties({0, 1})
+    certificate = make_engine("mixtral").describe().certificate
+    assert draws == [0, 1, 2]
+    assert certificate.packing is PackingMode.PACKED
+    assert 0 < certificate.logprob_difference <= certificate.logprob_bound < 1e-3
+
+
+def test_tokens_that_differ_at_every_draw_are_no_chance(make_engine, draws, break_ties):
+    break_ties(range(9))
+    certificate = make_engine("mixtral").describe().certificate
+    assert draws == [0, 1, 2, 3]
+    assert certificate.packing is PackingMode.ONE_SEQUENCE
+
+
+def test_packing_that_is_broken_is_not_used(make_engine, draws, monkeypatch):
     right = attention.packed_attention
 
     def leak(*arguments, segment_lengths, **options):
@@ -195,6 +241,7 @@ def test_packing_that_is_broken_is_not_used(make_engine, monkeypatch):
     certificate = make_engine("llama").describe().certificate
     assert certificate.packing is PackingMode.ONE_SEQUENCE
     assert "model.layers.0.self_attn (LlamaAttention) computes otherwise" in certificate.reason
+    assert set(draws) == {0}, "what most tokens show is no chance"
 
 
 def test_fused_layers_that_are_broken_are_not_used(make_engine, monkeypatch):
