@@ -92,9 +92,13 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """Find the list of a causal LM's decoder layers; empty where there is none."""
+    """Find the list of a causal LM's decoder layers; empty where there is none.
+
+    The language model is looked at first: a tower that sees images may have as many layers.
+    """
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    lists = (module for module in backbone(model).modules() if isinstance(module, nn.ModuleList))
+    parts: tuple[nn.Module, ...] = (model.get_decoder(), backbone(model))  # type: ignore[no-untyped-call]
+    lists = (module for part in parts for module in part.modules() if isinstance(module, nn.ModuleList))
     return next((list(module) for module in lists if len(module) == count), [])
 
 

@@ -54,10 +54,16 @@ def modes_of(model: PreTrainedModel) -> tuple[PassMode, ...]:
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Let a model attend by another implementation. Raises Unsupported for models that have but one."""
+    """Let a model attend by another implementation, its language model alone where that is a part of several.
+
+    Raises Unsupported for models that have but one.
+    """
+    part = model.get_decoder()  # type: ignore[no-untyped-call]
+    if not isinstance(part, PreTrainedModel) or part.config is model.config:
+        part = model
     try:
-        model.set_attn_implementation(name)
+        part.set_attn_implementation(name)
     except (ValueError, ImportError) as error:
         raise Unsupported(f"{type(model).__name__} does not take attention {name}.") from error
-    if model.config._attn_implementation != name:  # noqa: SLF001 - there is no other way to ask
+    if part.config._attn_implementation != name:  # noqa: SLF001 - there is no other way to ask
         raise Unsupported(f"{type(model).__name__} computes attention by itself.")
