@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def _digests(file: Path) -> Sequence[str]:
     cache, key = _cache_file(), _key(file)
     known = _read_cache(cache)
     if key not in known:
-        known = {**_read_cache(cache), key: _hash_tensors(file)}
+        known = {**_read_cache(cache), key: list(_hash_tensors(file, key))}
         kept = dict(list(known.items())[-_MOST_KEPT:])
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,9 @@ def _key(file: Path) -> str:
     return f"{path} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
 
 
-def _hash_tensors(file: Path) -> list[str]:
+@lru_cache(maxsize=_MOST_KEPT)
+def _hash_tensors(file: Path, _key: str) -> tuple[str, ...]:
+    """Return a line for each tensor of a file; also where no cache can be written once in a process."""
     header = read_header(file)
     try:
         tensors: dict[str, Any] = json.loads(header)
@@ -126,10 +129,10 @@ def _hash_tensors(file: Path) -> list[str]:
     start = 8 + len(header)
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS)) as threads:
         digests = threads.map(lambda place: _hash_range(file, start + place[0], start + place[1]), places.values())
-        return [
+        return tuple(
             json.dumps([name, facts["dtype"], facts["shape"], digest]) + "\n"
             for (name, facts), digest in zip(tensors.items(), digests, strict=True)
-        ]
+        )
 
 
 def _hash_range(file: Path, start: int, end: int) -> str:

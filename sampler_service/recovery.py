@@ -44,18 +44,20 @@ class EngineKeeper:
     async def run(self) -> None:
         """Watch for ever. Raises EngineUnavailable when the engine died and did not stay up for any attempt."""
         clock = asyncio.get_running_loop().time
-        attempts, built = 0, clock()
+        attempts, built, reason = 0, clock(), ""
         while True:
             death = await self._death()
             if clock() - built > _PROVEN_SECONDS:
                 attempts = 0
             if attempts >= self._most_attempts:
-                raise errors.EngineUnavailable(f"the engine died; building it anew {attempts} times did not help")
+                raise errors.EngineUnavailable(
+                    f"the engine died; building it anew {attempts} times did not help{reason}"
+                )
             attempts += 1
             _log.error("engine died; it is built anew", reason=str(death), attempt=attempts)
             await self._set_ready(False)
             await asyncio.sleep(min(2.0 ** (attempts - 1) - 1, _MOST_SECONDS))
-            await self._revive()
+            reason = await self._revive()
             built = clock()
 
     async def _death(self) -> errors.EngineUnavailable:
@@ -66,14 +68,16 @@ class EngineKeeper:
                 return error
             await asyncio.sleep(_HEALTH_SECONDS)
 
-    async def _revive(self) -> None:
+    async def _revive(self) -> str:
+        """Build the engine anew; return why that did not work, to put it at a sentence's end, empty if it did."""
         try:
             lost = await self._engine.revive()
-        except Exception:
+        except Exception as error:
             _log.exception("engine not built")
-            return
+            return f": {error}" if isinstance(error, errors.PacelineError) else ""
         # Nothing is awaited between the engine's first breath and here.
         self._versions.revived(lost)
         self._metrics.engine_restarts.inc()
         _log.info("engine built anew", versions=len(self._versions))
         await self._set_ready(not self._engine.is_changing_model)
+        return ""

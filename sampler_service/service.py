@@ -12,7 +12,6 @@ from typing import cast
 import grpc
 from prometheus_client import CollectorRegistry
 
-from paceline.base_weights import base_weights_sha256
 from paceline.layout import Volume
 from paceline.log import get_logger
 from paceline.rpc.channel import open_channel
@@ -88,9 +87,7 @@ class SamplerService:
         started.callback(staging.close)
         started.push_async_callback(self._engine.stop)
         await self._engine.start()
-        model = replace(
-            self._engine.describe(), weights_sha256=await asyncio.to_thread(base_weights_sha256, settings.model)
-        )
+        model = replace(self._engine.describe(), weights_sha256=self._engine.base_sha256)
         channel = open_channel(settings.trainer, settings.upstream_tls, bulk=True)
         started.push_async_callback(channel.close)
         trainer = TrainerLink(channel, settings.secret, settings.fetch_timeout_seconds)

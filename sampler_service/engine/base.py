@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +14,21 @@ from paceline.types.training import Array
 
 class EngineUnfit(RuntimeError):
     """The engine's library is another one than is known here. The message is a sentence that says what to do."""
+
+
+class Contents(Protocol):
+    """What was verified of the files that an engine reads by name: others may replace those at any moment."""
+
+    async def verified(self) -> None:
+        """Return if the files that were read are those that were verified. Asked after they were read.
+
+        Raises ChecksumMismatch; then nothing may be answered from what was read.
+        """
+        ...
+
+    async def verify_again(self) -> None:
+        """Verify every byte once more, before the files are read again. Raises ChecksumMismatch, OSError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +42,8 @@ class Adapter:
     """Directory with adapter_model.safetensors and adapter_config.json; stays in place while the adapter is loaded."""
     in_memory: bool = False
     """Whether the files lie in memory and in nobody else's hands, so that they can be mapped instead of read."""
+    contents: Contents | None = field(default=None, compare=False)
+    """What its files were verified to be; None where nobody can replace them."""
 
 
 def first_seed(seed: int) -> int:
@@ -193,11 +210,12 @@ class ModelEngine(SamplerEngine, Protocol):
         """Return the directory, or the name, of the base model."""
         ...
 
-    async def change_model(self, model_path: Path) -> None:
+    async def change_model(self, model_path: Path, contents: Contents | None = None) -> None:
         """Serve another model of the same shape from here on; no request is in progress.
 
-        Raises ModelNotLoadable when it cannot be; then the model before it goes on serving. Raises EngineUnavailable
-        when neither can; then the engine is dead.
+        `contents` is what its files were just verified to be; None for the base model. Raises ModelNotLoadable when it
+        cannot be served, and ChecksumMismatch when its files were replaced; then the model before it goes on serving.
+        Raises EngineUnavailable when neither can; then the engine is dead.
         """
         ...
 

@@ -9,6 +9,7 @@ from paceline.errors import ChecksumMismatch, EngineUnavailable, ModelNotLoadabl
 from paceline.layout import MODEL_FILE
 from paceline.log import get_logger
 from paceline.weights import read_tensor_entries
+from sampler_service.engine.base import Contents
 from sampler_service.engine.base_model import parameter_shapes_of
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.vllm_engine import VllmEngine
@@ -35,17 +36,19 @@ class InPlaceVllmEngine(VllmEngine):
             raise EngineUnavailable("the engine's model was written in part; it is starting again")
         await super().check_health()
 
-    async def change_model(self, model_path: Path) -> None:
+    async def change_model(self, model_path: Path, contents: Contents | None = None) -> None:
         """Write the weights of a model between two steps, over those that are there; then empty the prefix cache."""
         if model_path != self.model_path:
             await asyncio.to_thread(_check_weights, model_path / MODEL_FILE, self.model_path)
         llm = self._live().llm
         try:
             await llm.collective_rpc("change_model", args=(str(model_path),))
+            if contents is not None:
+                await contents.verified()
             if not await llm.reset_prefix_cache():
                 raise RuntimeError("the prefix cache is in use")
         except Exception as error:
-            _log.exception("model written in part", model=str(model_path))
+            _log.exception("model not written whole", model=str(model_path))
             self._torn = True
             raise EngineUnavailable("the engine's model was written in part; it is starting again") from error
 

@@ -13,7 +13,7 @@ from paceline import errors
 from paceline.base_weights import check_same_base
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef
-from paceline.weights import is_model, served_model
+from paceline.weights import hash_file, is_model, served_model, verify_adapter, verify_model, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.versions.keys import foreign
 
@@ -73,6 +73,27 @@ class StagedAdapter:
             self.manifest = await self.verifying
         if self.files is not None and await asyncio.to_thread(self._is_replaced):
             raise ReplacedError("the files were replaced while they were loaded; ask again", field="model")
+
+    async def verify_again(self) -> None:
+        """Verify every byte once more, before an engine reads the files by name again.
+
+        They may be other files by now, with the same bytes. Raises ChecksumMismatch, OSError.
+        """
+        files = await asyncio.to_thread(self._verify_bytes)
+        if self.files is not None:
+            self.files = files
+
+    def _verify_bytes(self) -> Files:
+        files = files_of(self.directory)
+        if not is_model(self.manifest):
+            verify_adapter(self.directory, self.manifest)
+        elif not self.temporary:
+            verify_model(self.directory, self.manifest)
+        elif hash_file(self.directory / weights_file(self.manifest)) != self.sha256:
+            raise errors.ChecksumMismatch("the bytes are not those of the manifest; send them again", field="model")
+        if files_of(self.directory) != files:
+            raise ReplacedError("the files were replaced while they were verified; ask again", field="model")
+        return files
 
     def _is_replaced(self) -> bool:
         try:

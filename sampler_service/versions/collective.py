@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 from paceline import errors
 from paceline.collective import GroupMember, GroupPlace
 from paceline.log import get_logger
 from paceline.types import ModelRef
-from paceline.weights import hash_file, is_model, served_model, verify_adapter, weights_file
+from paceline.weights import served_model, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.background import Background
 from sampler_service.metrics import SamplerMetrics
@@ -99,13 +98,14 @@ class GroupReceiver:
             await member.transfer(None if refusal else file, manifest.total_size)
             if refusal:
                 raise refusal
-            await asyncio.to_thread(_verify, directory, manifest)
+            staged = StagedAdapter(manifest, directory, temporary=True)
+            await staged.verify_again()
         except BaseException as error:
             await asyncio.to_thread(shutil.rmtree, directory)
             if isinstance(error, errors.PeerLost):
                 self._lost(member, error, say)
             raise
-        return StagedAdapter(manifest, directory, temporary=True)
+        return staged
 
     def _refusal(self, manifest: pb.Manifest) -> errors.PacelineError | None:
         try:
@@ -157,14 +157,6 @@ async def _checked(staged: StagedAdapter, ref: ModelRef, tenant: str) -> StagedA
         await staged.discard()
         raise
     return staged
-
-
-def _verify(directory: Path, manifest: pb.Manifest) -> None:
-    """Check what came. Raises ChecksumMismatch unless it is what the manifest describes."""
-    if not is_model(manifest):
-        verify_adapter(directory, manifest)
-    elif hash_file(directory / weights_file(manifest)) != manifest.model.sha256:
-        raise errors.ChecksumMismatch("the bytes that came are not those of the manifest; send them again")
 
 
 async def _discard(arrival: Arrival) -> None:

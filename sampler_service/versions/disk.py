@@ -8,11 +8,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
-from paceline import errors
 from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
 from paceline.types import ServedModel
-from paceline.weights import hash_file, served_model
+from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.background import Background
 from sampler_service.versions.bridges import StagedAdapter
@@ -78,7 +77,7 @@ class DiskTier:
         staged = self._waiting.pop(key, None)
         if staged is None:
             return None
-        return replace(staged, verifying=asyncio.create_task(asyncio.to_thread(_verify, staged)))
+        return replace(staged, verifying=asyncio.create_task(_verify(staged)))
 
     async def replace(self, staged: StagedAdapter) -> None:
         """Drop what waits under the key of weights that are loaded. Raises VersionExists when it has other content."""
@@ -124,7 +123,6 @@ def _copy(staged: StagedAdapter, scratch: StagingArea) -> StagedAdapter:
     return StagedAdapter(staged.manifest, directory, temporary=True, on_disk=True)
 
 
-def _verify(staged: StagedAdapter) -> pb.Manifest:
-    if hash_file(staged.directory / WEIGHTS_FILE) != staged.sha256:
-        raise errors.ChecksumMismatch("the bytes on disk are not those of the manifest")
+async def _verify(staged: StagedAdapter) -> pb.Manifest:
+    await staged.verify_again()
     return staged.manifest

@@ -120,6 +120,7 @@ class InPlaceSlot:
         staged = await self._bridge.fetch(key.ref(), tenant)
         async with self.writing(WriteRequest("", key.run_id, key.version, staged.manifest.tenant)):
             await self._engine.write_weights(staged.directory)
+            await staged.verified()
 
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
         await staged.discard()

@@ -270,7 +270,8 @@ class ModelSlot:
             await self._set_ready(False)
             idle = perf_counter()
             with self._metrics.load_seconds.time():
-                await self._engine.change_model(head.staged.directory if head.staged else self._base_path)
+                staged = head.staged
+                await self._engine.change_model(staged.directory if staged else self._base_path, staged)
             self._loaded(head, LoadTimes(1e3 * (idle - start), 1e3 * (perf_counter() - idle)))
         except errors.PacelineError as error:
             failure = error

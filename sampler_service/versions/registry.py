@@ -281,7 +281,7 @@ class VersionRegistry:
     async def _load(self, staged: StagedAdapter) -> LoadedVersion:
         served, tenant, number = served_model(staged.manifest), staged.manifest.tenant, next(self._adapter_ids)
         name = f"{tenant}/{served.run_id}/{served.checkpoint or served.version}/{number}"
-        adapter = Adapter(number, name, staged.directory, in_memory=staged.in_memory)
+        adapter = Adapter(number, name, staged.directory, in_memory=staged.in_memory, contents=staged)
         with self._metrics.load_seconds.time():
             times = await self._engine.add_adapter(adapter)
         self._metrics.observe_load(times)

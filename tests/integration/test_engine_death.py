@@ -9,15 +9,19 @@ import grpc
 import numpy as np
 import pytest
 from descendants import descendants
+from model_versions import RUN as MODEL_RUN
+from model_versions import close, expected, publish_and_check
 from patience import PATIENCE
 from sampler_stack import base_ref, sampling, stream_request, until, version_ref
 from tiny_models import make_tiny_llama
-from weight_stack import make_version
+from weight_stack import make_adapter, make_checkpoint, make_version
 
 from paceline import errors
-from paceline.layout import new_run_id
+from paceline.layout import MODEL_FILE, WEIGHTS_FILE, CheckpointPath, new_run_id
 from paceline.rpc.status import DETAILS_KEY, error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.types import CheckpointKind
+from paceline.types.v1 import model_pb2
 
 pytest_plugins = ["sampler_fixtures"]
 
@@ -95,6 +99,59 @@ async def test_a_version_that_goes_while_the_engine_is_dead_is_not_brought_back(
     await comes_back(client)
     assert not await client.loaded()
     assert not client.staged()
+
+
+async def test_a_version_whose_bytes_changed_is_fetched_again_and_no_other_bytes_are_served(
+    model, volume, trainer, client
+):
+    ref = await published(model, volume, trainer, 1)
+    tokens = await greedy(client, ref)
+    (staged,) = client.staged()
+    shutil.copyfile(make_adapter(client.staging / "other", model, seed=7) / WEIGHTS_FILE, staged / WEIGHTS_FILE)
+    await client.engine.stop()
+    await comes_back(client)
+    await until(lambda: trainer.fetched == ["1", "1"])
+    await until(client.loaded)
+    assert await greedy(client, ref) == tokens
+
+
+async def test_a_checkpoint_that_was_overwritten_is_not_served_under_the_content_before(model, volume, port, tmp_path):
+    path = str(CheckpointPath(RUN, CheckpointKind.SAMPLER, "best"))
+    before = make_checkpoint(volume, model, path, seed=1)
+    async with sampling(model, port, tmp_path, bridge="volume") as client:
+        ref = model_pb2.ModelRef(checkpoint=path)
+        old = await client.sample(ref, temperature=0)
+        assert old.model.sha256 == before.model.sha256
+        after = make_checkpoint(volume, model, path, seed=2)
+        await client.engine.stop()
+        await comes_back(client)
+        new = await client.sample(ref, temperature=0)
+        assert new.model.sha256 == after.model.sha256
+        loaded = (await client.call("ListVersions", pb.ListVersionsRequest())).versions
+        assert [one.model.sha256 for one in loaded] == [after.model.sha256]
+
+
+async def test_a_whole_model_whose_bytes_changed_gives_way_to_the_base_model(model, volume, trainer, port, tmp_path):
+    async with sampling(model, port, tmp_path, bridge="restart") as client:
+        await publish_and_check(volume, trainer, client, 1)
+        other = make_tiny_llama(tmp_path / "other", seed=7)
+        shutil.copyfile(other / MODEL_FILE, volume.version(MODEL_RUN, 1) / MODEL_FILE)
+        await client.engine.stop()
+        await comes_back(client)
+        with pytest.raises(errors.ChecksumMismatch, match=MODEL_FILE):
+            await client.logprobs(version_ref(MODEL_RUN, 1))
+        assert close((await client.logprobs(base_ref()))[0], expected(model))
+
+
+async def test_another_base_model_in_the_place_of_the_first_is_not_served(port, tmp_path):
+    model = make_tiny_llama(tmp_path / "model")
+    async with sampling(model, port, tmp_path, engine_restarts=1) as client:
+        make_tiny_llama(model, seed=7)
+        await client.engine.stop()
+        await asyncio.wait_for(client.readiness.failed.wait(), PATIENCE)
+        assert "are others than the sampler began with" in client.readiness.failure
+        with pytest.raises(errors.EngineUnavailable):
+            await client.sample(base_ref())
 
 
 async def test_an_engine_that_does_not_come_up_again_fails_the_service(port, tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 
 import grpc
 import pytest
 from model_versions import RUN, announce, close, expected, make_model_version, publish_and_check
 from sampler_stack import PROMPT, base_ref, sampling, stream_request, tokens, until, version_ref
+from tiny_models import make_tiny_llama
 from weight_stack import BASE, make_version
 
 from paceline import codec, errors
@@ -16,6 +18,7 @@ from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef
 from paceline.types.v1 import model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
+from sampler_service.engine import hf_engine
 
 pytest_plugins = ["sampler_fixtures"]
 
@@ -74,6 +77,31 @@ async def test_a_model_that_does_not_load_leaves_the_one_before_it_serving(volum
     announce(volume, trainer, make_model_version(volume, 3))
     await until(lambda: len(trainer.heard("acknowledgement")) == 2)
     assert (await client.sample(version_ref(RUN))).model.version == 3
+
+
+@pytest.mark.parametrize("kind", ["replaced", "removed"])
+async def test_files_that_are_replaced_while_they_are_loaded_are_not_served(
+    kind, model, volume, trainer, client, monkeypatch, tmp_path
+):
+    load = hf_engine._load
+
+    def load_late(options):
+        if options.model_path.parent.name == "versions":
+            moved = options.model_path.rename(tmp_path / "moved")
+            if kind == "replaced":
+                shutil.copytree(moved, options.model_path)
+                make_tiny_llama(options.model_path, seed=7)
+        return load(options)
+
+    monkeypatch.setattr(hf_engine, "_load", load_late)
+    announce(volume, trainer, make_model_version(volume, 1))
+    (refusal,) = await until(lambda: trainer.heard("refusal"))
+    assert (refusal.version, refusal.reason) == (1, "CHECKSUM_MISMATCH")
+    assert close((await client.logprobs(base_ref()))[0], expected(model))
+    monkeypatch.setattr(hf_engine, "_load", load)
+    announce(volume, trainer, make_model_version(volume, 2))
+    await until(lambda: trainer.heard("acknowledgement"))
+    assert close((await client.logprobs(version_ref(RUN, 2)))[0], expected(volume.version(RUN, 2)))
 
 
 async def test_a_model_of_another_shape_is_refused(volume, trainer, client):
