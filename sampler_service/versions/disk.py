@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -27,7 +27,9 @@ Release = Callable[[StagedAdapter], Awaitable[None]]
 
 
 class DiskTier:
-    """The files of versions that were loaded before. When it is full, those that came longest ago go.
+    """The files of versions that were loaded before. When it is full, the one goes that came longest ago.
+
+    Of the tenant with the most, that is: nobody's give way to those of a tenant that has more there.
 
     What lies on the checkpoint volume stays where it is: the trainer keeps what a sampler holds. What lies in the
     staging directory, which is memory, is copied into a scratch directory, and can be taken back meanwhile.
@@ -69,8 +71,8 @@ class DiskTier:
         if staged.in_memory and self._scratch is not None:
             await self._writing.acquire()
             self._moves.spawn(self._move(key, staged, self._scratch, release))
-        for _ in range(len(self._waiting) - self.most):
-            await release(self._waiting.popitem(last=False)[1])
+        while len(self._waiting) > self.most:
+            await release(self._waiting.pop(self._superfluous()))
 
     def take(self, key: VersionKey) -> StagedAdapter | None:
         """Give up a version, whose bytes are verified again while it is loaded."""
@@ -91,6 +93,12 @@ class DiskTier:
         """Give up all versions that are meant."""
         keys = [VersionKey.of(served) for served in self if is_meant(served)]
         return [self._waiting.pop(key) for key in keys]
+
+    def _superfluous(self) -> VersionKey:
+        """Return what has to go: of the tenants with the most versions, the one that has waited longest."""
+        counts = Counter(staged.manifest.tenant for staged in self._waiting.values())
+        most = max(counts.values())
+        return next(key for key, staged in self._waiting.items() if counts[staged.manifest.tenant] == most)
 
     async def close(self) -> None:
         """Finish what is being written."""

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from tiny_models import make_tiny_llama
-from weight_stack import BASE, make_version
+from weight_stack import BASE, TENANT, make_version
 
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, Volume, new_run_id
 from paceline.weights import read_manifest, served_model
@@ -22,7 +22,7 @@ RUN = new_run_id()
 def volume(tmp_path_factory):
     model = make_tiny_llama(tmp_path_factory.mktemp("model") / BASE)
     volume = Volume(tmp_path_factory.mktemp("volume"))
-    for version in (1, 2, 3):
+    for version in (1, 2, 3, 4):
         make_version(volume, model, RUN, version)
     return volume
 
@@ -45,9 +45,10 @@ def scratch(tmp_path):
 def stage(volume, memory):
     """Stage a version as if it had been streamed."""
 
-    def stage(version: int) -> StagedAdapter:
+    def stage(version: int, tenant: str = TENANT) -> StagedAdapter:
         source = volume.version(RUN, version)
         manifest = read_manifest(source)
+        manifest.tenant = tenant
         directory = memory.allocate(manifest)
         shutil.copyfile(source / WEIGHTS_FILE, directory / WEIGHTS_FILE)
         return StagedAdapter(manifest, directory, temporary=True)
@@ -101,6 +102,15 @@ async def test_one_that_has_to_go_before_it_is_written_leaves_nothing(stage, scr
     await tier.close()
     assert released == [1, 2]
     assert len(list(tmp_path.glob(f"*/*/*/{WEIGHTS_FILE}"))) == len(tier) == 1
+
+
+async def test_a_tenant_with_many_takes_no_place_from_one_with_few(stage, scratch):
+    tier, released = DiskTier(scratch, 2), Released()
+    for version, tenant in ((1, "few"), (2, "many"), (3, "many"), (4, "many")):
+        await tier.put(stage(version, tenant), released)
+    await tier.close()
+    assert released == [2, 3]
+    assert [served.version for served in tier] == [1, 4]
 
 
 async def test_one_that_cannot_be_written_goes(stage, scratch, tmp_path):
