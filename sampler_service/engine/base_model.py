@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from paceline.weights import read_header
 from sampler_service.engine.adapters import LinearShapes
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def linear_shapes(model: PreTrainedModel) -> LinearShapes:
@@ -26,6 +30,20 @@ def parameter_shapes_of(model_path: Path) -> dict[str, tuple[int, ...]]:
     model = _skeleton(model_path)
     model.tie_weights()
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def stored_dtype(model_path: Path) -> torch.dtype | None:
+    """Return the dtype that transformers takes for `auto`: that of the configuration, or of the first weight.
+
+    None where neither says.
+    """
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    stored: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
+    if stored is not None:
+        return stored
+    headers = (json.loads(read_header(file)) for file in sorted(model_path.glob("*.safetensors")))
+    facts = (facts for header in headers for name, facts in header.items() if name != "__metadata__")
+    return next((_DTYPES[one["dtype"]] for one in facts if one["dtype"] in _DTYPES), None)
 
 
 def _skeleton(model_path: Path) -> PreTrainedModel:

@@ -27,7 +27,7 @@ class EngineOptions:
     model_name: str
     """Name by which clients know the base model."""
     dtype: Dtype = "auto"
-    """dtype of the base weights; auto takes the one they are stored in."""
+    """dtype of the base model's arithmetic; auto takes the one that the weights are stored in, vLLM on GPUs 16 bits."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and completion together. None means what the model was made for."""
     max_lora_rank: int = 32

@@ -27,10 +27,10 @@ from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types.training import Array
 from sampler_service.engine.adapters import LinearShapes, check_adapter, read_adapter
 from sampler_service.engine.base import Adapter, EngineUnfit, GenerationRequest, LoadTimes, Slots, TokenDelta
-from sampler_service.engine.base_model import linear_shapes_of
+from sampler_service.engine.base_model import linear_shapes_of, stored_dtype
 from sampler_service.engine.coalescer import Coalescer, Crowd
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
-from sampler_service.engine.options import NO_FLOAT32, EngineOptions
+from sampler_service.engine.options import NO_FLOAT32, Dtype, EngineOptions
 from sampler_service.engine.vllm_adapters import AdapterLoader
 from sampler_service.engine.vllm_grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm_lending import LOAD_FORMAT, extra_config
@@ -237,7 +237,7 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
     args = AsyncEngineArgs(
         model=str(options.model_path),
         served_model_name=[options.model_name],
-        dtype=options.dtype,
+        dtype=_dtype(options),
         load_format="safetensors",
         max_model_len=options.max_model_len,  # type: ignore[arg-type] # None is vLLM's own default
         enable_lora=True,
@@ -270,6 +270,16 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
     if current_platform.is_cpu():
         _set_cpu_args(args, options)
     return args
+
+
+def _dtype(options: EngineOptions) -> Dtype:
+    """Return the dtype to compute in. On CPUs vLLM would take bfloat16 by itself for what is stored in float32.
+
+    On GPUs it does that, too, where it computes adapters in 16 bits only.
+    """
+    if options.dtype == "auto" and current_platform.is_cpu() and stored_dtype(options.model_path) is torch.float32:
+        return "float32"
+    return options.dtype
 
 
 def _set_cpu_args(args: AsyncEngineArgs, options: EngineOptions) -> None:

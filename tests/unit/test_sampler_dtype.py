@@ -1,17 +1,21 @@
-"""vLLM's kernels for adapters on GPUs compute in 16 bits: float32 is refused before anything is loaded."""
+"""What both engines compute in. vLLM's kernels for adapters on GPUs take 16 bits: float32 is refused there at once."""
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 from tiny_models import make_tiny_llama
+from transformers import AutoModelForCausalLM
 
 from sampler_service import settings
 from sampler_service.engine import vllm_engine
 from sampler_service.engine.base import EngineUnfit
+from sampler_service.engine.hf_engine import HfEngine
 from sampler_service.engine.options import EngineOptions
 from sampler_service.settings import SamplerSettings
 
@@ -58,3 +62,41 @@ async def test_the_engine_refuses_it_too_before_it_loads_a_model(tmp_path: Path,
     monkeypatch.setattr(vllm_engine, "current_platform", Gpu())
     with pytest.raises(EngineUnfit, match="16 bits only"):
         await vllm_engine.VllmEngine(options).start()
+
+
+@pytest.fixture(params=["float32", "bfloat16", "float16"])
+def stored(request, tmp_path):
+    """A model that is stored in a dtype."""
+    directory = make_tiny_llama(tmp_path / "tiny")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, request.param))
+    model.save_pretrained(directory)
+    return directory, request.param
+
+
+@pytest.mark.parametrize("says", [True, False], ids=["configured", "not configured"])
+async def test_auto_is_the_dtype_that_a_model_is_stored_in_with_either_engine(stored, says):
+    """By itself vLLM would take bfloat16 for float32, and nobody would have asked for it."""
+    directory, dtype = stored
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config if says else {**config, "dtype": None}))
+    options = EngineOptions(directory, "tiny")
+    assert vllm_engine.engine_args(options).create_engine_config().model_config.dtype is getattr(torch, dtype)
+    engine = HfEngine(options)
+    await engine.start()
+    assert engine.describe().dtype == dtype
+    await engine.stop()
+
+
+@pytest.mark.parametrize("asked", ["float32", "bfloat16"])
+def test_the_dtype_that_is_asked_for_is_taken_whatever_a_model_is_stored_in(stored, asked):
+    assert vllm_engine.engine_args(EngineOptions(stored[0], "tiny", dtype=asked)).dtype == asked
+
+
+def test_on_a_gpu_vllm_chooses_16_bits_for_what_is_stored_in_float32(tmp_path, monkeypatch):
+    class Gpu:
+        def is_cpu(self) -> bool:
+            return False
+
+    monkeypatch.setattr(vllm_engine, "current_platform", Gpu())
+    assert vllm_engine.engine_args(EngineOptions(make_tiny_llama(tmp_path / "tiny"), "tiny")).dtype == "auto"
