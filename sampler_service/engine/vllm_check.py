@@ -89,6 +89,11 @@ ENGINE: tuple[Internal, ...] = (
     Called("vllm.inputs.engine:tokens_input", 1, ("cache_salt",)),
     Called("vllm.lora.request:LoRARequest", 0, ("lora_name", "lora_int_id", "lora_path")),
     Called("vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar", 1),
+    Called("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict", 3),
+    Replaced(
+        "vllm.lora.punica_wrapper.punica_base:PunicaWrapperABC.add_lora_logits",
+        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale"),
+    ),
 )
 TOKENS: tuple[Internal, ...] = (
     Called(f"{_ASYNC_LLM}.add_request", 4, ("lora_request",)),
@@ -118,6 +123,9 @@ SLOTS: tuple[Internal, ...] = (
 )
 CPU: tuple[Internal, ...] = (
     Has("vllm.v1.worker.cpu_worker:CPUWorker", ("load_model", "get_model")),
+    Replaced("vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids", ("block_ids",)),
+    Has("vllm.v1.kv_cache_interface:KVCacheConfig", ("needs_kv_cache_zeroing", "kv_cache_groups")),
+    Replaced("vllm.v1.core.sched.scheduler:Scheduler.__init__", ("vllm_config", "kv_cache_config")),
     Has("vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU", ("token_lora_indices", "sampler_indices")),
     Has("vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU", ("update_metadata",)),
     Replaced(

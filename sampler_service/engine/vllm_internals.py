@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from sampler_service.engine.base import EngineUnfit
 from sampler_service.engine.cpu_lora_slots import Slots
+from sampler_service.engine.vllm_prompt_logits import PromptLogits
 
 _MANAGER = "lora_manager._adapter_manager"
 _EVERY_WAY = (f"{_MANAGER}.model", f"{_MANAGER}.modules", f"{_MANAGER}.packed_modules")
@@ -40,6 +42,9 @@ _DIRECT = (
 _RUNNING = ("lora_state.lora_requests", "input_batch.lora_id_to_lora_request")
 """Where vLLM's model runners, of which there are two, keep the adapters of requests in the batch: one is enough."""
 
+_SCORING = ("_get_prompt_logprobs_dict", "prompt_logprobs_worker.compute_prompt_logprobs")
+"""Where the two score prompts."""
+
 
 class VllmInternals:
     """The account that one worker keeps of its adapters; used in the worker's own thread, between two steps."""
@@ -47,8 +52,8 @@ class VllmInternals:
     def __init__(self, model_runner: Any, *, direct: bool) -> None:
         """Look for what is used; `direct` adds what slots need. Raises EngineUnfit when something is missing."""
         missing = [path for path in (_EVERY_WAY + _DIRECT if direct else _EVERY_WAY) if not _has(model_runner, path)]
-        if direct and not any(_has(model_runner, path) for path in _RUNNING):
-            missing.append(" or ".join(_RUNNING))
+        for either in (_RUNNING, _SCORING) if direct else (_SCORING,):
+            missing += [] if any(_has(model_runner, path) for path in either) else [" or ".join(either)]
         if missing:
             raise EngineUnfit(
                 f"vLLM {vllm.__version__} keeps adapters in another way: its model runner has no {', '.join(missing)}; "
@@ -62,6 +67,12 @@ class VllmInternals:
         """Layers that take an adapter, by vLLM's name."""
         layers: Mapping[str, Any] = self._manager.modules
         return layers
+
+    def score_prompts_by_token(self) -> None:
+        """Have prompts scored with the adapter of each token's own request, where the head may have adapters."""
+        heads = [layer for layer in self.layers.values() if isinstance(layer, LogitsProcessorWithLoRA)]
+        for layer in heads:
+            PromptLogits(self._runner, layer.punica_wrapper)
 
     @property
     def slot_bytes(self) -> int:

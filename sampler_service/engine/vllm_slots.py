@@ -110,9 +110,9 @@ class SlotWriter:
         plan = self._plans.get((slot, adapter.layout)) or self._plan(slot, adapter.layout)
         for name in plan.plain:
             sources += filter(None, self._of_this_rank(name, adapter.layout, views))
-        torch._foreach_copy_(plan.a, [source.a for source in sources])
+        _copy_all(plan.a, [source.a for source in sources])
         if all(source.scaling == 1 for source in sources):
-            torch._foreach_copy_(plan.b, [source.b for source in sources])
+            _copy_all(plan.b, [source.b for source in sources])
         else:
             for b, source in zip(plan.b, sources, strict=True):
                 _copy_scaled(b, source)
@@ -161,6 +161,12 @@ def _place(slot: Tensor, matrix: Tensor | None, into: list[Tensor], rest: list[T
     if matrix is not None:
         into.append(slot[:rows, :columns])
     rest.extend(part for part in (slot[rows:], slot[:rows, columns:]) if part.numel())
+
+
+def _copy_all(into: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy matrices in one call; an adapter on the output head alone has none here."""
+    if into:
+        torch._foreach_copy_(into, sources)
 
 
 def _copy_scaled(into: Tensor, source: Matrices) -> None:

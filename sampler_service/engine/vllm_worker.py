@@ -41,6 +41,7 @@ class WorkerExtension:
         aside between layers it listens at `mid_step`, too.
         """
         self.internals = VllmInternals(self.model_runner, direct=direct)
+        self.internals.score_prompts_by_token()
         if direct:
             # Not imported otherwise: of a vLLM that keeps adapters in another way its parts may be gone.
             from sampler_service.engine.vllm_slots import SlotWriter  # noqa: PLC0415

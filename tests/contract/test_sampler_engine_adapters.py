@@ -17,7 +17,10 @@ from sampler_service.engine.base import Adapter
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest.mark.parametrize("targets", [TARGETS, ["q_proj"], ["lm_head", "down_proj"]], ids=["all", "q", "unembed"])
+HEAD = ["lm_head", "down_proj"]
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ["q_proj"], HEAD, ["lm_head"]], ids=["all", "q", "unembed", "head"])
 async def test_an_adapter_gives_the_logprobs_that_peft_gives(engine, reference, make_adapter, targets):
     adapter = make_adapter(targets=targets)
     await engine.add_adapter(adapter)
@@ -58,6 +61,19 @@ async def test_adapters_and_base_in_one_batch_each_get_their_own(engine, referen
         expected = reference.logprobs(PROMPT + completion.tokens, request.adapter)[len(PROMPT) - 1 :]
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
     for adapter in adapters[1:]:
+        await engine.remove_adapter(adapter)
+
+
+async def test_prompts_in_one_batch_are_each_scored_with_their_own_head(engine, reference, make_adapter):
+    adapters = [make_adapter(targets=HEAD), None, make_adapter(targets=["lm_head"])]
+    for adapter in (adapters[0], adapters[2]):
+        await engine.add_adapter(adapter)
+    prompts = [(PROMPT * 3)[i : i + 7 + 2 * i] for i in range(9)]
+    asked = [(prompt, adapters[i % 3]) for i, prompt in enumerate(prompts)]
+    scored = await asyncio.gather(*(engine.compute_logprobs(prompt, adapter, "") for prompt, adapter in asked))
+    for (prompt, adapter), logprobs in zip(asked, scored, strict=True):
+        np.testing.assert_allclose(logprobs[1:], reference.logprobs(prompt, adapter), atol=1e-4)
+    for adapter in (adapters[0], adapters[2]):
         await engine.remove_adapter(adapter)
 
 
