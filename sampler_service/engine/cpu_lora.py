@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe import layer as moe_layer
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from sampler_service.engine.cpu_kv_cache import clear_on
 from sampler_service.engine.cpu_lora_slots import FEW_ROWS, Expansion, Pair, Slots, lay_out
 
 _EVERY = slice(None)
@@ -220,3 +221,4 @@ class GroupedLoraCpuWorker(CPUWorker):
         for layer in self.get_model().modules():
             if isinstance(layer, BaseLinearLayerWithLoRA):
                 layer.lora_a_stacked, layer.lora_b_stacked = lay_out(layer.lora_a_stacked, layer.lora_b_stacked)
+        clear_on(self.model_runner)

@@ -29,6 +29,7 @@ from sampler_service.engine.adapters import LinearShapes, check_adapter, read_ad
 from sampler_service.engine.base import Adapter, EngineUnfit, GenerationRequest, LoadTimes, Slots, TokenDelta
 from sampler_service.engine.base_model import linear_shapes_of, stored_dtype
 from sampler_service.engine.coalescer import Coalescer, Crowd
+from sampler_service.engine.cpu_kv_cache import clear_new_blocks
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import NO_FLOAT32, Dtype, EngineOptions
 from sampler_service.engine.vllm_adapters import AdapterLoader
@@ -122,9 +123,11 @@ class VllmEngine:
         # position is never computed.
         model.max_model_len += 1
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
-        if current_platform.is_cpu() and model.is_moe and config.lora_config is not None:
-            # Else vLLM has experts wait for adapters, too, and computes them by Triton in every request.
-            config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
+        if current_platform.is_cpu():
+            clear_new_blocks(config)
+            if model.is_moe and config.lora_config is not None:
+                # Else vLLM has experts wait for adapters, too, and computes them by Triton in every request.
+                config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         loader = AdapterLoader(llm, self._options)
         self._started = _Started(_feeding(llm, self._options), loader, info, linear)

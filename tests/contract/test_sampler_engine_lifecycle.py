@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from descendants import descendants
-from sampler_contract import ask, one, options_for
+from safetensors.torch import load_file, save_file
+from sampler_contract import PROMPT, ask, complete, one, options_for
 
 from paceline.errors import EngineUnavailable
+from paceline.layout import WEIGHTS_FILE
 from paceline.types import StopReason
 from sampler_service.engine.factory import create_engine
 from sampler_service.engine.vllm_engine import engine_args
@@ -47,6 +51,23 @@ async def test_stopping_ends_requests_as_aborted_and_later_ones_as_unavailable(k
         await one(engine, ask())
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
+
+
+async def test_what_an_adapter_that_overflows_leaves_in_the_cache_reaches_nobody_else(
+    model_path, reference, make_adapter, vllm_here
+):
+    adapter = make_adapter()
+    file = adapter.path / WEIGHTS_FILE
+    save_file({name: weight * 1e30 for name, weight in load_file(file).items()}, file)
+    engine = create_engine("vllm", replace(options_for(model_path), kv_cache_gib=2**-10))
+    await engine.start()
+    await engine.add_adapter(adapter)
+    for seed in range(20):
+        await complete(engine, ask(max_tokens=2, seed=seed, adapter=adapter, num_samples=4))
+        completion = await one(engine, ask(max_tokens=6, seed=seed, ignore_eos=True))
+        expected = reference.logprobs(PROMPT + completion.tokens)[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    await engine.stop()
 
 
 async def test_an_engine_that_starts_again_samples_other_completions(model_path):

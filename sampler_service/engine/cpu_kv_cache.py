@@ -1,0 +1,68 @@
+"""A KV cache for CPUs whose blocks are cleared before another sequence gets them.
+
+vLLM's attention for CPUs multiplies by zero what lies behind a sequence's end in its last block. NaN and infinity,
+which an adapter that overflowed leaves there, come through that, and would be in the answers to whoever gets the block
+next. vLLM clears blocks for some kinds of models; here it does for all.
+"""
+
+# ruff: noqa: SLF001 - vLLM asks its model runner by a private name to clear blocks
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+
+
+@dataclass
+class ClearedKVCacheConfig(KVCacheConfig):
+    """Has the scheduler name each step's new blocks, for the worker to clear."""
+
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        return True
+
+
+def _cleared(config: KVCacheConfig) -> ClearedKVCacheConfig:
+    return ClearedKVCacheConfig(**{field.name: getattr(config, field.name) for field in fields(config)})
+
+
+class ClearingScheduler(Scheduler):
+    """vLLM's scheduler."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, _cleared(kv_cache_config), *args, **kwargs)
+
+
+class ClearingAsyncScheduler(AsyncScheduler):
+    """vLLM's scheduler where it prepares a step while the one before is computed."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, _cleared(kv_cache_config), *args, **kwargs)
+
+
+def clear_new_blocks(config: Any) -> None:
+    """Have an engine of this configuration name its new blocks; set before the engine is made."""
+    scheduler = ClearingAsyncScheduler if config.scheduler_config.async_scheduling else ClearingScheduler
+    config.scheduler_config.scheduler_cls = f"{scheduler.__module__}.{scheduler.__name__}"
+
+
+def clear_on(model_runner: Any) -> None:
+    """Have a worker clear the blocks that are named, of every kind of attention."""
+
+    def clear(block_ids: list[int]) -> None:
+        layers = model_runner.compilation_config.static_forward_context
+        groups = model_runner.kv_cache_config.kv_cache_groups
+        names = [
+            name for group in groups if isinstance(group.kv_cache_spec, AttentionSpec) for name in group.layer_names
+        ]
+        caches = [layers[name].kv_cache for name in names if name in layers]
+        blocks = torch.tensor(block_ids)
+        for cache in {cache.data_ptr(): cache for cache in caches if isinstance(cache, torch.Tensor)}.values():
+            cache.index_fill_(0, blocks, 0)
+
+    model_runner._zero_block_ids = clear
