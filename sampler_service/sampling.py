@@ -15,7 +15,7 @@ from sampler_service.admission import Admission, Demand
 from sampler_service.engine.base import Adapter, Delivery, GenerationRequest, SamplerEngine, TokenDelta
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.requests import SampleRequest
-from sampler_service.tokens import collect, complete, repeated
+from sampler_service.tokens import check_numbers, collect, complete, repeated
 from sampler_service.turns import Turns
 from sampler_service.validation import RequestLimits, check_ref, check_sample, check_tokens
 from sampler_service.versions.base import Versions
@@ -84,6 +84,7 @@ class Sampler:
             async with self._registry.lease(ref, tenant) as lease, self._turns.turn(tenant, 1):
                 logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant)
                 _check_current(lease)
+                check_numbers(logprobs[1:].tolist(), lease.served)
                 return logprobs, lease.served
 
     @asynccontextmanager
@@ -98,11 +99,17 @@ class Sampler:
                     lease.release()
                     turn.end()
 
+                def see(delta: TokenDelta) -> None:
+                    self._metrics.tokens.inc(len(delta.tokens))
+                    check_numbers(delta.logprobs, lease.served)
+                    if delta.prompt_logprobs is not None:
+                        check_numbers(delta.prompt_logprobs[1:].tolist(), lease.served)
+
                 # Weights and places are held while the engine needs them, not until the reader has the last token.
                 delivery = replace(delivery, completed=turn.ended, ended=ended)
                 generation = _generation_request(request, computed, lease.adapter, tenant, delivery)
                 deltas = self._engine.generate(generation)
-                completed = complete(deltas, computed, self._metrics.tokens.inc)
+                completed = complete(deltas, computed, see)
                 async with aclosing(repeated(completed, request.num_samples // computed)) as samples:
                     yield lease, samples
 

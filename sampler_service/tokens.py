@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from math import isnan
 from typing import cast
 
 import numpy as np
 
+from paceline import errors
 from paceline.types import SampledSequence, SampleResult, ServedModel, StopReason
 from sampler_service.engine.base import TokenDelta
 from sampler_service.engine.coalescer import concatenated
 
 
 async def complete(
-    deltas: AsyncIterator[TokenDelta], num_samples: int, count: Callable[[int], None]
+    deltas: AsyncIterator[TokenDelta], num_samples: int, see: Callable[[TokenDelta], None]
 ) -> AsyncGenerator[TokenDelta]:
     """Pass the engine's deltas on and close the engine's iterator in the end, whatever happens.
 
-    A completion that the engine left without a stop reason ends as ABORTED. `count` hears how many tokens came.
+    A completion that the engine left without a stop reason ends as ABORTED. `see` is shown each delta first, and raises
+    where one must not be passed on.
     """
     unfinished = set(range(num_samples))
     async with aclosing(cast("AsyncGenerator[TokenDelta]", deltas)) as source:
         async for delta in source:
-            count(len(delta.tokens))
+            see(delta)
             if delta.stop_reason is not None:
                 unfinished.discard(delta.index)
             yield delta
     for index in sorted(unfinished):
         yield TokenDelta(index, [], [], StopReason.ABORTED)
+
+
+def check_numbers(logprobs: Iterable[float], model: ServedModel) -> None:
+    """See that tokens were computed and not drawn from NaN. Raises NonFinite."""
+    if isnan(sum(logprobs)):
+        version = f"version {model.version} of {model.run_id}" if model.version else ""
+        weights = model.checkpoint or version or model.base_model
+        raise errors.NonFinite(
+            f"{weights} gives NaN here: its weights are so large that the computation overflows; go on from a "
+            "checkpoint of before that, with a lower learning rate",
+            field="model",
+        )
 
 
 async def repeated(deltas: AsyncGenerator[TokenDelta], copies: int) -> AsyncGenerator[TokenDelta]:

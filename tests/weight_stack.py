@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from paceline import errors
@@ -62,10 +63,18 @@ def make_checkpoint(volume: Volume, base: Path, path: str, seed: int, **facts: A
 
 
 def _describe(
-    directory: Path, base: Path, model: ServedModel, *, seed: int, tenant: str = TENANT, rank: int = 4
+    directory: Path,
+    base: Path,
+    model: ServedModel,
+    *,
+    seed: int,
+    tenant: str = TENANT,
+    rank: int = 4,
+    factor: float = 1.0,
 ) -> weights_pb.Manifest:
     directory.mkdir(parents=True, exist_ok=True)
-    make_adapter(directory, base, seed, rank)
+    weights = make_adapter(directory, base, seed, rank) / WEIGHTS_FILE
+    save_file({name: factor * weight for name, weight in load_file(weights).items()}, weights)
     manifest = describe_adapter(directory, model, tenant=tenant, step=seed)
     write_manifest(directory, manifest)
     return manifest

@@ -14,6 +14,7 @@ from weight_stack import BASE, Trainer, make_checkpoint, make_version, serving
 from paceline import errors
 from paceline.layout import WEIGHTS_FILE, Volume, new_directory, new_run_id
 from paceline.rpc.identity import PEER_TENANT
+from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types.v1 import model_pb2
 from paceline.weights import write_manifest
@@ -49,6 +50,25 @@ async def test_versions_differ_from_the_base_model_and_from_each_other_and_say_w
     assert len({base, first, second}) == 3
     assert (served_first.version, served_second.version) == (1, 2)
     assert served_first.sha256 != served_second.sha256
+
+
+async def test_a_version_whose_computation_overflows_says_so_and_no_other_request_notices(
+    model, volume, trainer, client
+):
+    make_version(volume, model, RUN, 4, factor=1e30)
+    make_version(volume, model, RUN, 5)
+    overflowing = version_ref(RUN, 4)
+    calls = [client.sample(overflowing), client.logprobs(overflowing)]
+    others = [client.sample(ref) for ref in (base_ref(), version_ref(RUN, 5))]
+    *refused, base, other = await asyncio.gather(*calls, *others, return_exceptions=True)
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        _ = [
+            message async for message in client.stub.SampleStream(stream_request(overflowing), metadata=client.metadata)
+        ]
+    for error in (*refused, error_from_rpc(ended.value)):
+        assert isinstance(error, errors.NonFinite)
+        assert error.message.startswith(f"version 4 of {RUN} gives NaN")
+    assert (base.model.version, other.model.version) == (0, 5)
 
 
 async def test_a_version_is_fetched_on_demand_once_for_all_who_wait(model, volume, trainer, client):

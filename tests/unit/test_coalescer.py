@@ -173,8 +173,8 @@ async def test_an_error_comes_after_the_tokens_before_it():
 
 
 async def test_completions_that_the_engine_left_open_are_aborted_and_not_at_their_limit():
-    counted = []
-    deltas = complete(source(delta(0, 1, 2, stop=StopReason.STOP), delta(1, 3)), 3, counted.append)
+    seen = []
+    deltas = complete(source(delta(0, 1, 2, stop=StopReason.STOP), delta(1, 3)), 3, seen.append)
     result = await collect(deltas, 3, ServedModel("tiny"), prompt_logprobs=False)
     assert [sequence.stop_reason for sequence in result.sequences] == [
         StopReason.STOP,
@@ -182,20 +182,18 @@ async def test_completions_that_the_engine_left_open_are_aborted_and_not_at_thei
         StopReason.ABORTED,
     ]
     assert [sequence.tokens.tolist() for sequence in result.sequences] == [[1, 2], [3], []]
-    assert sum(counted) == 3
+    assert [delta.tokens for delta in seen] == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("reason", StopReason)
 async def test_a_stop_reason_is_passed_on_as_it_is(reason):
-    result = await collect(
-        complete(source(delta(0, 1, stop=reason)), 1, int), 1, ServedModel(""), prompt_logprobs=False
-    )
+    result = await collect(complete(source(delta(0, 1, stop=reason)), 1, id), 1, ServedModel(""), prompt_logprobs=False)
     assert result.sequences[0].stop_reason is reason
 
 
 async def test_leaving_early_closes_the_engines_iterator():
     closed = asyncio.Event()
-    deltas = complete(source(delta(0, 1), delta(0, 2), closed=closed), 1, int)
+    deltas = complete(source(delta(0, 1), delta(0, 2), closed=closed), 1, id)
     await anext(deltas)
     assert not closed.is_set()
     await deltas.aclose()
