@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
 import shutil
 import stat
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
 from paceline import errors
 from paceline.layout import CONFIG_FILE
+from paceline.own_directory import OwnDirectory
 from paceline.weights import ChunkWriter, Piece, crc32c_of, is_model, read_tensor_entries, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.background import Background
 from sampler_service.versions.bridges import StagedAdapter
 
-_PREFIX = "paceline-sampler-"
-_LOCK = "lock"
-_NAMED_WITHIN_SECONDS = 60.0
 Sealed = Callable[[], Awaitable[pb.Manifest]]
 _MOST_WAITING = 1
 """Chunks that wait while the thread writes those before; then the sender has to, and memory stays at two chunks."""
@@ -43,31 +39,19 @@ class StagingArea:
 
     def __init__(self, root: Path) -> None:
         """Remove what samplers left in `root` that did not end well, and make a new directory there."""
-        root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(f"{_PREFIX}*"):
-            _remove_abandoned(left)
-        for left in root.glob(f".{_PREFIX}*"):
-            _remove_unnamed(left)
-        self._directory = root / f"{_PREFIX}{uuid4().hex}"
-        # The lock exists, and is held, before the directory has the name by which others look for abandoned ones.
-        unnamed = root / f".{self._directory.name}"
-        unnamed.mkdir(mode=0o700)
-        self._lock = os.open(unnamed / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unnamed.rename(self._directory)
+        self._own = OwnDirectory(root, "paceline-sampler")
         self._clearing = Background("staged files not removed")
 
     def close(self) -> None:
         """Remove the directory with all that is in it."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-        os.close(self._lock)
+        self._own.close()
 
     def allocate(self, manifest: pb.Manifest) -> Path:
         """Make a directory for weights, with an adapter's configuration and not yet with them; it is the caller's.
 
         Raises DiskFull; then there is none.
         """
-        directory = self._directory / uuid4().hex
+        directory = self._own.path / uuid4().hex
         directory.mkdir()
         try:
             with _room():
@@ -193,25 +177,3 @@ def _room() -> Iterator[None]:
             raise
         message = "the sampler's staging directory is full; give it more room or keep fewer versions"
         raise errors.DiskFull(message) from error
-
-
-def _remove_unnamed(directory: Path) -> None:
-    """Remove a directory whose maker died before it had a name."""
-    with suppress(OSError):  # named, or removed, this moment
-        if time.time() - directory.stat().st_mtime > _NAMED_WITHIN_SECONDS:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def _remove_abandoned(directory: Path) -> None:
-    """Remove a directory whose owner is gone: nobody holds its lock."""
-    try:
-        lock = os.open(directory / _LOCK, os.O_RDWR)
-    except OSError:  # another user's, or removed this moment
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
-    except BlockingIOError:  # in use
-        return
-    finally:
-        os.close(lock)

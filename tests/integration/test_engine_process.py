@@ -27,6 +27,7 @@ from paceline.errors import (
     OutOfRange,
     RunNotFound,
 )
+from paceline.own_directory import OwnDirectory
 from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
 from trainer_service.engine.base import EngineDiedError
 from trainer_service.engine.options import EngineOptions
@@ -190,7 +191,7 @@ async def test_a_death_while_one_command_executes_and_another_is_written_is_char
         captured = asyncio.Event()
         saving = asyncio.ensure_future(engine.save_state("run", tmp_path, captured.set))
         await captured.wait()
-        os.kill(engine.pid, signal.SIGKILL)
+        os.kill(behind(engine.pid), signal.SIGKILL)
         assert await outcomes([saving]) == [EngineDiedError], "it did nothing else"
 
 
@@ -227,7 +228,7 @@ async def test_a_killed_engine_is_an_error_and_restarts(options):
     async with EngineProcess(options, on_exit=exits.append) as engine:
         await engine.create_run("run", LORA)
         first = engine.pid
-        os.kill(first, signal.SIGKILL)
+        os.kill(behind(first), signal.SIGKILL)  # what stands in for the engine would end before it
         with pytest.raises(EngineUnavailable):
             await engine.create_run("later", LORA)
         assert (await engine.restart()).name == "tiny"
@@ -339,7 +340,7 @@ async def test_the_engine_ignores_the_interrupt_of_its_group(engine):
     assert (await engine.create_run("after", LORA)).trainable_parameters > 0
 
 
-def test_the_engine_ends_when_its_parent_dies(options):
+def test_the_engine_ends_when_its_parent_dies_and_its_files_when_the_next_is_made(options, tmp_path):
     script = (
         "import asyncio, os, signal, sys\n"
         "from trainer_service.engine.options import EngineOptions\n"
@@ -353,10 +354,17 @@ def test_the_engine_ends_when_its_parent_dies(options):
     )
     # The engine inherits the pipe of stdout, so reading it ends only when both processes have.
     parent = subprocess.run(
-        [sys.executable, "-c", script, options.model_path], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, options.model_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert parent.returncode == -signal.SIGKILL
     assert int(parent.stdout) > 0
+    (left,) = tmp_path.glob("paceline-engine-*")
+    OwnDirectory(tmp_path, "paceline-engine").close()
+    assert not left.exists()
 
 
 def test_the_service_side_imports_no_torch():

@@ -370,7 +370,7 @@ async def test_a_rank_that_is_stopped_is_found_by_its_silence_and_ends_the_engin
 
 async def test_closing_leaves_no_process_and_no_file(pair):
     process, _ = pair
-    processes, directory = Processes(process), process._link._directory.name
+    processes, directory = Processes(process), process._link._directory.path
     assert os.listdir(directory)  # noqa: PTH208
     await process.close()
     processes.wait()

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import TypeVar
 
 import msgspec
 
 from paceline.errors import EngineUnavailable
+from paceline.own_directory import OwnDirectory
 from trainer_service.engine import wire
 from trainer_service.engine.base import EngineDiedError
 from trainer_service.engine.launch import engine_command, engine_environment
@@ -61,7 +62,7 @@ class Link:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        directory: TemporaryDirectory[str],
+        directory: OwnDirectory,
         on_exit: Callable[[int], None] | None,
         suspects: Suspects,
         patience: Patience,
@@ -80,7 +81,7 @@ class Link:
         self._ids = itertools.count(1)
         self._dead = self._closing = False
         self._watchdog = Watchdog(patience, ranks)
-        self._signs = RankSigns(Path(directory.name), ranks)
+        self._signs = RankSigns(directory.path, ranks)
         self._receiving = asyncio.create_task(self._receive())
         self._watching = asyncio.create_task(self._watch())
 
@@ -88,12 +89,12 @@ class Link:
     async def open(
         cls, ranks: int, on_exit: Callable[[int], None] | None, suspects: Suspects, patience: Patience
     ) -> Link:
-        directory = TemporaryDirectory(prefix="paceline-engine-", ignore_cleanup_errors=True)
+        directory = OwnDirectory(Path(gettempdir()), "paceline-engine")
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *engine_command(ranks, Path(directory.name)),
+                    *engine_command(ranks, directory.path),
                     stdin=theirs.fileno(),
                     env=engine_environment(ranks),
                     # Ctrl-C on a terminal is the service's to act on; the launcher would pass it on.
@@ -102,7 +103,7 @@ class Link:
             reader, writer = await asyncio.open_connection(sock=ours, limit=_STREAM_LIMIT)
         except BaseException:
             ours.close()
-            directory.cleanup()
+            directory.close()
             raise
         return cls(process, reader, writer, directory, on_exit, suspects, patience, ranks=ranks)
 
@@ -214,7 +215,7 @@ class Link:
                 waiting.answer.set_exception(_died() if {key} == executing.keys() else _unavailable())
         self._waiting.clear()
         status = await self._wait_for_exit()
-        self._directory.cleanup()
+        self._directory.close()
         if by_itself:
             _log.error("the engine process died with status %d", status)
             if self._on_exit is not None:
