@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -80,8 +79,8 @@ class GroupMember:
         await self._process.wait()
 
     def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        """Kill the process and close its pipes: their other ends may be open in a fork of this process."""
+        self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 - there is no other way to them
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._process.stdin is None or self._process.stdin.is_closing():

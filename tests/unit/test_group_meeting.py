@@ -1,14 +1,18 @@
-"""Members of a process group meet, each on a GPU of its own, before NCCL is asked."""
+"""Members of a process group meet, each on a GPU of its own, before NCCL is asked, and end at once."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+from asyncio.subprocess import PIPE
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from paceline.collective.member import SharedGpuError, meet
-from paceline.collective.process import GroupPlace
+from paceline.collective.process import GroupMember, GroupPlace
 
 
 def place(rank, size):
@@ -36,3 +40,12 @@ def test_those_on_a_gpu_that_another_has_are_named_with_what_to_do():
     with pytest.raises(SharedGpuError, match=r"ranks \[1, 3\] .*CUDA_VISIBLE_DEVICES.*group_backend=gloo") as refused:
         met("a", "a", "b", "b")
     assert refused.value.ranks == [1, 3]
+
+
+async def test_a_member_ends_at_once_though_another_process_holds_its_output_open():
+    script = "sleep 300 & echo $!; wait"
+    process = await asyncio.create_subprocess_exec("sh", "-c", script, stdin=PIPE, stdout=PIPE)
+    holder = int(await process.stdout.readline())
+    await GroupMember(process, place(0, 1)).stop()
+    os.kill(holder, signal.SIGKILL)  # raises where it has ended, which is what was waited for
+    assert process.returncode == -signal.SIGKILL

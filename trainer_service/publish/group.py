@@ -91,6 +91,9 @@ class BroadcastGroup:
                     self._changed.set()
         finally:
             await self._end()
+            for task in self._transfers:
+                task.cancel()
+            await asyncio.gather(*self._transfers, return_exceptions=True)
 
     async def _regroup(self) -> None:
         await self._end()
@@ -153,6 +156,7 @@ class BroadcastGroup:
             if self._member is member:
                 self._member = None
                 self._changed.set()
+            await member.stop()
 
     async def _end(self) -> None:
         member, self._member = self._member, None
