@@ -158,7 +158,8 @@ class Chaos:
             self.services.trainer.victim = self.volume / "runs" / client.run_id
             await client.train(lambda _: killing.done())
             self.services.trainer.victim = None
-            self.notes[f"damage told as {client.lost}"] += bool(client.lost)
+            if client.lost:
+                self.notes[f"damage told as {client.lost}"] += 1
         return fallen
 
     async def _compare(self, theirs: Client, channel: grpc.aio.Channel, *, to_the_end: bool = True) -> list[str]:

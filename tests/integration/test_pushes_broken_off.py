@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import AsyncExitStack
 
 import google_crc32c
 import pytest
@@ -71,7 +72,8 @@ async def test_a_sender_that_leaves_before_the_end_leaves_no_files(client, parts
 
 async def test_what_was_sent_whole_is_loaded_though_its_sender_leaves(model, port, tmp_path, parts):
     engine = GatedEngine(EngineOptions(model, BASE, "float32", max_lora_rank=8))
-    async with sampling(model, port, tmp_path, engine) as client:
+    async with sampling(model, port, tmp_path, engine) as client, AsyncExitStack() as stack:
+        stack.callback(engine.gate.set)  # a sampler ends when what it loads is loaded
         service = client.be(PEER_TENANT)
         call = service.stub.UpdateWeights(iter(parts), metadata=service.metadata, timeout=PATIENCE)
         await until(lambda: engine.entered.is_set() or call.done())
