@@ -8,7 +8,7 @@ import torch
 from engine_cases import MAKERS, gradients, make_data, train, warmed, weights
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
-from tiny_models import VOCAB_SIZE
+from tiny_models import VOCAB_SIZE, make_tiny
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -23,7 +23,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from paceline.errors import Unsupported
 from paceline.types import AdamParams, FullParameters, LoraConfig, PackingMode
-from trainer_service.engine import attention, certified_base, probe, stock
+from trainer_service.engine import attention, base_model, certified_base, passes, probe, stock
 from trainer_service.engine.attention import PACKED_ATTENTION
 from trainer_service.engine.fused import attention as fused_attention
 from trainer_service.engine.options import EngineOptions
@@ -230,18 +230,40 @@ def test_tokens_that_differ_at_every_draw_are_no_chance(make_engine, draws, brea
     assert certificate.packing is PackingMode.ONE_SEQUENCE
 
 
-def test_packing_that_is_broken_is_not_used(make_engine, draws, monkeypatch):
+LEAKS = {
+    "every token sees the sequence before": lambda lengths: (sum(lengths),),
+    "one token does": lambda lengths: (lengths[0] + 1, lengths[1] - 1, *lengths[2:]) if len(lengths) > 1 else lengths,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("leaking", LEAKS)
+def test_packing_that_is_broken_is_not_used(make_engine, draws, monkeypatch, leaking, dtype):
     right = attention.packed_attention
 
     def leak(*arguments, segment_lengths, **options):
-        return right(*arguments, segment_lengths=(sum(segment_lengths),), **options)
+        return right(*arguments, segment_lengths=LEAKS[leaking](segment_lengths), **options)
 
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, PACKED_ATTENTION, leak)
     monkeypatch.setattr(fused_attention, "packed_attention", leak)
-    certificate = make_engine("llama").describe().certificate
+    certificate = make_engine("llama", dtype=dtype).describe().certificate
     assert certificate.packing is PackingMode.ONE_SEQUENCE
     assert "model.layers.0.self_attn (LlamaAttention) computes otherwise" in certificate.reason
     assert set(draws) == {0}, "what most tokens show is no chance"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packing_in_which_positions_do_not_restart_is_not_used(tmp_path, monkeypatch, dtype):
+    right = base_model.hidden_states
+
+    def go_on(model, mode, input_ids, position_ids, lengths):
+        return right(model, mode, input_ids, torch.arange(input_ids.shape[1])[None], lengths)
+
+    for module in (passes, certified_base):
+        monkeypatch.setattr(module, "hidden_states", go_on)
+    # Its positions are learned; rotary ones are differences, which stay the same.
+    engine = PeftEngine(EngineOptions(str(make_tiny("opt", tmp_path)), "tiny", dtype=dtype))
+    assert engine.describe().certificate.packing is PackingMode.ONE_SEQUENCE
 
 
 def test_fused_layers_that_are_broken_are_not_used(make_engine, monkeypatch):
