@@ -8,6 +8,7 @@ import signal
 from asyncio.subprocess import PIPE
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -47,5 +48,6 @@ async def test_a_member_ends_at_once_though_another_process_holds_its_output_ope
     process = await asyncio.create_subprocess_exec("sh", "-c", script, stdin=PIPE, stdout=PIPE)
     holder = int(await process.stdout.readline())
     await GroupMember(process, place(0, 1)).stop()
-    os.kill(holder, signal.SIGKILL)  # raises where it has ended, which is what was waited for
+    assert psutil.Process(holder).status() != psutil.STATUS_ZOMBIE, "its end was waited for"
+    os.kill(holder, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
