@@ -11,8 +11,15 @@ squares, 1.4: together 3. What is wrong differs by more: another model by whole 
 
 from __future__ import annotations
 
+from math import inf
+
+from paceline.weights.v1 import weight_service_pb2 as pb
+
 _FLOAT32 = 6e-6 * 30
 _HALF = 8.3e-2 * 3
+
+STATISTICS = ("mean", "max")
+"""What metrics show of the absolute differences."""
 
 PROBE_TOKENS = 256
 """Tokens that are scored, or as many as fit into the context."""
@@ -21,3 +28,10 @@ PROBE_TOKENS = 256
 def agreement_bound(*dtypes: str) -> float:
     """Return what the mean absolute difference may be between services that compute in these dtypes."""
     return _FLOAT32 if set(dtypes) == {"float32"} else _HALF
+
+
+def shown_difference(agreement: pb.Agreement, statistic: str) -> float:
+    """Return one of STATISTICS as metrics show it: infinite where something was no finite number, or not scored."""
+    difference = agreement.mean_difference if statistic == "mean" else agreement.max_difference
+    is_measured = not agreement.refusal or agreement.mean_difference > agreement.bound
+    return difference if is_measured else inf

@@ -54,6 +54,11 @@ class SamplerMetrics:
             ("weights", "statistic"),
             registry=registry,
         )
+        self.runs_refused = Gauge(
+            "paceline_sampler_runs_refused",
+            "Runs whose versions are refused until one agrees with the trainer",
+            registry=registry,
+        )
         self.tokens = Counter("paceline_sampler_tokens_total", "Tokens sampled", registry=registry)
         self.fetch_seconds = Histogram(
             "paceline_sampler_fetch_seconds", "Bringing and verifying a version", buckets=_SECONDS, registry=registry

@@ -35,9 +35,9 @@ class Sampler:
         admission: Admission,
         turns: Turns,
         metrics: SamplerMetrics,
-        check_standing: Callable[[], None],
+        check_standing: Callable[[ModelRef, str], None],
     ) -> None:
-        """Take `check_standing` to raise BaseMismatch where the sampler does not compute what its trainer does."""
+        """Take `check_standing` to refuse a tenant's weights that are not computed as the trainer computes them."""
         self._engine = engine
         self._registry = registry
         self._limits = limits
@@ -79,7 +79,7 @@ class Sampler:
         check_tokens(tokens, "tokens", self._limits.model)
         if len(tokens) < 2:
             raise errors.InvalidShape("has 1 token; send at least 2", field="tokens")
-        self._check_standing()
+        self._check_standing(ref, tenant)
         with self._admission.admit(tenant, Demand(1, len(tokens)), self._engine.num_running()):
             async with self._registry.lease(ref, tenant) as lease, self._turns.turn(tenant, 1):
                 logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant)
@@ -90,7 +90,7 @@ class Sampler:
     @asynccontextmanager
     async def _generation(self, request: SampleRequest, tenant: str, delivery: Delivery) -> AsyncIterator[Generation]:
         check_sample(request, self._limits)
-        self._check_standing()
+        self._check_standing(request.ref, tenant)
         computed = _num_computed(request)
         with self._admission.admit(tenant, self._demand(request, computed), self._engine.num_running()):
             async with self._registry.lease(request.ref, tenant) as lease, self._turns.turn(tenant, computed) as turn:

@@ -1,4 +1,8 @@
-"""Whether this sampler computes what its trainer computes. One that does not answers no request."""
+"""Whether this sampler computes what its trainer computes.
+
+With the base model that decides about the sampler: one that does not answers no request. With a run's version it
+decides about that run alone.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,26 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from paceline import errors
-from paceline.agreement import agreement_bound
+from paceline.agreement import STATISTICS, agreement_bound, shown_difference
 from paceline.codec import model_ref_from_proto, served_model_to_proto, tensor_from_proto, token_ids_from_proto
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT, Identity
 from paceline.types import ModelInfo, ModelRef, ServedModel
 from paceline.types.training import Array
 from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.compared_runs import ComparedRuns
+from sampler_service.comparison import compare, is_diverged
 from sampler_service.engine.base import SamplerEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.versions.base import Versions
 from sampler_service.versions.keys import VersionKey
 
-_TRAINER = "trainer"
+_TRAINER, _BASE = "trainer", "base"
 _log = get_logger(__name__)
 
 
 class Standing:
-    """What was measured against the trainer, and why the service is not ready if it is not.
+    """What was measured against the trainer, why the service is not ready if it is not, and which runs are refused.
 
     A sampler that has not been measured, since its trainer is away or told nothing, answers.
     """
@@ -44,9 +50,10 @@ class Standing:
         self._obstruct = obstruct
         self._metrics = metrics
         self._refusals: dict[str, str] = {}
-        """By what was looked at: the trainer's base weights, the base model's answers, a version's answers."""
-        self._known: dict[str, tuple[pb.Agreement, str]] = {}
-        """Of the base model and of the version that was compared last, with the tenant whose it is."""
+        """By what was looked at: the trainer's base weights, or the base model's answers."""
+        self._base: pb.Agreement | None = None
+        self._runs = ComparedRuns()
+        metrics.runs_refused.set_function(self._runs.num_refused)
 
     @property
     def refusal(self) -> str:
@@ -54,14 +61,26 @@ class Standing:
         return next(iter(self._refusals.values()), "")
 
     def agreements(self, identity: Identity) -> list[pb.Agreement]:
-        """Return what was measured last, of the base model and, where it is the caller's, of a version."""
-        known = [self._known[kind] for kind in sorted(self._known)]
-        return [one for one, owner in known if not one.model.run_id or identity.is_peer or identity.tenant == owner]
+        """Return what was measured last, of the base model and of each run of the caller's."""
+        base = [self._base] if self._base is not None else []
+        return base + self._runs.agreements(PEER_TENANT if identity.is_peer else identity.tenant)
 
-    def check(self) -> None:
-        """Raise BaseMismatch where this sampler does not compute what its trainer computes."""
+    def check(self, ref: ModelRef, tenant: str) -> None:
+        """Refuse a tenant's request for weights that are not computed as the trainer computes them.
+
+        Raises BaseMismatch, for any weights where it is the base model; NonFinite where the run has diverged.
+        """
         if self.refusal:
             raise errors.BaseMismatch(self.refusal)
+        self._runs.check(ref, tenant)
+
+    def refuses_run(self, run_id: str) -> bool:
+        """Whether no version of a run is served before a later one agrees."""
+        return self._runs.is_refused(run_id)
+
+    def forget_run(self, run_id: str) -> None:
+        """Forget a run that was deleted."""
+        self._runs.forget(run_id)
 
     async def welcomed(self) -> None:
         """Note that the trainer has the same base weights."""
@@ -72,7 +91,7 @@ class Standing:
         await self._set(_TRAINER, reason)
 
     async def measure(self, probe: pb.Probe) -> pb.Agreement | None:
-        """Score a probe's tokens and compare; None where that cannot be done now."""
+        """Score a probe's tokens and compare; None where that cannot be done now, or the run was deleted."""
         ref = model_ref_from_proto(probe.model)
         tokens = token_ids_from_proto(probe.tokens, "tokens")
         theirs = tensor_from_proto(probe.logprobs, "logprobs", {"float32"})
@@ -82,42 +101,54 @@ class Standing:
             trainer_dtype=probe.dtype,
             sampler_dtype=self._model.dtype,
         )
-        owner = ""
+        if not ref.is_base:
+            self._runs.begin(ref.run_id)
         try:
-            ours, owner = await self._score(ref, tokens)
-        except errors.InvalidArgument as error:
-            agreement.refusal = f"the sampler cannot score what the trainer scores ({error}); give both the same model"
+            owner = await self._compare(agreement, ref, tokens, theirs)
         except errors.PacelineError as error:
             _log.warning("not compared with the trainer", weights=str(ref), reason=error.reason, error=error.message)
             return None
-        else:
-            _compare(agreement, ours, theirs)
+        if ref.is_base:
+            self._base = agreement
+            await self._set(_BASE, agreement.refusal)
+        elif not self._runs.note(agreement, owner, has_diverged=not np.isfinite(theirs).all()):
+            return None
+        self._show(agreement, ref, owner)
+        return agreement
+
+    async def _compare(self, agreement: pb.Agreement, ref: ModelRef, tokens: Array, theirs: Array) -> str:
+        """Score and compare; return the tenant whose weights were scored. A diverged run is not scored."""
+        if not self._versions.serves(ref):
+            raise errors.EngineUnavailable("the engine has other weights now")
+        async with self._versions.lease(ref, PEER_TENANT) as lease:
+            entry = None if ref.is_base else self._versions.find(VersionKey.of(lease.served))
+            if not is_diverged(agreement, theirs):
+                try:
+                    ours = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, PEER_TENANT)
+                except errors.InvalidArgument as error:
+                    agreement.refusal = (
+                        f"the sampler cannot score what the trainer scores ({error}); give both the same model"
+                    )
+                else:
+                    compare(agreement, ours[1:], theirs)
+            if not lease.is_current():
+                raise errors.EngineUnavailable("the weights changed meanwhile")
+            return entry.tenant if entry is not None else ""
+
+    def _show(self, agreement: pb.Agreement, ref: ModelRef, owner: str) -> None:
         kind = "base" if ref.is_base else "version"
-        self._known[kind] = (agreement, owner)
-        self._metrics.logprob_difference.labels(kind, "mean").set(agreement.mean_difference)
-        self._metrics.logprob_difference.labels(kind, "max").set(agreement.max_difference)
+        for statistic in STATISTICS:
+            self._metrics.logprob_difference.labels(kind, statistic).set(shown_difference(agreement, statistic))
         log = _log.error if agreement.refusal else _log.info
         log(
             "compared with the trainer",
             weights=str(ref),
+            tenant=owner,
             mean=agreement.mean_difference,
             max=agreement.max_difference,
             bound=agreement.bound,
             refusal=agreement.refusal,
         )
-        await self._set(kind, agreement.refusal)
-        return agreement
-
-    async def _score(self, ref: ModelRef, tokens: Array) -> tuple[Array, str]:
-        """Return the log-probability of each token but the first, and the tenant whose weights gave them."""
-        if not self._versions.serves(ref):
-            raise errors.EngineUnavailable("the engine has other weights now")
-        async with self._versions.lease(ref, PEER_TENANT) as lease:
-            logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, PEER_TENANT)
-            if not lease.is_current():
-                raise errors.EngineUnavailable("the weights changed meanwhile")
-            entry = None if ref.is_base else self._versions.find(VersionKey.of(lease.served))
-            return logprobs[1:], entry.tenant if entry is not None else ""
 
     async def _set(self, what: str, refusal: str) -> None:
         before = self.refusal
@@ -126,22 +157,3 @@ class Standing:
             self._refusals[what] = refusal
         if self.refusal != before:
             await self._obstruct(self.refusal)
-
-
-def _compare(agreement: pb.Agreement, ours: Array, theirs: Array) -> None:
-    difference = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
-    finite = difference[np.isfinite(difference)]
-    agreement.tokens = len(finite)
-    if len(finite):
-        agreement.mean_difference, agreement.max_difference = float(finite.mean()), float(finite.max())
-    if len(finite) < len(difference):
-        agreement.refusal = (
-            f"{len(difference) - len(finite)} of {len(difference)} log-probabilities are no finite numbers at the "
-            "trainer or the sampler: give both the same model, or one that both engines compute"
-        )
-    elif agreement.mean_difference > agreement.bound:
-        agreement.refusal = (
-            f"the log-probabilities of trainer and sampler differ by {agreement.mean_difference:.2g} in the mean over "
-            f"{agreement.tokens} tokens, and {agreement.bound:.2g} is what {agreement.trainer_dtype} and "
-            f"{agreement.sampler_dtype} explain: give both the same model, or one that both engines compute alike"
-        )

@@ -141,7 +141,7 @@ class WeightServicer(WeightServiceServicer):
         if self._feed.counts(watcher, (ack.run_id, ack.version)):
             with suppress(errors.RunNotFound):  # deleted meanwhile
                 run = self._registry.get(ack.run_id, Identity(PEER_TENANT))
-                self._agreements.acknowledged(watcher, run, ack.version)
+                self._agreements.acknowledged(watcher, run, ack.version, is_refused=ack.run_refused)
 
     def _find(self, ref: ModelRef, identity: Identity) -> Path:
         if ref.is_base:

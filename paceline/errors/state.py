@@ -163,7 +163,9 @@ class SeqIdGap(PacelineError):
 class BaseMismatch(FailedPrecondition):
     """Base weights that meet are not the same: of trainer and sampler, or of what was made on others.
 
-    `metadata["ours"]` and `metadata["theirs"]` are their identities (`ModelInfo.weights_sha256`) where those differ.
+    `metadata["ours"]` and `metadata["theirs"]` are their identities (`ModelInfo.weights_sha256`) where those differ. Of
+    a run whose version a sampler computes otherwise than the trainer it has `run_id`, `version`, `mean_difference` and
+    `bound`.
     """
 
     reason = "BASE_MISMATCH"

@@ -141,6 +141,7 @@ class VersionWatcher:
             case "run_deleted":
                 self._resolver.forget(message.run_deleted.run_id)
                 self._registry.forget_run(message.run_deleted.run_id)
+                self._standing.forget_run(message.run_deleted.run_id)
                 if self._offers is not None:
                     self._offers.drop(message.run_deleted.run_id)
             case "staged" if self._offers is not None:
@@ -193,7 +194,9 @@ class VersionWatcher:
             _log.exception("version not loaded", run=served.run_id, version=served.version)
             self._refuse(served, errors.Internal("the version could not be loaded; see the sampler's log"))
         else:
-            self._acknowledge(entry, perf_counter() - arrival)
+            seconds = perf_counter() - arrival
+            self._metrics.apply_seconds.observe(seconds)
+            self._acknowledge(entry, 1e3 * seconds)
             self._registry.retire_superseded(served.run_id)
         finally:
             self._awaited.discard(key)
@@ -233,12 +236,11 @@ class VersionWatcher:
         """Say that a version is held that was pushed or asked for, so that the trainer keeps it as long."""
         if entry.served.version and VersionKey.of(entry.served) not in self._awaited:
             times = entry.times
-            milliseconds = times.step_wait_milliseconds + times.apply_milliseconds
-            self._send(pb.WatchVersionsRequest(acknowledgement=acknowledge(entry, self._sampler_id, milliseconds)))
+            self._acknowledge(entry, times.step_wait_milliseconds + times.apply_milliseconds)
 
-    def _acknowledge(self, entry: LoadedVersion, seconds: float) -> None:
-        self._metrics.apply_seconds.observe(seconds)
-        acknowledgement = acknowledge(entry, self._sampler_id, 1e3 * seconds)
+    def _acknowledge(self, entry: LoadedVersion, milliseconds: float) -> None:
+        acknowledgement = acknowledge(entry, self._sampler_id, milliseconds)
+        acknowledgement.run_refused = self._standing.refuses_run(entry.served.run_id)
         self._send(pb.WatchVersionsRequest(acknowledgement=acknowledgement))
 
     def _refuse(self, served: ServedModel, error: errors.PacelineError, *, pending: bool = False) -> None:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cluster import Cluster
-from sampler_stack import PROMPT, base_ref, sampling, until, version_ref
+from sampler_stack import PROMPT, Client, base_ref, sampling, until, version_ref
 from tiny_models import make_tiny_llama, make_tiny_qwen3
 from transformers import AutoModelForCausalLM
 from weight_stack import BASE, CREDENTIAL, Trainer, make_version, serving
 
 import paceline
 from paceline import codec, errors
-from paceline.layout import new_run_id
+from paceline.layout import Volume, new_run_id
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import peer_metadata
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import ModelRef
-from paceline.types.v1 import full_pb2
+from paceline.types.v1 import full_pb2, model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
+from sampler_service.comparison import compare
 from sampler_service.engine import hf_engine
 
 pytest_plugins = ["sampler_fixtures"]
@@ -127,9 +129,131 @@ async def test_a_version_is_compared_too(model, volume, trainer, client):
     ref = ModelRef(run_id=run_id, version=1)
     agreement = await measured(trainer, probe(np.frombuffer(ours, np.float32)[1:].copy(), ref, tokens=tokens))
     assert (agreement.model.version, agreement.mean_difference, agreement.refusal) == (1, 0, "")
-    agreement = await measured(trainer, probe(logprobs_of(model, tokens), ref, tokens=tokens))
+
+
+@dataclass
+class TwoTenants:
+    """Runs of Alice's and Bob's, whose versions of one number have the same weights."""
+
+    trainer: Trainer
+    client: Client
+    volume: Volume
+    model: Path
+    alices: str = field(default_factory=new_run_id)
+    bobs: str = field(default_factory=new_run_id)
+
+    @property
+    def alice(self):
+        return self.client.be("alice")
+
+    @property
+    def bob(self):
+        return self.client.be("bob")
+
+    async def publish(self, version):
+        """Have the sampler load a version of each; return what it gives for the tokens of `compare`."""
+        loaded = len(self.trainer.heard("acknowledgement"))
+        for tenant, run_id in (("alice", self.alices), ("bob", self.bobs)):
+            self.trainer.announce(make_version(self.volume, self.model, run_id, version, tenant=tenant))
+        await until(lambda: len(self.trainer.heard("acknowledgement")) == loaded + 2)
+        ours, _ = await self.bob.logprobs(version_ref(self.bobs, version))
+        return np.frombuffer(ours, np.float32)[1:].copy()
+
+    async def compare(self, version, theirs):
+        """Have the sampler compare a version of Alice's."""
+        ref = ModelRef(run_id=self.alices, version=version)
+        return await measured(self.trainer, probe(theirs, ref, tokens=np.array(PROMPT, np.int32)))
+
+    async def delete_alices(self):
+        gone = weights_pb.RunDeleted(run_id=self.alices)
+        self.trainer.tell(weights_pb.WatchVersionsResponse(run_deleted=gone))
+        await until(lambda: self.client.metric("runs_refused") == 0)
+
+    async def others_are_served(self):
+        """Bob with the base model and his own run, and Alice with the base model."""
+        for caller, ref in ((self.bob, base_ref()), (self.bob, version_ref(self.bobs)), (self.alice, base_ref())):
+            assert len((await caller.sample(ref)).sequences) == 1
+            await caller.logprobs(ref)
+        assert await self.client.is_ready()
+
+
+@pytest.fixture
+def two_tenants(trainer, client, volume, model):
+    return TwoTenants(trainer, client, volume, model)
+
+
+async def test_a_version_that_does_not_agree_is_refused_and_nobody_elses(two_tenants):
+    alice, run_id = two_tenants.alice, two_tenants.alices
+    theirs = await two_tenants.publish(1)
+    agreement = await two_tenants.compare(1, theirs - 1)
+    assert agreement.mean_difference == pytest.approx(1)
+    await two_tenants.others_are_served()
+    for asked in (alice.sample(version_ref(run_id)), alice.logprobs(version_ref(run_id, 1))):
+        with pytest.raises(errors.BaseMismatch, match=f"version 1 of {run_id} .* differ by 1 .* 0.00018") as failure:
+            await asked
+        facts = {"run_id": run_id, "version": "1", "mean_difference": "1", "bound": "0.00018"}
+        assert failure.value.metadata.items() >= facts.items()
+    assert two_tenants.client.metric("runs_refused") == 1
+
+
+async def test_of_a_run_that_is_refused_its_tenant_alone_is_told(two_tenants):
+    await two_tenants.compare(1, await two_tenants.publish(1) - 1)
+    (shown,) = (await info_of(two_tenants.alice)).agreements
+    assert (shown.model.run_id, shown.mean_difference) == (two_tenants.alices, pytest.approx(1))
+    assert "differ by 1" in shown.refusal
+    info = await info_of(two_tenants.bob)
+    assert two_tenants.alices not in str(info)
+    assert (info.refusal, list(info.agreements)) == ("", [])
+    with pytest.raises(errors.RunNotFound, match=r"no such run$"):
+        await two_tenants.bob.sample(version_ref(two_tenants.alices))
+
+
+async def test_a_later_version_that_agrees_ends_a_runs_refusal_from_there_on(two_tenants):
+    alice, run_id = two_tenants.alice, two_tenants.alices
+    await two_tenants.compare(1, await two_tenants.publish(1) - 1)
+    theirs = await two_tenants.publish(2)
+    asks = {(ack.run_id, ack.version): ack.run_refused for ack in two_tenants.trainer.heard("acknowledgement")}
+    assert [key for key, is_asked in asks.items() if is_asked] == [(run_id, 2)], "which is to be compared, too"
+    with pytest.raises(errors.BaseMismatch, match="version 1 of"):
+        await alice.sample(version_ref(run_id, 2))
+    assert not (await two_tenants.compare(2, theirs)).refusal
+    assert (await alice.sample(version_ref(run_id))).model.version == 2
+    with pytest.raises(errors.BaseMismatch, match="version 1 of"):
+        await alice.sample(version_ref(run_id, 1))
+    assert two_tenants.client.metric("runs_refused") == 0
+
+
+async def test_a_run_that_has_diverged_on_the_trainer_is_refused_as_its_own_fault(two_tenants):
+    theirs = await two_tenants.publish(1)
+    theirs[3:5] = np.nan, -np.inf
+    agreement = await two_tenants.compare(1, theirs)
+    assert f"2 of {len(theirs)} are NaN or infinite on the trainer" in agreement.refusal
+    with pytest.raises(
+        errors.NonFinite, match=r"the run has diverged: .* no finite log-probabilities .*; load an earl"
+    ):
+        await two_tenants.alice.sample(version_ref(two_tenants.alices))
+    await two_tenants.others_are_served()
+    labels = {"weights": "version", "statistic": "mean"}
+    shown = two_tenants.client.metrics.get_sample_value("paceline_sampler_logprob_difference", labels)
+    assert shown == np.inf, "which is no agreement"
+
+
+async def test_a_run_that_was_deleted_is_forgotten(two_tenants):
+    await two_tenants.compare(1, await two_tenants.publish(1) - 1)
+    await two_tenants.delete_alices()
+    assert not (await info_of(two_tenants.alice)).agreements
+
+
+def test_numbers_that_are_not_finite_never_agree():
+    for ours, theirs in ((np.nan, 0), (0, np.nan), (np.nan, np.nan), (-np.inf, -np.inf), (-np.inf, 0)):
+        for run_id in ("", "run"):
+            agreement = weights_pb.Agreement(model=model_pb2.ServedModel(run_id=run_id), bound=1e30)
+            compare(agreement, np.full(2, ours, np.float32), np.array([theirs, 0], np.float32))
+            assert "are no finite numbers" in agreement.refusal
+    agreement = weights_pb.Agreement(bound=1)
+    compare(agreement, np.full(2, -3e38, np.float32), np.full(2, 3e38, np.float32))
     assert agreement.refusal
-    assert not await client.is_ready()
+    assert agreement.max_difference == 1e30, "what the contract takes"
 
 
 class Elsewhere(Trainer):
@@ -195,14 +319,22 @@ class Caller:
         answer = await self.stub.GetServerInfo(trainer_pb.GetServerInfoRequest(), metadata=self.metadata)
         return answer.agreements if len(answer.agreements) >= count else None
 
+    async def call(self, method, request):
+        return await getattr(self.stub, method)(request, metadata=self.metadata)
+
+    async def compared(self, run_id, version):
+        """What came of comparing a version, once it was; None before."""
+        known = {(one.model.run_id, one.model.version): one for one in await self.agreements()}
+        return known.get((run_id, version))
+
     async def create_run(self, name, **parameters):
         request = trainer_pb.CreateRunRequest(request_id=name, **parameters)
         return (await self.stub.CreateRun(request, metadata=self.metadata)).run.run_id
 
-    async def publish_trained(self, run_id, seq_id=1):
+    async def publish_trained(self, run_id, seq_id=1, **adam):
         """Train a step, publish, and return when all samplers have the version."""
         datum = codec.datum_to_proto(paceline.Datum.from_completion([1, 2, 3, 4], [5, 6, 7]))
-        step = codec.optimizer_to_proto(paceline.AdamParams(learning_rate=0.01))
+        step = codec.optimizer_to_proto(paceline.AdamParams(**{"learning_rate": 0.01, **adam}))
         step.run_id, step.seq_id = run_id, seq_id + 1
         batch = {"seq_id": seq_id, "data": [datum], "loss_fn": "cross_entropy"}
         await self.stub.ForwardBackward(
@@ -276,18 +408,49 @@ async def test_an_engine_that_computes_a_whole_model_otherwise_is_refused_until_
         _, version = await until(lambda: caller.agreements(2))
         assert version.mean_difference > version.bound
         assert "differ by" in version.refusal
-        await until(lambda: _is_unready(client))
         with pytest.raises(errors.BaseMismatch, match="differ by"):
             await client.be("team").sample(version_ref(run_id, 1))
+        assert await client.is_ready()
         labels = {"weights": "version", "statistic": "mean"}
         shown = client.metrics.get_sample_value("paceline_sampler_logprob_difference", labels)
         assert shown == version.mean_difference
 
         await caller.publish_trained(run_id, seq_id=4)
-        await until(client.is_ready)
-        assert [(one.model.version, one.refusal) for one in await caller.agreements(2)] == [(0, ""), (2, "")]
+        assert not (await until(lambda: caller.compared(run_id, 2))).refusal
         assert (await client.be("team").sample(version_ref(run_id, 2))).model.version == 2
+        assert len((await client.be("stranger").sample(base_ref())).sequences) == 1
 
 
-async def _is_unready(client):
-    return not await client.is_ready()
+@pytest.mark.services
+async def test_a_run_that_diverges_is_refused_until_it_publishes_weights_that_agree(cluster, tmp_path):
+    """Its steps keep to every bound, and its weights are huge and finite."""
+    async with following(cluster, tmp_path) as (client, alice):
+        bob = Caller(alice.stub, peer_metadata(CREDENTIAL, "bob"))
+        run_id = await alice.create_run("alice", **ADAPTER)
+        other = await bob.create_run("bob", **ADAPTER)
+        save = {"kind": trainer_pb.CHECKPOINT_KIND_STATE, "name": "before"}
+        await alice.call("SaveCheckpoint", trainer_pb.SaveCheckpointRequest(run_id=run_id, seq_id=1, **save))
+        await alice.publish_trained(run_id, 2, learning_rate=1e6, weight_decay=1e6)
+        await alice.publish_trained(run_id, 5, learning_rate=1e6, weight_decay=1e6)
+        agreement = await until(lambda: alice.compared(run_id, 2))
+        with pytest.raises(errors.PacelineError, match="version 2 of") as refusal:
+            await client.be("team").sample(version_ref(run_id))
+        assert isinstance(refusal.value, errors.NonFinite | errors.BaseMismatch)
+        assert agreement.refusal in refusal.value.message
+
+        await bob.publish_trained(other)
+        assert not (await until(lambda: bob.compared(other, 1))).refusal
+        for ref in (base_ref(), version_ref(other)):
+            assert len((await client.be("bob").sample(ref)).sequences) == 1
+        assert await client.is_ready()
+        for info in (await bob.agreements(), await info_of(client.be("bob"))):
+            assert run_id not in str(info)
+
+        load = trainer_pb.LoadCheckpointRequest(run_id=run_id, seq_id=8, path=f"paceline://{run_id}/state/before")
+        await alice.call("LoadCheckpoint", load)
+        await alice.publish_trained(run_id, 9)
+        assert not (await until(lambda: alice.compared(run_id, 3))).refusal
+        assert (await client.be("team").sample(version_ref(run_id))).model.version == 3
+        for caller, its in ((alice, run_id), (bob, other)):
+            await caller.call("DeleteRun", trainer_pb.DeleteRunRequest(run_id=its))
+        assert [one.model.run_id for one in await alice.agreements()] == [""]

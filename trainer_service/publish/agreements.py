@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Gauge
 
 from paceline import codec, errors
-from paceline.agreement import PROBE_TOKENS
+from paceline.agreement import PROBE_TOKENS, STATISTICS, shown_difference
 from paceline.layout import new_run_id
 from paceline.log import get_logger
 from paceline.types import Datum, FullParameters, LoraConfig, ModelRef, WeightStorage
@@ -51,10 +52,12 @@ Find = Callable[[RunRecord, int], Path]
 class _Seen:
     """What a watcher has compared of versions."""
 
-    runs: set[str] = field(default_factory=set)
-    """Of which a version was compared and agreed, or of adapters is being compared."""
-    refused: set[str] = field(default_factory=set)
-    """Of which the version that was compared last did not agree: the next one is compared, too."""
+    agreed: set[str] = field(default_factory=set)
+    """Runs of which a version was compared and agreed."""
+    comparing: dict[str, int] = field(default_factory=dict)
+    """Runs of adapters of which no version has agreed yet, with the newest one that was compared or is to be."""
+    queued: set[str] = field(default_factory=set)
+    """Those of them whose newest version is still to be scored here."""
     unanswered: Counter[str] = field(default_factory=Counter)
     """Versions of each run of whole models that were scored for it since it compared one."""
 
@@ -76,8 +79,8 @@ class Agreements:
         """Take what finds a version's directory."""
         self._engine = engine
         self._find = find
-        self._known: dict[str, dict[bool, pb.Agreement]] = {}
-        """By sampler; of the base model (True) and of the version that was compared last."""
+        self._known: dict[str, dict[str, pb.Agreement]] = {}
+        """By sampler and run; of the base model ("") and of each run's version that was compared last."""
         self._seen: dict[Watcher, _Seen] = {}
         self._scores: dict[str, _Score] = {}
         """Of each run of whole models, with the version that was scored last."""
@@ -93,7 +96,7 @@ class Agreements:
 
     def all(self) -> list[pb.Agreement]:
         """Return what is known of the samplers that watch."""
-        return [one for _, known in sorted(self._known.items()) for _, one in sorted(known.items(), reverse=True)]
+        return [one for _, known in sorted(self._known.items()) for _, one in sorted(known.items())]
 
     def joined(self, watcher: Watcher) -> None:
         """Have a sampler that has just come score tokens with the base model."""
@@ -106,7 +109,7 @@ class Agreements:
         That takes a pass of 256 tokens. It is done for the run's first version, and while a sampler that watches was
         compared with none. Raises EngineUnavailable; a version that fails for another reason is not compared.
         """
-        waiting = [seen for seen in self._seen.values() if run.run_id not in seen.runs]
+        waiting = [seen for seen in self._seen.values() if run.run_id not in seen.agreed]
         if run.run_id in self._scores and all(seen.unanswered[run.run_id] >= _MOST_UNANSWERED for seen in waiting):
             return
         for seen in waiting:
@@ -124,38 +127,43 @@ class Agreements:
     def forget(self, run_id: str) -> None:
         """Forget a run that was deleted."""
         self._scores.pop(run_id, None)
+        for known in self._known.values():
+            known.pop(run_id, None)
         for seen in self._seen.values():
-            seen.runs.discard(run_id)
-            seen.refused.discard(run_id)
+            seen.agreed.discard(run_id)
+            seen.comparing.pop(run_id, None)
             seen.unanswered.pop(run_id, None)
 
-    def acknowledged(self, watcher: Watcher, run: RunRecord, version: int) -> None:
+    def acknowledged(self, watcher: Watcher, run: RunRecord, version: int, *, is_refused: bool) -> None:
         """Have a sampler score tokens with the first version that it has, and with the first of each run.
 
-        Of whole models with the first that the run scored; and after one that did not agree with the next.
+        Of whole models with the first that the run scored; and until one agrees with those that follow.
         """
         seen = self._seen.get(watcher)
-        if seen is None or run.run_id in seen.runs:
+        if seen is None or run.run_id in seen.agreed:
             return
         ref = ModelRef(run_id=run.run_id, version=version)
         if not isinstance(run.parameters, LoraConfig):
             known = self._scores.get(run.run_id)
             if known is not None and known.version == version:
                 self._send(watcher, ref, known.tokens, known.logprobs, known.dtype)
-        elif not seen.runs or version == 1 or run.run_id in seen.refused:
-            seen.runs.add(run.run_id)
-            self._spawn(watcher, self._probe_version(watcher, run, version))
+        elif is_refused or version == 1 or run.run_id in seen.comparing or not (seen.agreed or seen.comparing):
+            self._compare(watcher, seen, run, version)
 
     def heard(self, watcher: Watcher, agreement: pb.Agreement) -> None:
-        """Take in what a sampler measured."""
+        """Take in what a sampler measured; nothing of a run that was deleted meanwhile."""
         agreement.sampler_id = watcher.sampler_id
-        is_base = not agreement.model.run_id
+        run_id = agreement.model.run_id
+        is_base = not run_id
         if not is_base:
+            seen = self._seen[watcher]
+            if not any(run_id in runs for runs in (seen.agreed, seen.comparing, self._scores)):
+                return
             self._note(watcher, agreement)
-        self._known.setdefault(watcher.sampler_id, {})[is_base] = agreement
+        self._known.setdefault(watcher.sampler_id, {})[run_id] = agreement
         facts = {
             "sampler": watcher.sampler_id,
-            "run": agreement.model.run_id,
+            "run": run_id,
             "version": agreement.model.version,
             "mean": agreement.mean_difference,
             "max": agreement.max_difference,
@@ -165,8 +173,10 @@ class Agreements:
             _log.error("a sampler does not compute what the trainer computes", refusal=agreement.refusal, **facts)
         else:
             _log.info("sampler agrees", **facts)
-        for statistic in ("mean", "max"):
-            self._label(watcher, statistic, is_base=is_base).set(getattr(agreement, f"{statistic}_difference"))
+        for statistic in STATISTICS:
+            self._difference.labels(watcher.sampler_id, _kind(is_base=is_base), statistic).set(
+                shown_difference(agreement, statistic)
+            )
 
     def left(self, watcher: Watcher, *, is_gone: bool) -> None:
         """Forget a watcher, and where no other has its name what is known of the sampler."""
@@ -174,21 +184,28 @@ class Agreements:
         for task in [task for task, other in self._tasks.items() if other is watcher]:
             task.cancel()
         if is_gone:
-            for is_base in self._known.pop(watcher.sampler_id, {}):
-                for statistic in ("mean", "max"):
-                    labels = (watcher.sampler_id, _kind(is_base=is_base), statistic)
-                    with suppress(KeyError):
-                        self._difference.remove(*labels)
+            self._known.pop(watcher.sampler_id, None)
+            for is_base, statistic in product((True, False), STATISTICS):
+                with suppress(KeyError):
+                    self._difference.remove(watcher.sampler_id, _kind(is_base=is_base), statistic)
 
     def _note(self, watcher: Watcher, agreement: pb.Agreement) -> None:
         seen, run_id = self._seen[watcher], agreement.model.run_id
-        agreed, other = (seen.refused, seen.runs) if agreement.refusal else (seen.runs, seen.refused)
-        agreed.add(run_id)
-        other.discard(run_id)
+        if agreement.refusal:
+            seen.agreed.discard(run_id)
+        else:
+            seen.agreed.add(run_id)
+            seen.comparing.pop(run_id, None)
         seen.unanswered.pop(run_id, None)
 
-    def _label(self, watcher: Watcher, statistic: str, *, is_base: bool) -> Gauge:
-        return self._difference.labels(watcher.sampler_id, _kind(is_base=is_base), statistic)
+    def _compare(self, watcher: Watcher, seen: _Seen, run: RunRecord, version: int) -> None:
+        """Have a sampler score a version, once, and of those that come while the engine is away the newest."""
+        if version <= seen.comparing.get(run.run_id, 0):
+            return
+        seen.comparing[run.run_id] = version
+        if run.run_id not in seen.queued:
+            seen.queued.add(run.run_id)
+            self._spawn(watcher, self._probe_version(watcher, seen, run))
 
     def _spawn(self, watcher: Watcher, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -206,8 +223,12 @@ class Agreements:
                 self._base = await self._when_available(self._score_base)
         self._send(watcher, ModelRef(), *self._base, self._engine.describe().dtype)
 
-    async def _probe_version(self, watcher: Watcher, run: RunRecord, version: int) -> None:
+    async def _probe_version(self, watcher: Watcher, seen: _Seen, run: RunRecord) -> None:
         async with self._scoring:
+            seen.queued.discard(run.run_id)
+            version = seen.comparing.get(run.run_id)
+            if version is None:  # one agreed, or the run was deleted
+                return
             tokens = self._tokens()
             logprobs = await self._when_available(lambda: self._score_adapter(tokens, run, version))
         self._send(watcher, ModelRef(run_id=run.run_id, version=version), tokens, logprobs, self._dtype(run))
