@@ -152,15 +152,19 @@ class Cluster:
                 if service.process is not None and service.process.poll() is None:
                     stack.callback(service.stop)
 
-    def agreements(self) -> list[weights_pb.Agreement]:
-        """What the trainer knows of how closely samplers agree with it: base model and version, once it has both."""
+    def agreements(self, run_id: str = "") -> list[weights_pb.Agreement]:
+        """What the trainer knows of how closely samplers agree with it: base model and a run's version, or all runs'.
+
+        Once it has both.
+        """
         credential = (self.state / "credential").read_text()
         with grpc.insecure_channel(self.trainer.plan.environment["PACELINE_TRAINER_LISTEN"]) as channel:
             stub, request = TrainerServiceStub(channel), trainer_pb.GetServerInfoRequest()
 
             def both():
                 found = stub.GetServerInfo(request, metadata=peer_metadata(credential)).agreements
-                return found if len(found) == 2 else None
+                found = [one for one in found if not run_id or one.model.run_id in {"", run_id}]
+                return found if len(found) >= 2 else None
 
             return wait_for(both, explain=self.sampler.tail)
 

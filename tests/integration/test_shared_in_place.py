@@ -120,7 +120,7 @@ def test_the_base_model_is_served_until_a_run_writes_its_first_version(cluster, 
     assert np.abs(score(published.version, sequence.tokens) - sequence.logprobs).mean() <= 1e-5
     with pytest.raises(errors.ModelNotFound):
         base.sample(PROMPT, 1, SHORT).result()
-    _, version = cluster.agreements()
+    _, version = cluster.agreements(training.run_id)
     assert (version.model.run_id, version.model.version) == (training.run_id, published.version)
     assert 0 < version.mean_difference < version.bound < 1e-3
 
