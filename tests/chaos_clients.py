@@ -26,6 +26,10 @@ WINDOW = 4
 NOT_EXECUTED = {errors.PoisonedCommand.reason, errors.DiskFull.reason}
 """Refusals that a fault is the reason of: the command changed nothing. In the run without faults another stands there
 that changes nothing either."""
+_LOST = {
+    error.reason for error in (errors.RunStateLost, errors.RunNotFound, errors.ChecksumMismatch, errors.SeqIdExpired)
+}
+"""Refusals after which a client gives its run up."""
 _SAMPLED_TOKENS = 8
 
 
@@ -99,6 +103,15 @@ class Client:
         self.sampler = SamplerServiceStub(self.channel)
         self.metadata = ((API_KEY_KEY, f"Bearer {self.token}"),) if self.token else ()
 
+    @property
+    def last_before_damage(self) -> int:
+        """The last command up to which all were answered as if nothing were damaged.
+
+        Those after the first that was refused were already on their way, and found the run without it.
+        """
+        told = [seq_id for seq_id, answer in self.answers.items() if answer in _LOST]
+        return min(told, default=self.seq_id + 1) - 1
+
     async def create(self) -> None:
         lora = lora_pb2.LoraConfig(rank=4, seed=self.seed, dropout=0.1)
         request = pb.CreateRunRequest(request_id=uuid4().hex, lora=lora)
@@ -147,7 +160,7 @@ class Client:
             reply = await self._call(method, request)
         except errors.PacelineError as error:
             self.answers[seq_id] = error.reason
-            if isinstance(error, (errors.DataLoss, errors.RunStateLost, errors.RunNotFound)):
+            if error.reason in _LOST:
                 self.lost = error.reason
             return
         self.answers[seq_id] = stable(reply)

@@ -282,7 +282,7 @@ class Trainer:
             )
         if kind is CheckpointKind.STATE:
             record.latest_state_checkpoint = checkpoint.path
-            await self._registry.persist(record)
+            await self._registry.note(record)
         _log.info("checkpoint saved", path=checkpoint.path, bytes=checkpoint.size_bytes)
         return checkpoint
 
@@ -292,7 +292,8 @@ class Trainer:
         """Replace the run's weights, and with `with_optimizer` all of its state.
 
         Brings back a run whose state was lost. What is loaded is kept for the replay of command `seq_id`, since the
-        checkpoint may be deleted or overwritten before that.
+        checkpoint may be deleted or overwritten before that. Raises DiskFull where there is no room for that, or for
+        what the run published before; the run is as it was then.
         """
         if with_optimizer and path.kind is not CheckpointKind.STATE:
             raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load weights alone", field="path")
@@ -306,8 +307,11 @@ class Trainer:
         if isinstance(record.parameters, LoraConfig):
             made_on = (await asyncio.to_thread(weights.read_manifest, directory)).base_sha256
             check_same_base(self._engine.describe().weights_sha256, made_on, "the checkpoint was made on")
-        # Replays begin here: what was published before is never made again. What keeps it off the volume is logged.
-        await asyncio.gather(self._publisher.settled(record.run_id), return_exceptions=True)
+        # Replays begin here: what was published before is never made again. Other reasons that keep it off the volume
+        # are logged.
+        (unsettled,) = await asyncio.gather(self._publisher.settled(record.run_id), return_exceptions=True)
+        if isinstance(unsettled, errors.DiskFull):
+            raise unsettled
         fresh = not record.in_engine
         if fresh:
             await self._engine.create_run(record.run_id, record.parameters)
@@ -318,7 +322,7 @@ class Trainer:
                 await self._engine.delete_run(record.run_id)
             raise
         record.step, record.in_engine, record.state = loaded.step, True, RunState.READY
-        await self._registry.persist(record)
+        await self._registry.note(record)
         _log.info("checkpoint loaded", path=str(path), run=record.run_id, with_optimizer=with_optimizer)
 
     async def publish(

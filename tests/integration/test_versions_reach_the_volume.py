@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import signal
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest_asyncio
 from cluster import wait_for
 from tiny_models import make_tiny_llama
 
-from paceline import codec, layout
+from paceline import codec, errors, layout
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, Datum, LoraConfig
@@ -42,6 +44,7 @@ from trainer_service.volume_bytes import VolumeBytes
 TEAM = "team"
 SNAPSHOT_AFTER = 4
 """Commands."""
+ADAM = pb.AdamwParams(learning_rate=1e-3)
 DATUM = Datum(np.arange(4, dtype=np.int32), {"target_tokens": np.arange(4), "weights": np.ones(4, np.float32)})
 
 
@@ -83,6 +86,18 @@ class Commander:
         await self.send(
             pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="cross_entropy", forward_only=True
         )
+
+
+@contextmanager
+def full_disk(monkeypatch, name):
+    """Let a function fail as on a full disk."""
+
+    def full(*_):
+        raise layout.translate(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(name, full)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +151,7 @@ async def trainer(engine, tmp_path):
     run = await trainer.create_run(Identity(TEAM), "request", b"digest", "", LoraConfig(rank=4, alpha=8), {})
     slow = SlowCopy(publisher, run)
     await feed.join(slow)
-    yield SimpleNamespace(commander=Commander(run, volume), slow=slow)
+    yield SimpleNamespace(commander=Commander(run, volume), slow=slow, publisher=publisher, run=run)
     slow.go_on()
     await registry.close()
     await publisher.stop()
@@ -169,3 +184,42 @@ async def test_before_a_snapshot_counts(trainer):
     trainer.slow.go_on()
     await appearing
     assert (commander.version / layout.WEIGHTS_FILE).exists()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_load_is_refused_as_long_as_the_volume_has_no_room_for_what_was_published_before(trainer, monkeypatch):
+    commander = trainer.commander
+    kind = CheckpointKind.STATE.value
+    path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
+    await commander.send(pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="cross_entropy")
+    stepped = await commander.send(pb.OptimStepRequest, adamw=ADAM)
+    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"):
+        await commander.send(pb.PublishWeightsRequest)
+        with pytest.raises(errors.DiskFull):
+            await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
+    assert (trainer.run.step, commander.version.exists()) == (stepped.step, False)
+    await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
+    assert (trainer.run.step, commander.version.exists()) == (0, True)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_command_has_done_stands_where_the_runs_file_cannot_be_written(trainer, monkeypatch):
+    commander = trainer.commander
+    kind = CheckpointKind.STATE.value
+    with full_disk(monkeypatch, "trainer_service.runs.registry.write_run_file"):
+        path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
+        await commander.send(pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="cross_entropy")
+        await commander.send(pb.OptimStepRequest, adamw=ADAM)
+        assert trainer.run.step == 1
+        await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
+        assert trainer.run.step == 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(trainer):
+    trainer.run.is_restored = False
+    with pytest.raises(errors.EngineUnavailable):
+        trainer.publisher.find(trainer.run, 1)
+    trainer.run.is_restored = True
+    with pytest.raises(errors.VersionNotFound):
+        trainer.publisher.find(trainer.run, 1)

@@ -93,6 +93,8 @@ class Publisher:
         self._staging = staging_root / f"paceline-trainer-{volume_hash}"
         self._keep_versions = keep_versions
         self._persisting: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._left_out: dict[tuple[str, int], Path] = {}
+        """Where versions are staged that the volume had no room for."""
         self._retiring = asyncio.Lock()
         self._manifests: dict[Path, pb.Manifest] = {}
         """Of the versions that are staged, by directory."""
@@ -154,15 +156,27 @@ class Publisher:
         self._persist(run.run_id, version, directory, manifest)
 
     async def settled(self, run_id: str) -> None:
-        """Wait until the versions that a run has published are on the volume. Raises what kept one from it."""
+        """Wait until the versions that a run has published are on the volume. Raises what keeps one from it.
+
+        Those that there was no room for are copied again.
+        """
+        for key in [key for key in self._left_out if key[0] == run_id]:
+            directory = self._left_out.pop(key)
+            if (manifest := self._manifests.get(directory)) is not None:
+                self._persist(*key, directory, manifest)
         await asyncio.gather(*(task for key, task in self._persisting.items() if key[0] == run_id))
 
     def find(self, run: RunRecord, version: int | None) -> Path:
-        """Return the directory of a version; None means the newest. Raises VersionNotFound."""
+        """Return the directory of a version; None means the newest.
+
+        Raises VersionNotFound; EngineUnavailable while the run is restored, which may make it again.
+        """
         number = run.latest_version if version is None else version
         for directory in (self._staged(run.run_id, number), self._volume.version(run.run_id, number)):
             if directory in self._manifests or (directory / layout.MANIFEST_FILE).exists():
                 return directory
+        if not run.is_restored and number > max(self._on_volume_numbers(run.run_id), default=0):
+            raise errors.EngineUnavailable("the run is being restored, and its newest versions with it; try again")
         message = (
             f"version {number} is not kept; {run.latest_version} is the newest" if number else "none was published"
         )
@@ -184,6 +198,8 @@ class Publisher:
         for directory in list(self._manifests):
             if directory.parent.name == run.run_id:
                 self._manifests.pop(directory, None)
+        for key in [key for key in self._left_out if key[0] == run.run_id]:
+            del self._left_out[key]
         await asyncio.to_thread(shutil.rmtree, self._staging / run.run_id, ignore_errors=True)
 
     def _announce_restored(self, run: RunRecord) -> None:
@@ -268,7 +284,7 @@ class Publisher:
         final = self._volume.version(*key)
         if not final.exists():
             async with staged_directory(final) as staging:
-                await asyncio.to_thread(shutil.copytree, directory, staging, dirs_exist_ok=True)
+                await asyncio.to_thread(_copy_files, directory, staging)
                 await asyncio.to_thread(weights.write_manifest, staging, manifest)
         self._guard.measure(final)
         if directory != final:
@@ -279,6 +295,8 @@ class Publisher:
         del self._persisting[key]
         if not task.cancelled() and (error := task.exception()):
             _log.error("version not kept on the volume", run=key[0], version=key[1], error=str(error))
+            if isinstance(error, errors.DiskFull):
+                self._left_out[key] = self._staged(*key)
 
     async def _retire(self, run_id: str, newest: int) -> None:
         """Remove what a version makes superfluous; what cannot be removed is left to the next one.
@@ -332,6 +350,12 @@ class Publisher:
     def _announcement(self, manifest: pb.Manifest) -> pb.Announcement:
         directory = self._volume.version(manifest.model.run_id, manifest.model.version)
         return pb.Announcement(manifest=manifest, volume_path=str(directory.relative_to(self._volume.root)))
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy a directory without others in it. Raises OSError with its number, which `shutil.copytree` leaves out."""
+    for path in source.iterdir():
+        shutil.copy2(path, target)
 
 
 @contextmanager

@@ -184,6 +184,13 @@ class RunRegistry:
             if not record.is_deleted:
                 await asyncio.to_thread(write_run_file, self._volume.run(record.run_id), record.to_facts())
 
+    async def note(self, record: RunRecord) -> None:
+        """Write what is useful after a restart and can be missed: what a command has done stands on a full disk."""
+        try:
+            await self.persist(record)
+        except errors.DiskFull as error:
+            _log.warning("run's file not written; the next change writes it", run=record.run_id, error=error.message)
+
     async def remove(self, record: RunRecord, *, keep_checkpoints: bool) -> None:
         """Forget a run, also where the disk is full. Checkpoints that are kept stay loadable by their owner's runs.
 
