@@ -20,7 +20,9 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import Datum
 from paceline.types.v1 import lora_pb2
+from trainer_service.settings import TrainerSettings
 
+KEPT_VERSIONS = TrainerSettings.model_fields["keep_versions"].default
 WINDOW = 4
 """Commands that a client has under way."""
 NOT_EXECUTED = {errors.PoisonedCommand.reason, errors.DiskFull.reason}
@@ -185,6 +187,9 @@ class Client:
         try:
             reply = await until_answered(self.sampler, "Sample", request, self.metadata)
         except errors.PacelineError as error:
+            newest = max(known for known, _ in self.versions.values())
+            if isinstance(error, errors.VersionNotFound) and newest >= version + KEPT_VERSIONS:
+                return  # it took so long to be answered that the version is not kept any more
             self.found.append(f"seed {self.seed}: version {version}, just published, cannot be sampled: {error}")
             return
         (sequence,) = reply.sequences

@@ -259,6 +259,25 @@ class Trainer:
         """
         self._check_ready(record)
         path = CheckpointPath(record.run_id, kind, layout.check_name(name))
+        checkpoint = await self._checkpoints.made_by(path, seq_id)
+        if checkpoint is None:
+            checkpoint = await self._write_checkpoint(record, path, seq_id, ttl_seconds, overwrite, turn)
+        if kind is CheckpointKind.STATE:
+            record.latest_state_checkpoint = checkpoint.path
+            await self._registry.note(record)
+        _log.info("checkpoint saved", path=checkpoint.path, bytes=checkpoint.size_bytes)
+        return checkpoint
+
+    async def _write_checkpoint(
+        self,
+        record: RunRecord,
+        path: CheckpointPath,
+        seq_id: int,
+        ttl_seconds: int | None,
+        overwrite: bool,
+        turn: Turn,
+    ) -> Checkpoint:
+        kind = path.kind
         self._guard.check(self._settings.checkpoint_dir, record.state_bytes(kind))
 
         async def write(directory: Path) -> None:
@@ -268,7 +287,7 @@ class Trainer:
 
         final = layout.Volume(self._settings.checkpoint_dir).checkpoint(path)
         with self._volume_bytes.taking(record.tenant, record.state_bytes(kind), replaced=final):
-            checkpoint = await self._checkpoints.save(
+            return await self._checkpoints.save(
                 path,
                 write,
                 base_model=record.base_model,
@@ -280,11 +299,6 @@ class Trainer:
                 overwrite=overwrite,
                 earlier=turn.wait_for_earlier,
             )
-        if kind is CheckpointKind.STATE:
-            record.latest_state_checkpoint = checkpoint.path
-            await self._registry.note(record)
-        _log.info("checkpoint saved", path=checkpoint.path, bytes=checkpoint.size_bytes)
-        return checkpoint
 
     async def load_checkpoint(
         self, record: RunRecord, identity: Identity, path: CheckpointPath, *, seq_id: int, with_optimizer: bool
@@ -334,8 +348,9 @@ class Trainer:
         `save_checkpoint`.
         """
         self._check_ready(record)
-        self._guard.check(self._settings.checkpoint_dir, record.state_bytes(CheckpointKind.SAMPLER))
-        self._volume_bytes.check(record.tenant, record.state_bytes(CheckpointKind.SAMPLER))
+        if not self._publisher.has_made(record, seq_id):
+            self._guard.check(self._settings.checkpoint_dir, record.state_bytes(CheckpointKind.SAMPLER))
+            self._volume_bytes.check(record.tenant, record.state_bytes(CheckpointKind.SAMPLER))
         return await self._publisher.publish(
             record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds, turn=turn
         )

@@ -23,11 +23,11 @@ from paceline.types import CheckpointKind, Datum, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
-from trainer_service.disk import NO_GUARD
+from trainer_service.disk import NO_GUARD, DiskGuard
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import NO_FAILPOINTS
-from trainer_service.publish.feed import Feed, Watcher
+from trainer_service.publish.feed import AckPolicy, Feed, Watcher
 from trainer_service.publish.group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.byte_gate import ByteGate
@@ -37,6 +37,7 @@ from trainer_service.runs.recovery import Recovery
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.restore_point import RestorePoints
 from trainer_service.runs.storage import RunStorage
+from trainer_service.runs.turn import Turn
 from trainer_service.settings import TrainerSettings
 from trainer_service.trainer import Trainer
 from trainer_service.volume_bytes import VolumeBytes
@@ -150,8 +151,9 @@ async def trainer(engine, tmp_path):
     publisher.start()
     run = await trainer.create_run(Identity(TEAM), "request", b"digest", "", LoraConfig(rank=4, alpha=8), {})
     slow = SlowCopy(publisher, run)
-    await feed.join(slow)
-    yield SimpleNamespace(commander=Commander(run, volume), slow=slow, publisher=publisher, run=run)
+    yield SimpleNamespace(
+        feed=feed, commander=Commander(run, volume), slow=slow, publisher=publisher, run=run, trainer=trainer
+    )
     slow.go_on()
     await registry.close()
     await publisher.stop()
@@ -160,6 +162,7 @@ async def trainer(engine, tmp_path):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_before_a_load_answers(trainer):
     commander = trainer.commander
+    await trainer.feed.join(trainer.slow)
     kind = CheckpointKind.STATE.value
     path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
     await commander.send(pb.PublishWeightsRequest)
@@ -174,6 +177,7 @@ async def test_before_a_load_answers(trainer):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_before_a_snapshot_counts(trainer):
     commander = trainer.commander
+    await trainer.feed.join(trainer.slow)
     await commander.send(pb.PublishWeightsRequest)
     for _ in range(SNAPSHOT_AFTER - 1):
         await commander.train()
@@ -223,3 +227,22 @@ async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(t
     trainer.run.is_restored = True
     with pytest.raises(errors.VersionNotFound):
         trainer.publisher.find(trainer.run, 1)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_executes_again_on_a_full_disk(
+    trainer, monkeypatch
+):
+    run, turn = trainer.run, Turn()
+    saved = {"seq_id": 7, "ttl_seconds": None, "overwrite": True, "turn": turn}
+    made = await trainer.trainer.save_checkpoint(run, "made", CheckpointKind.STATE, **saved)
+    trainer.slow.go_on()
+    publishing = {"seq_id": 8, "durable": True, "policy": AckPolicy.NONE, "ack_seconds": 1.0, "turn": turn}
+    version = (await trainer.trainer.publish(run, **publishing)).model.version
+    run.next_version = version
+    trainer.publisher.start()
+    monkeypatch.setattr(trainer.trainer, "_guard", DiskGuard(1 << 60))
+    assert await trainer.trainer.save_checkpoint(run, "made", CheckpointKind.STATE, **saved) == made
+    assert (await trainer.trainer.publish(run, **publishing)).model.version == version
+    with pytest.raises(errors.DiskFull):
+        await trainer.trainer.save_checkpoint(run, "made", CheckpointKind.STATE, **saved | {"seq_id": 9})

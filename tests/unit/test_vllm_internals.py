@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import vllm
 
-from sampler_service.engine.vllm_internals import _DIRECT, _EVERY_WAY, _RUNNING, VllmInternals
+from sampler_service.engine.vllm_internals import _DIRECT, _EVERY_WAY, _RUNNING, _SCORING, VllmInternals
 
 
 def runner(*paths: str) -> SimpleNamespace:
@@ -21,14 +21,14 @@ def runner(*paths: str) -> SimpleNamespace:
     return made
 
 
-@pytest.mark.parametrize("running", _RUNNING)
-def test_either_of_the_model_runners_is_known(running):
-    VllmInternals(runner(*_EVERY_WAY, *_DIRECT, running), direct=True)
+@pytest.mark.parametrize(("running", "scoring"), list(zip(_RUNNING, _SCORING, strict=True)))
+def test_either_of_the_model_runners_is_known(running, scoring):
+    VllmInternals(runner(*_EVERY_WAY, *_DIRECT, running, scoring), direct=True)
 
 
 @pytest.mark.parametrize("gone", _DIRECT)
 def test_what_slots_need_is_missed_by_name_and_only_by_them(gone):
-    without = runner(*_EVERY_WAY, *(path for path in _DIRECT if path != gone), _RUNNING[0])
+    without = runner(*_EVERY_WAY, *(path for path in _DIRECT if path != gone), _RUNNING[0], _SCORING[0])
     VllmInternals(without, direct=False)
     with pytest.raises(RuntimeError, match=rf"{vllm.__version__}.*no {gone}; install"):
         VllmInternals(without, direct=True)
@@ -36,7 +36,9 @@ def test_what_slots_need_is_missed_by_name_and_only_by_them(gone):
 
 def test_a_model_runner_that_does_not_say_which_adapters_run_is_refused():
     with pytest.raises(RuntimeError, match=" or ".join(_RUNNING)):
-        VllmInternals(runner(*_EVERY_WAY, *_DIRECT), direct=True)
+        VllmInternals(runner(*_EVERY_WAY, *_DIRECT, _SCORING[0]), direct=True)
+    with pytest.raises(RuntimeError, match=" or ".join(_SCORING)):
+        VllmInternals(runner(*_EVERY_WAY, *_DIRECT, _RUNNING[0]), direct=False)
 
 
 def test_what_loading_by_vllm_needs_is_missed_too():

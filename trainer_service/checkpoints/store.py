@@ -79,8 +79,8 @@ class CheckpointStore:
         """
         expire_time = _expire_time(ttl_seconds)
         final = self._volume.checkpoint(path)
-        if seq_id and await asyncio.to_thread(_is_made_by, final, seq_id):
-            return await asyncio.to_thread(_describe, path, final)
+        if (made := await self.made_by(path, seq_id)) is not None:
+            return made
         _check_free(final, overwrite=overwrite)
         async with AsyncExitStack() as naming:
             async with staged_directory(final, overwrite=overwrite) as staging:
@@ -102,6 +102,13 @@ class CheckpointStore:
                 await asyncio.to_thread(_write_expiry, staging, final, expire_time)
             self._guard.measure(final)
             return await asyncio.to_thread(_describe, path, final)
+
+    async def made_by(self, path: CheckpointPath, seq_id: int) -> Checkpoint | None:
+        """Return the checkpoint that command `seq_id` made before a crash; None where it has made none."""
+        final = self._volume.checkpoint(path)
+        if seq_id and await asyncio.to_thread(_is_made_by, final, seq_id):
+            return await asyncio.to_thread(_describe, path, final)
+        return None
 
     async def take(self, path: CheckpointPath, identity: Identity, target: Path, field: str = "path") -> None:
         """Put the files of the caller's checkpoint into an empty directory: linked where that is possible, verified.

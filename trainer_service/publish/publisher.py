@@ -138,6 +138,11 @@ class Publisher:
         acks = await self._feed.wait((run.run_id, version), policy, expected, ack_seconds) if waiting else ()
         return Publication(weights.served_model(manifest), acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
 
+    def has_made(self, run: RunRecord, seq_id: int) -> bool:
+        """Whether the version that command `seq_id` publishes is on the volume from before a crash."""
+        made = self._volume.version(run.run_id, run.next_version)
+        return made.exists() and int(weights.read_manifest(made).seq_id) == seq_id
+
     async def remake(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
         """Make a version again that command `seq_id` published and that neither staging nor the volume holds.
 
