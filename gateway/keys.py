@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hmac
-import json
 import os
 import re
 import secrets
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline import errors
-from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token
+from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token, parse_keys
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity, is_tenant
 
@@ -62,8 +61,7 @@ class KeyRing:
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """Read a keys file. Raises InvalidArgument naming what is wrong with it."""
     try:
-        entries = json.loads(path.read_bytes())
-        keys = tuple(ApiKey(**entry) for entry in entries)
+        keys = parse_keys(path.read_text())
     except (OSError, ValueError, TypeError) as error:
         raise errors.InvalidArgument(
             f"{path} is not a list of name, tenant, sha256: {error}", field="keys_file"

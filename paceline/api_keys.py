@@ -34,6 +34,11 @@ def hash_token(token: str) -> str:
     return sha256(token.encode()).hexdigest()
 
 
+def parse_keys(text: str) -> tuple[ApiKey, ...]:
+    """Read the text of a keys file. Raises ValueError or TypeError for another."""
+    return tuple(ApiKey(**entry) for entry in json.loads(text))
+
+
 def dump_keys(keys: Iterable[ApiKey]) -> str:
     """Write the text of a keys file."""
     return json.dumps([asdict(key) for key in keys], indent=2) + "\n"

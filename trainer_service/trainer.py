@@ -39,6 +39,9 @@ from trainer_service.runs.turn import Turn
 from trainer_service.settings import TrainerSettings
 from trainer_service.volume_bytes import VolumeBytes
 
+_KNOWN_CLIENTS = 64
+"""AttachRun requests of a run that are known when they come again, the newest."""
+
 _log = get_logger(__name__)
 
 
@@ -162,13 +165,23 @@ class Trainer:
         return record
 
     async def attach(self, record: RunRecord, request_id: str) -> int:
-        """Make a client the one that trains a run, durably, and return its number; the same again for a repetition."""
+        """Make a client the one that trains a run, durably, and return its number; the same again for a repetition.
+
+        A repetition of one of the newest requests supersedes nobody. Raises DiskFull, when nobody was superseded.
+        """
         validation.check_request_id(request_id)
-        if record.attached_by != request_id:
-            record.attachment, record.attached_by = record.attachment + 1, request_id
-            record.sequencer.attach(record.attachment)
-        attachment = record.attachment
-        await self._registry.persist(record)
+        if request_id not in record.attached:
+            record.attachment += 1
+            record.attached[request_id] = record.attachment
+            for oldest in list(record.attached)[:-_KNOWN_CLIENTS]:
+                del record.attached[oldest]
+        attachment = record.attached[request_id]
+        try:
+            await self._registry.persist(record)
+        except errors.DiskFull:
+            record.attached.pop(request_id, None)
+            raise
+        record.sequencer.attach(max(attachment, record.sequencer.attachment))
         return attachment
 
     async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token
+from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token, parse_keys
 from paceline.machine import visible_gpus
 from paceline.up.errors import CannotStart
 from paceline.up.shares import Share, share_cores, share_gpus
@@ -52,18 +52,32 @@ _FLAGS = {"listen": "--address", "health_listen": "--address", "trainer": "--add
           "credential_file": "--state", "keys_file": "--state", "insecure": "--state"}  # fmt: skip
 """Settings by which the services find and trust each other, and the flag that they follow from."""
 
+_KEY_NAME = "up"
+"""Of its own key in the gateway's file."""
 _DRAIN_SECONDS = 5
 """Whoever waits here pressed Ctrl-C."""
 
 
 def read_or_make_key(state: Path) -> Path:
-    """Return the file with the API key, made on first use together with the gateway's file of keys."""
-    state.mkdir(parents=True, exist_ok=True)
+    """Return the file with the API key, made on first use together with the gateway's file of keys.
+
+    Other keys in that file stay. Raises CannotStart for a `state` that cannot be made, or a file that has no keys.
+    """
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotStart(f"--state {state} cannot be made ({error.strerror}); choose another directory") from error
     key_file = state / "api_key"
     if not key_file.exists():
         _write_secret(key_file, new_token())
     digest = hash_token(key_file.read_text().strip())
-    _write_secret(state / "keys.json", dump_keys([ApiKey("up", "default", digest)]))
+    keys_file = state / "keys.json"
+    try:
+        known = parse_keys(keys_file.read_text()) if keys_file.exists() else ()
+    except (ValueError, TypeError) as error:
+        raise CannotStart(f"{keys_file} is no file of keys ({error}); repair or remove it") from error
+    others = [key for key in known if key.name != _KEY_NAME]
+    _write_secret(keys_file, dump_keys([ApiKey(_KEY_NAME, "default", digest), *others]))
     if not (state / "credential").exists():
         _write_secret(state / "credential", secrets.token_urlsafe(32))
     return key_file

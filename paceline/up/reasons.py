@@ -25,6 +25,8 @@ def reason_of(status: int, log: Path, start: int) -> str:
     if status < 0:
         name = signal.Signals(-status).name
         return f"{name}, mostly the kernel, out of memory" if name == "SIGKILL" else name
+    if status == 0:
+        return "it left without an error, as when it is sent SIGTERM"
     with log.open("rb") as file:
         file.seek(start)
         text = file.read(_READ_BYTES).decode(errors="replace")

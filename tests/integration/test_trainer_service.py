@@ -511,6 +511,7 @@ async def test_the_client_that_attached_last_trains_the_run(caller):
     first, second = await attach("first"), await attach("second")
     assert (first.attachment, second.attachment) == (1, 2)
     assert await attach("second") == second
+    assert (await attach("first")).attachment == 1  # late, and no reason to turn the second away
     await caller.command(
         "ForwardBackward", pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="ppo"
     )

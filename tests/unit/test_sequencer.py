@@ -401,11 +401,11 @@ async def test_who_attached_last_outlives_the_service(run, tmp_path):
         sequencer=run.sequencer,
         snapshots=None,
         attachment=2,
-        attached_by="second",
+        attached={"first": 1, "second": 2},
     )
     again = JournaledRun(tmp_path / "again")
     restored = RunRecord.from_facts(record.to_facts(), again.sequencer, None)
-    assert (restored.attachment, restored.attached_by) == (2, "second")
+    assert (restored.attachment, restored.attached) == (2, {"first": 1, "second": 2})
     with pytest.raises(errors.ClientSuperseded):
         await again.send(1, attachment=1)
     await again.send(1, attachment=2)

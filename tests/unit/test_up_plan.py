@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from ports import free_service_ports
 
+from gateway.keys import add_key, read_keys
 from paceline import up as module
+from paceline.api_keys import hash_token
 from paceline.machine import visible_gpus
 from paceline.up import up
 from paceline.up.errors import CannotStart
-from paceline.up.plan import Plan, UpOptions, make_plans
+from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
 from paceline.up.reasons import reason_of
 from paceline.up.shares import share_cores, share_gpus
 
@@ -201,3 +203,29 @@ def test_the_reason_is_the_first_error_or_the_last_word(tmp_path, text, reason):
 def test_the_reason_of_a_kill_is_the_signal(tmp_path):
     assert reason_of(-9, tmp_path / "none", 0).startswith("SIGKILL")
     assert reason_of(-15, tmp_path / "none", 0) == "SIGTERM"
+
+
+def test_keys_that_others_added_are_there_after_the_next_start(tmp_path):
+    key_file = read_or_make_key(tmp_path)
+    added = add_key(tmp_path / "keys.json", "team", "team-key")
+    assert read_or_make_key(tmp_path) == key_file
+    keys = read_keys(tmp_path / "keys.json")
+    assert {(key.name, key.tenant) for key in keys} == {("up", "default"), ("team-key", "team")}
+    assert {key.sha256 for key in keys} == {hash_token(added), hash_token(key_file.read_text().strip())}
+
+
+def test_a_state_that_cannot_be_kept_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotStart, match=r"--state .*file cannot be made \(File exists\); choose another directory"):
+        read_or_make_key(tmp_path / "file")
+    read_or_make_key(tmp_path / "state")
+    (tmp_path / "state" / "keys.json").write_text("torn")
+    with pytest.raises(CannotStart, match=r"keys\.json is no file of keys"):
+        read_or_make_key(tmp_path / "state")
+
+
+def test_a_service_that_was_told_to_end_is_not_given_an_old_error_for_a_reason(tmp_path):
+    log = tmp_path / "sampler.log"
+    log.write_text("RuntimeError: of an hour ago\nstopped\n")
+    assert reason_of(0, log, 0) == "it left without an error, as when it is sent SIGTERM"
+    assert reason_of(1, log, 0) == "RuntimeError: of an hour ago"

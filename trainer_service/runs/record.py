@@ -63,8 +63,8 @@ class RunRecord:
     latest_state_checkpoint: str = ""
     attachment: int = 0
     """Number of the newest client that attached; 0 means that none did."""
-    attached_by: str = ""
-    """request_id of its AttachRun."""
+    attached: dict[str, int] = field(default_factory=dict)
+    """Numbers of the newest clients, by the request_id of their AttachRun."""
     state: RunState = RunState.READY
     in_engine: bool = True
     """Whether the engine holds an adapter for it."""
@@ -140,7 +140,7 @@ class RunRecord:
             "adapted_modules": self.adapted_modules,
             "step": (self.shown or self.facts()).step,
             "attachment": self.attachment,
-            "attached_by": self.attached_by,
+            "attached": self.attached,
             "version_limit": self.version_limit,
             "latest_state_checkpoint": self.latest_state_checkpoint,
             "last_seq_id": self.sequencer.last_seq_id,
@@ -152,6 +152,8 @@ class RunRecord:
         parameters = _take_parameters(facts)
         del facts["last_seq_id"]  # the journal knows better
         sequencer.attach(facts.get("attachment", 0))
+        if newest := facts.pop("attached_by", ""):  # of a file that knows the newest client alone
+            facts["attached"] = {newest: facts["attachment"]}
         return cls(
             sequencer=sequencer,
             snapshots=snapshots,
