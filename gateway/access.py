@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from types import MappingProxyType
 
+from paceline.rpc.reflection import METHODS as REFLECTION_METHODS
+
 
 class Access(Enum):
     """Who may call a method."""
@@ -54,7 +56,7 @@ ACCESS: Mapping[str, Access] = MappingProxyType(
         "/paceline.weights.v1.WeightService/WatchVersions": Access.NOBODY,
         "/paceline.gateway.v1.GatewayService/GetCapabilities": Access.TENANT,
         "/paceline.gateway.v1.GatewayService/WhoAmI": Access.TENANT,
-        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.TENANT,
+        **dict.fromkeys(REFLECTION_METHODS, Access.TENANT),
     }
 )
 """/package.Service/Method to who may call it."""

@@ -34,6 +34,8 @@ _UNKNOWN_BYTES = 4096
 _NUMBER_BYTES, _HEAD_BYTES = 10, 8
 """Longest number on the wire, and longest tag with a length."""
 
+_FOREIGN = pb.Bounds(max_bytes=4096, max_items=64, min=-(2.0**63), max=2.0**63)
+
 _STRINGS = (FieldDescriptor.CPPTYPE_STRING,)
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 _Check = Callable[[Any], None]
@@ -62,7 +64,12 @@ def is_command(message: Descriptor) -> bool:
 
 
 def bounds_of(field: FieldDescriptor) -> pb.Bounds:
-    """Return a field's bounds; empty ones where the contract gives none."""
+    """Return a field's bounds; empty ones where the contract gives none.
+
+    Messages of other packages, such as reflection's, have none of their own: all of their fields share one.
+    """
+    if not field.containing_type.full_name.startswith("paceline."):
+        return _FOREIGN
     bounds: pb.Bounds = field.GetOptions().Extensions[pb.bounds]
     return bounds
 

@@ -13,12 +13,13 @@ from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
 from paceline.errors import PacelineError
 from paceline.log import configure_logging, get_logger
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
+from paceline.rpc.reflection import METHODS as REFLECTION_METHODS
+from paceline.rpc.reflection import add_reflection
 from paceline.settings import ServiceSettings
 
 _log = get_logger(__name__)
@@ -149,7 +150,7 @@ def make_server(service: Service, settings: ServiceSettings, registry: Collector
     )
     service.register(server)
     if settings.reflection:
-        reflection.enable_server_reflection([*service.service_names, reflection.SERVICE_NAME], server)
+        add_reflection(service.service_names, server)
     port = _bind(server, settings)
     _log.info("listening", address=settings.listen, port=port, tls=settings.tls_cert is not None)
     return server
@@ -158,8 +159,9 @@ def make_server(service: Service, settings: ServiceSettings, registry: Collector
 def _methods(service: Service) -> frozenset[str]:
     """Return the methods that a server has, as /package.Service/Method."""
     pool = descriptor_pool.Default()
-    services = [pool.FindServiceByName(name) for name in (*service.service_names, reflection.SERVICE_NAME)]
-    return frozenset(f"/{found.full_name}/{method.name}" for found in services for method in found.methods)
+    services = [pool.FindServiceByName(name) for name in service.service_names]
+    own = {f"/{found.full_name}/{method.name}" for found in services for method in found.methods}
+    return frozenset({*own, *REFLECTION_METHODS})
 
 
 def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:

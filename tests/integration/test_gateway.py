@@ -104,11 +104,17 @@ async def test_closed_and_unlisted_methods_answer_nobody(up, method):
     assert isinstance(await failure(call_raw(up, method, up.auth)), errors.MethodNotAllowed)
 
 
-async def test_reflection_describes_the_services_to_holders_of_a_key(up):
-    method = up.client.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-    answers = [answer async for answer in method(iter([b":\x00"]), metadata=up.auth)]  # field 7, list_services
-    assert b"paceline.trainer.v1.TrainerService" in answers[0]
-    assert b"paceline.sampler.v1.SamplerService" in answers[0]
+@pytest.mark.parametrize("package", ["grpc.reflection.v1", "grpc.reflection.v1alpha"])
+async def test_reflection_describes_the_services_to_holders_of_a_key(up, package):
+    method = up.client.channel.stream_stream(f"/{package}.ServerReflection/ServerReflectionInfo")
+    names = [b"paceline.trainer.v1.TrainerService", b"paceline.sampler.v1.SamplerService"]
+    asked = [b":\x00", *(b'"' + bytes([len(name)]) + name for name in names)]  # list_services, file_containing_symbol
+    listed, *files = [answer async for answer in method(iter(asked), metadata=up.auth)]
+    assert all(name in listed for name in names)
+    for file, rpc in zip(files, (b"ForwardBackward", b"SampleStream"), strict=True):
+        assert rpc in file
+    too_long = method(iter([b'"\xff\x3f' + bytes(0x1FFF)]), metadata=up.auth)
+    assert isinstance(await failure(too_long.read()), errors.PacelineError)
 
 
 async def test_a_caller_cannot_name_its_tenant_or_show_a_credential(up):
