@@ -19,6 +19,8 @@ from paceline.rpc.status import DETAILS_KEY, error_from_rpc
 T = TypeVar("T")
 
 _MOST_DOUBLINGS = 30
+_UNSAID = 1.0
+"""Seconds for which a call may be sent again without a word: a service that has just started is noticed within them."""
 _NOTICES = 5.0
 """Seconds between two lines of the log about calls that wait for the same reason."""
 _random = SystemRandom()
@@ -36,7 +38,7 @@ class RetryLog:
         """Note that a call failed and will be sent again."""
         kind = (call, error.reason)
         self._waiting[kind] += 1
-        if monotonic() - self._said.get(kind, -_NOTICES) < _NOTICES:
+        if waited < _UNSAID or monotonic() - self._said.get(kind, -_NOTICES) < _NOTICES:
             return
         self._said[kind] = monotonic()
         # A full service is everyday business and says when to come again; one that is away is not.

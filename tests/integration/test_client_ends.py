@@ -176,13 +176,20 @@ async def test_a_client_whose_gateway_comes_late_connects_at_the_next_call(serve
         assert (await client.get_run_async(server.trainer.run_id)).run_id == server.trainer.run_id
 
 
-async def test_what_is_sent_again_is_logged_with_its_reason_and_not_once_for_each_call(server, caplog):
+@pytest.mark.parametrize("unsaid", [0.0, 3600.0])
+async def test_what_is_sent_again_for_longer_is_logged_with_its_reason_and_not_once_for_each_call(
+    server, caplog, monkeypatch, unsaid
+):
     caplog.set_level(logging.INFO, "paceline")
+    monkeypatch.setattr("paceline.client.retry._UNSAID", unsaid)
     server.sampler.refusals = [errors.EngineUnavailable("the engine starts again", retry_after=0.01)] * 20
     async with ServiceClient(server.address, retry=QUICK) as client:
         sampling = client.create_sampling_client()
         await asyncio.gather(*(sampling.sample([1], sampling_params=SamplingParams(max_tokens=2)) for _ in range(20)))
     lines = [record.getMessage() for record in caplog.records if "sent again" in record.getMessage()]
+    if unsaid:
+        assert lines == []
+        return
     assert len(lines) == 1
     assert "Sample: ENGINE_UNAVAILABLE (the engine starts again)" in lines[0]
     assert "up to 60 s" in lines[0]
