@@ -42,7 +42,7 @@ def base_weights_sha256(model: str) -> str:
     none, or that lacks a part.
     """
     directory = _directory(model)
-    files = [] if directory is None else _files(directory)
+    files = [] if directory is None else weights_files(directory)
     if not files:
         _log.warning("base weights have no identity: there are no safetensors files", model=model)
         return ""
@@ -74,7 +74,7 @@ def _directory(model: str) -> Path | None:
         return None
 
 
-def _files(directory: Path) -> list[Path]:
+def weights_files(directory: Path) -> list[Path]:
     """Return the files that transformers loads: the index's, or the one, or all that lie there."""
     if (index := directory / _INDEX).is_file():
         return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from paceline.base_weights import weights_files
+from paceline.errors import PacelineError
 from paceline.settings import ServiceSettings, check_environment, settings_of
 from paceline.up.errors import CannotStart
 from paceline.up.plan import Plan
+from paceline.weights import read_header
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Files of which a model has one at least."""
 
 
 def read_settings(plans: Sequence[Plan], given: Mapping[str, str]) -> list[ServiceSettings]:
@@ -66,10 +73,41 @@ def check_model(model: str) -> None:
     if path.exists():
         if not (path / "config.json").is_file():
             raise CannotStart(f"--model {model}: {path.resolve()} has no config.json; name a directory of a model")
+        _check_weights(model, path)
+        if not any((path / name).is_file() for name in _TOKENIZERS):
+            raise CannotStart(f"--model {model}: {path.resolve()} has no tokenizer ({' or '.join(_TOKENIZERS)})")
         return
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise CannotStart(f"--model {model}: there is no directory {path.resolve()}")
     _check_hub(model)
+
+
+def _check_weights(model: str, path: Path) -> None:
+    """See that the files of a model's weights are there and whole, by their headers."""
+    try:
+        files = weights_files(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CannotStart(f"--model {model}: the index of its weights cannot be read ({error!r})") from None
+    if not files:
+        raise CannotStart(f"--model {model}: {path.resolve()} has no *.safetensors, which weights are read from")
+    for file in files:
+        if not file.is_file():
+            raise CannotStart(f"--model {model}: {file.resolve()} is missing, which the index of its weights names")
+        if not _is_whole(file):
+            raise CannotStart(
+                f"--model {model}: {file.resolve()} is not a whole safetensors file; download or copy it again"
+            )
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a safetensors file has a header, and the bytes that it tells of."""
+    try:
+        header = read_header(file)
+        tensors = {name: facts for name, facts in json.loads(header).items() if name != "__metadata__"}
+        end = max((int(facts["data_offsets"][1]) for facts in tensors.values()), default=0)
+    except (OSError, PacelineError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return False
+    return 8 + len(header) + end == file.stat().st_size
 
 
 def _check_hub(model: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ports import free_service_ports
+from safetensors.numpy import save_file
 
 from gateway.keys import add_key, read_keys
 from paceline import up as module
@@ -20,11 +23,18 @@ from paceline.up.reasons import reason_of
 from paceline.up.shares import share_cores, share_gpus
 
 
+def make_model_files(directory):
+    """Make what is looked at of a model before a start."""
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text("{}")
+    save_file({"w": np.zeros(4, np.float32)}, directory / "model.safetensors")
+
+
 @pytest.fixture
 def options(tmp_path, monkeypatch):
     """Options with which everything would start; what would start is then an error of its own."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    make_model_files(tmp_path / "model")
     monkeypatch.setattr(module, "Supervisor", None)
     address = f"127.0.0.1:{free_service_ports()}"
     return UpOptions(str(tmp_path / "model"), state=str(tmp_path / "state"), address=address)
@@ -203,6 +213,44 @@ def test_the_reason_is_the_first_error_or_the_last_word(tmp_path, text, reason):
 def test_the_reason_of_a_kill_is_the_signal(tmp_path):
     assert reason_of(-9, tmp_path / "none", 0).startswith("SIGKILL")
     assert reason_of(-15, tmp_path / "none", 0) == "SIGTERM"
+
+
+def _without_weights(model):
+    (model / "model.safetensors").unlink()
+
+
+def _truncated(model):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _not_safetensors(model):
+    (model / "model.safetensors").write_text("<html>not found</html>")
+
+
+def _without_a_shard(model):
+    index = {"weight_map": {"w": "model.safetensors", "x": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _without_a_tokenizer(model):
+    (model / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (_without_weights, r"model has no \*\.safetensors"),
+        (_truncated, r"model/model\.safetensors is not a whole safetensors file; download or copy it again"),
+        (_not_safetensors, r"model/model\.safetensors is not a whole safetensors file"),
+        (_without_a_shard, r"model/model-2\.safetensors is missing, which the index of its weights names"),
+        (_without_a_tokenizer, r"model has no tokenizer \(tokenizer\.json or "),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused_by_its_file_before_anything_starts(options, damage, told):
+    damage(Path(options.model))
+    with pytest.raises(CannotStart, match=told):
+        up(options)
 
 
 def test_keys_that_others_added_are_there_after_the_next_start(tmp_path):
