@@ -1,6 +1,6 @@
 # Every target is one line that calls a tool or a script. `make` alone lists them.
 .DEFAULT_GOAL := help
-# Empty: the first of python3.11, python3.12, python3.13 and python3 that will do.
+# Empty: the first of python3, python3.13, python3.12 and python3.11 that will do. What is in .venv stays what it is.
 PYTHON ?=
 GPU_PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ RUN := $(VENV)/bin
 .PHONY: help proto demo up test test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared models chaos power-cuts fuzz images clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 $(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml scripts/install.sh scripts/check_install.py
 	@scripts/install.sh $(VENV) $(PYTHON)

@@ -17,20 +17,23 @@ install() { # arguments of `pip install`
 }
 
 if [ -z "$python" ]; then
-    for python in python3.11 python3.12 python3.13 python3; do will_do "$python" && break; done
+    for python in python3 python3.13 python3.12 python3.11; do will_do "$python" && break; done
 fi
 will_do "$python" || fail "Paceline needs Python 3.11, 3.12 or 3.13, which $python is not; call make with PYTHON=<one of them>"
 if [ "$(uname -s)" = Linux ] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
     fail "vLLM's CPU build needs the library libnuma.so.1; install the package libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora)"
 fi
 
-echo "Installing into $venv, once: 2.5 GB, or 6.5 GB where pip finds no CPU build of torch (see README.md)"
+echo "Installing into $venv with $("$python" -V), once: 2.5 GB, or 6.6 GB where pip finds no CPU build of torch (see README.md)"
 rm -f "$venv/.installed"
 "$python" -m venv "$venv"
 # torch goes first and brings what it needs, which differs by build. Of the builds of one version pip prefers the one with a
 # suffix, +cpu, where it finds it: where it is set up to look, and in PIP_EXTRA_INDEX_URL.
+echo "  1/3 torch and what it needs: minutes, with nothing to see"
 install --constraint requirements/cpu.txt torch
+echo "  2/3 $(grep -c == requirements/cpu.txt) pinned packages, vLLM among them"
 install --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+echo "  3/3 Paceline"
 # The environment has all that the build needs, so nothing is fetched for it.
 install --no-deps --no-build-isolation --editable .
 "$venv/bin/python" scripts/check_install.py ||
