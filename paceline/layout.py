@@ -239,10 +239,16 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
+_CHECKPOINTS = frozenset(kind.folder for kind in CheckpointKind)
+
+
 def find_set_aside(folder: Path) -> list[str]:
-    """Return the paths, relative to the folder, of what was set aside in it and in its own folders."""
-    found = [*folder.glob("*.damaged-*"), *folder.glob("*/*.damaged-*")]
-    return sorted(str(path.relative_to(folder)) for path in found)
+    """Return the paths, relative to a run's folder, of what was set aside in it and in its own folders.
+
+    Checkpoints are not set aside, and their names are their owners'.
+    """
+    found = [path.relative_to(folder) for path in (*folder.glob("*.damaged-*"), *folder.glob("*/*.damaged-*"))]
+    return sorted(str(path) for path in found if path.parts[0] not in _CHECKPOINTS)
 
 
 def make_folder(folder: Path) -> None:

@@ -23,6 +23,7 @@ from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.records import Facts
 from trainer_service.runs.byte_gate import ByteGate
 from trainer_service.runs.command import Command
+from trainer_service.runs.deleted import DeletedRuns
 from trainer_service.runs.executor import SnapshotPolicy
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.recovery import Recovery
@@ -260,6 +261,38 @@ async def test_a_start_on_a_full_disk_serves_what_is_there_and_the_next_one_writ
         if what == "a damaged journal":
             assert registry.get(RUN, TEAM).state is RunState.LOST
             assert any(path.name.startswith("journal.damaged") for path in folder.iterdir())
+
+
+@pytest.mark.asyncio
+async def test_an_unreadable_run_is_absent_for_all_but_its_owner(volume):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+    for segment in (volume.run(RUN) / "journal").iterdir():
+        segment.write_bytes(b"PACEJNL9" + segment.read_bytes()[8:])  # of a later format
+    async with registry_of(volume) as registry:
+        with pytest.raises(errors.RunStateLost):
+            registry.get(RUN, TEAM)
+        with pytest.raises(errors.RunNotFound):
+            registry.get(RUN, Identity("stranger"))
+
+
+def test_a_checkpoint_may_have_the_name_of_what_is_set_aside(volume):
+    for name in ("state/x.damaged-1", "sampler/y.damaged-2", "versions/3.damaged-1"):
+        (volume.run(RUN) / name).mkdir(parents=True)
+    assert layout.find_set_aside(volume.run(RUN)) == ["versions/3.damaged-1"]
+
+
+def test_a_tenant_that_deletes_many_runs_has_no_request_of_another_forgotten(volume, monkeypatch):
+    monkeypatch.setattr("trainer_service.runs.deleted._KEPT", 3)
+    volume.root.mkdir()
+    deleted = DeletedRuns(volume.root)
+    deleted.add("calm", "r0", "d0")
+    for number in range(5):
+        deleted.add("busy", f"r{number}", "d")
+    again = DeletedRuns(volume.root)
+    again.read()
+    assert again.find("calm", "r0") == "d0"
+    assert [again.find("busy", f"r{number}") for number in range(5)] == ["", "", "d", "d", "d"]
 
 
 @pytest.mark.asyncio

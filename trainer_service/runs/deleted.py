@@ -15,7 +15,7 @@ _log = get_logger(__name__)
 
 _FILE = "deleted-runs.json"
 _KEPT = 1_000
-"""Requests that are kept, the newest."""
+"""Requests of a tenant that are kept, the newest."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -52,8 +52,9 @@ class DeletedRuns:
     def add(self, tenant: str, request_id: str, digest: str) -> None:
         """Keep a request, durably. Raises DiskFull."""
         self._requests[tenant, request_id] = digest
-        while len(self._requests) > _KEPT:
-            self._requests.popitem(last=False)
+        of_tenant = [key for key in self._requests if key[0] == tenant]
+        for oldest in of_tenant[:-_KEPT]:
+            del self._requests[oldest]
         self.write()
 
     def write(self) -> None:

@@ -19,7 +19,7 @@ from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.runs.deleted import DeletedRuns
 from trainer_service.runs.deletion import delete_files, finish_all
 from trainer_service.runs.record import RunOrigin, RunRecord
-from trainer_service.runs.run_file import read_run_file, write_run_file
+from trainer_service.runs.run_file import read_run_file, tenant_of, write_run_file
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.storage import Past, RunStorage
 from trainer_service.runs.volume_format import is_current, write_volume_format
@@ -39,8 +39,8 @@ class RunRegistry:
         self._storage = storage
         self._deleted = DeletedRuns(volume.root)
         self._runs: dict[str, RunRecord] = {}
-        self._unreadable: dict[str, str] = {}
-        """Why runs on the volume are not served, by run_id."""
+        self._unreadable: dict[str, tuple[str, str | None]] = {}
+        """Why runs on the volume are not served, and whose they are where some file says that; by run_id."""
         self.engines_lost = 0
         """How many engines these runs have outlived."""
 
@@ -63,7 +63,7 @@ class RunRegistry:
                     continue
                 record = await self._restore(folder)
             except Exception as error:
-                self._unreadable[folder.name] = str(error)
+                self._unreadable[folder.name] = (str(error), await asyncio.to_thread(tenant_of, folder))
                 _log.exception("run cannot be read; its files are left as they are", run=folder.name)
                 continue
             self._runs[record.run_id] = record
@@ -116,11 +116,13 @@ class RunRegistry:
     def get(self, run_id: str, identity: Identity) -> RunRecord:
         """Return the caller's run. Raises RunNotFound, also for another tenant's; RunStateLost for an unreadable one.
 
-        Whose an unreadable run is may be just what cannot be read: whoever knows its name is told.
+        Whose an unreadable run is may be just what cannot be read: then whoever knows its name is told.
         """
         record = self._runs.get(layout.check_run_id(run_id))
         if run_id in self._unreadable:
-            raise _unreadable(self._unreadable[run_id])
+            reason, owner = self._unreadable[run_id]
+            if identity.is_peer or owner in {None, identity.tenant}:
+                raise _unreadable(reason)
         if record is None or not (identity.is_peer or record.tenant == identity.tenant):
             raise errors.RunNotFound("no such run", field="run_id")
         return record
