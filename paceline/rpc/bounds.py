@@ -68,7 +68,8 @@ def bounds_of(field: FieldDescriptor) -> pb.Bounds:
 
     Messages of other packages, such as reflection's, have none of their own: all of their fields share one.
     """
-    if not field.containing_type.full_name.startswith("paceline."):
+    message = cast("Descriptor", field.containing_type)
+    if not message.full_name.startswith("paceline."):
         return _FOREIGN
     bounds: pb.Bounds = field.GetOptions().Extensions[pb.bounds]
     return bounds
