@@ -325,7 +325,9 @@ class Trainer:
         if with_optimizer and path.kind is not CheckpointKind.STATE:
             raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load weights alone", field="path")
         directory = record.snapshots.pinned(seq_id)
-        if directory is None:
+        if directory is not None:
+            await self._checkpoints.check(directory, path.kind)
+        else:
 
             async def take(target: Path) -> None:
                 await self._checkpoints.take(path, identity, target)

@@ -246,3 +246,26 @@ async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_execute
     assert (await trainer.trainer.publish(run, **publishing)).model.version == version
     with pytest.raises(errors.DiskFull):
         await trainer.trainer.save_checkpoint(run, "made", CheckpointKind.STATE, **saved | {"seq_id": 9})
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("damage", ["a bit", "a file"])
+async def test_a_checkpoint_that_was_kept_for_a_replay_is_verified_when_it_is_loaded_again(trainer, damage):
+    commander = trainer.commander
+    kind = CheckpointKind.STATE.value
+    path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
+    await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
+    weights = commander.version.parent.parent / "loads" / str(commander.seq_id) / layout.WEIGHTS_FILE
+    if damage == "a bit":
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        weights.unlink()
+    with pytest.raises(errors.ChecksumMismatch):
+        await trainer.trainer.load_checkpoint(
+            trainer.run,
+            Identity(TEAM),
+            layout.CheckpointPath.parse(path),
+            seq_id=commander.seq_id,
+            with_optimizer=True,
+        )

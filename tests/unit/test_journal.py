@@ -338,6 +338,23 @@ async def test_an_answer_for_which_there_was_no_room_is_written_with_the_next_co
     assert list(run.history().answers) == [1, 2]
 
 
+async def test_a_refusal_is_not_told_before_it_is_written_as_another_execution_may_end_otherwise(directory):
+    run = JournaledRun(directory)
+    with ExitStack() as limit:
+
+        async def fill():
+            limit.enter_context(no_room(directory))
+            raise errors.DiskFull("no room for a checkpoint")
+
+        run.executor.act[1] = fill
+        told = run.send_large(1)
+        assert not (await asyncio.wait({told}, timeout=0.5))[0]
+        assert list(run.history().answers) == []
+    with pytest.raises(errors.DiskFull, match="no room for a checkpoint"):
+        await told
+    assert list(run.history().answers) == [1]
+
+
 async def test_segments_before_a_snapshot_are_removed_and_none_after_it(directory):
     run = JournaledRun(directory)
     for seq_id in (1, 2):

@@ -126,6 +126,13 @@ class CheckpointStore:
         with _found(field):
             await asyncio.to_thread(_read_whole, directory, link)
 
+    async def check(self, directory: Path, kind: CheckpointKind) -> None:
+        """See that a checkpoint's files are what they were, wherever they lie. Raises ChecksumMismatch."""
+        try:
+            await asyncio.to_thread(_verify, directory, kind)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise errors.ChecksumMismatch("a file of the checkpoint is missing", field="path") from error
+
     def find(self, path: CheckpointPath, identity: Identity, field: str = "path") -> Path:
         """Return the directory of the caller's checkpoint. Raises CheckpointNotFound, also for another tenant's."""
         directory = self._volume.checkpoint(path)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from paceline import errors, layout
 from paceline.log import get_logger
+from trainer_service.backoff import backoff
 from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints, die
 from trainer_service.journal.frames import UNIT, Header, SegmentName, encode_frame
@@ -29,6 +30,8 @@ from trainer_service.journal.records import CommandRecord, Record, encode
 
 _log = get_logger(__name__)
 
+_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 30.0
+"""Between two attempts to write what cannot wait: after the first, and at most."""
 _FULL_RETRY_SECONDS = 5.0
 _MOST_UNSYNCED_BYTES = 8 << 20
 """Answers that need no sync are synced all the same once there are so many: they are kept until then."""
@@ -147,22 +150,28 @@ class RunJournal:
 
     async def _write_queue(self) -> None:
         loop = asyncio.get_running_loop()
+        failures = 0
         while self._queue:
             batch, self._queue = self._queue, []
             try:
                 await loop.run_in_executor(self._threads, self._write, batch)
             except errors.DiskFull as error:
                 self._refuse(batch, error if error.retry_after else _full())
-                if not any(entry.command for entry in batch):
-                    _settle(self._queue)
-                    return
-                # Answers may use what the guard keeps free.
+                if any(entry.command for entry in batch):
+                    continue  # Answers may use what the guard keeps free.
             except OSError as error:
                 self._refuse(batch, self._reason(error))
-                _settle(self._queue)
-                return
             else:
                 _settle(batch)
+                failures = 0
+                continue
+            # What is the same when it is made again is written with the next that is. A refusal may not be: whoever
+            # was told of it, and the start after a kill, have to agree.
+            _settle([entry for entry in self._queue if not entry.sync])
+            if not any(entry.sync for entry in self._queue):
+                return
+            failures += 1
+            await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
 
     def _write(self, batch: list[_Entry]) -> None:
         payload = b"".join(entry.data for entry in batch)
