@@ -146,6 +146,8 @@ class Killer:
             self.wait_up(process)
             self.pause(process.pid)
             time.sleep(self.random.uniform(0.0, 3.0))
+        if process.wait(0):
+            raise self.ended_by_itself()
         process.kill()
         process.wait(60)
         self.kills[f"{self.service.name} {'while it starts' if while_starting else 'at any moment'}"] += 1
@@ -154,8 +156,12 @@ class Killer:
         deadline = time.monotonic() + _START_SECONDS
         while not self.service.is_up:
             if process.wait(0.01):
-                raise AssertionError(f"{self.service.name} ended by itself: {self.service.log.read_text()[-3000:]}")
+                raise self.ended_by_itself()
             assert time.monotonic() < deadline, f"{self.service.name} does not start"
+
+    def ended_by_itself(self) -> AssertionError:
+        """Return the error of a service that ended although nobody killed it."""
+        return AssertionError(f"{self.service.name} ended by itself: {self.service.log.read_text()[-3000:]}")
 
     def pause(self, pid: int) -> None:
         """Stop a process for a while."""
@@ -205,7 +211,8 @@ class TrainerKiller(Killer):
                 process.wait(60)
                 self.kills["trainer at any moment"] += 1
                 return
-        assert name, f"the trainer ended by itself: {self.service.log.read_text()[-3000:]}"
+        if not name:
+            raise self.ended_by_itself()
         self.kills[name] += 1
 
     def _end_engine(self, process: WarmProcess) -> float:
