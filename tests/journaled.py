@@ -3,6 +3,8 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest_asyncio
+
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.disk import DiskGuard
@@ -16,6 +18,8 @@ from trainer_service.runs.sequencer import Sequencer
 
 NO_FAILPOINTS = Failpoints("")
 NO_GUARD = DiskGuard(0)
+_OPEN = []
+"""Runs of the test that runs."""
 
 
 class Executor:
@@ -74,6 +78,7 @@ class JournaledRun:
             tenant="team",
             waiting_bytes=waiting_bytes or WaitingBytes(),
         )
+        _OPEN.append(self)
         self.sequencer.attempts = history.attempts
         for seq_id, record in history.commands.items():
             if seq_id not in history.answers:
@@ -128,3 +133,12 @@ def blocked(release):
         await release.wait()
 
     return act
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def leave_runs():
+    """Begin no more commands of the runs that a test leaves: the end of its event loop lets those before them end."""
+    yield
+    for run in _OPEN:
+        run.sequencer._executor = None
+    _OPEN.clear()

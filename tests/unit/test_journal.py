@@ -12,7 +12,7 @@ from pathlib import Path
 import google_crc32c
 import msgspec
 import pytest
-from journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, blocked, refusal
+from journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, blocked, leave_runs, refusal  # noqa: F401 - a fixture
 
 from paceline import errors, layout
 from paceline.trainer.v1 import trainer_service_pb2 as pb

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from journaled import JournaledRun, refusal
+from journaled import JournaledRun, leave_runs, refusal  # noqa: F401 - a fixture
 
 from paceline import errors
 from trainer_service.engine.base import EngineDiedError

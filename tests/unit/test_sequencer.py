@@ -6,7 +6,7 @@ import weakref
 from datetime import UTC, datetime
 
 import pytest
-from journaled import JournaledRun, blocked, refusal
+from journaled import JournaledRun, blocked, leave_runs, refusal  # noqa: F401 - a fixture
 from patience import PATIENCE
 
 from paceline import errors
