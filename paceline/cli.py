@@ -14,9 +14,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="paceline", description="Fine-tune language models on your own machines.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up", help="run trainer, sampler and gateway on this machine until Ctrl-C")
+    up = commands.add_parser(
+        "up",
+        help="run trainer, sampler and gateway on this machine until Ctrl-C",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     up.add_argument("--model", required=True, help="base model: a local directory or a Hugging Face id")
-    up.add_argument("--model-name", default="", help="name for clients (default: the last part of --model)")
+    up.add_argument("--model-name", default="", help="name for clients; empty: the last part of --model")
     up.add_argument("--state", default=".paceline", help="directory of checkpoints, logs and the API key")
     up.add_argument("--address", default="127.0.0.1:50050", help="address of the gateway")
     up.add_argument("--engine", choices=("vllm", "hf"), default="vllm", help="engine of the sampler")

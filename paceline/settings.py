@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -30,6 +31,8 @@ CLIENT_VARIABLES = frozenset({"PACELINE_ADDRESS", "PACELINE_API_KEY", "PACELINE_
 _AREAS = ("PACELINE_TRAINER_", "PACELINE_SAMPLER_", "PACELINE_GATEWAY_", "PACELINE_UP_")
 
 _MIN_SECRET_LENGTH = 16
+_MAX_SHOWN = 100
+"""Characters of a wrong value that are shown."""
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 S = TypeVar("S", bound="ServiceSettings")
@@ -181,7 +184,7 @@ class UpstreamTls(BaseModel):
 def load_settings(cls: type[S], arguments: Sequence[str] | None = None) -> S:
     """Read settings from the environment and the command line; exit with a message on a bad or unknown variable."""
     check_environment(cls, os.environ)
-    with _sentences():
+    with _sentences(cls):
         return CliApp.run(cls, cli_args=None if arguments is None else list(arguments))
 
 
@@ -191,21 +194,30 @@ def settings_of(cls: type[S], environment: Mapping[str, str]) -> S:
     values: dict[str, Any] = {
         name.removeprefix(prefix).lower(): text for name, text in environment.items() if name.startswith(prefix)
     }
-    with _sentences():
+    with _sentences(cls):
         return cls(**values)
 
 
 @contextmanager
-def _sentences() -> Iterator[None]:
+def _sentences(cls: type[ServiceSettings]) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise SystemExit("\n".join(map(_describe, error.errors()))) from None
+        raise SystemExit("\n".join(_describe(cls, problem) for problem in error.errors())) from None
 
 
-def _describe(problem: ErrorDetails) -> str:
-    location, message = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
-    return f"{location}: {message}" if location else message
+def _describe(cls: type[ServiceSettings], problem: ErrorDetails) -> str:
+    """Say what is wrong with a setting by the names that it is set by, and by its value where that is no secret."""
+    message = problem["msg"].removeprefix("Value error, ")
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    if name not in cls.model_fields:
+        return f"{name}: {message}" if name else message
+    names = f"{cls.model_config.get('env_prefix', '')}{name}".upper() + f" or --{name.replace('_', '-')}"
+    if problem["type"] == "missing":
+        return f"{names}: is not set"
+    is_secret = SecretStr in get_args(cls.model_fields[name].annotation)
+    given = "" if is_secret else f" is {str(problem['input'])[:_MAX_SHOWN]!r}"
+    return f"{names}{given}: {message}"
 
 
 def check_environment(cls: type[ServiceSettings], environment: Mapping[str, str]) -> None:
@@ -215,6 +227,10 @@ def check_environment(cls: type[ServiceSettings], environment: Mapping[str, str]
     for name in sorted(environment):
         own = name.startswith(prefix) or (name.startswith("PACELINE_") and not name.startswith(_AREAS))
         if own and name not in known:
+            # Compared without what all of them begin with, which makes everything alike.
+            near = get_close_matches(name.removeprefix(prefix), [other.removeprefix(prefix) for other in known], n=1)
             raise SystemExit(
-                f"unknown variable {name}; {cls.__name__} knows: {', '.join(sorted(known - CLIENT_VARIABLES))}"
+                f"unknown variable {name}; did you mean {prefix}{near[0]}?"
+                if near
+                else f"unknown variable {name}; known are: {', '.join(sorted(known - CLIENT_VARIABLES))}"
             )

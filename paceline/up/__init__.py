@@ -11,6 +11,7 @@ from pathlib import Path
 from paceline.machine import visible_gpus
 from paceline.up.checks import check_model, check_ports, read_settings
 from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
+from paceline.up.state import held_state
 from paceline.up.supervisor import Supervisor
 
 UP = "Paceline is up"
@@ -25,6 +26,11 @@ def up(options: UpOptions, *, until_eof: bool = False) -> None:
     state = Path(options.state).resolve()
     plans = make_plans(options, state, os.environ)
     check_model(options.model)
+    with held_state(state):
+        _run(options, state, plans, until_eof=until_eof)
+
+
+def _run(options: UpOptions, state: Path, plans: Sequence[Plan], *, until_eof: bool) -> None:
     key_file = read_or_make_key(state)
     check_ports(read_settings(plans, os.environ))
     _say(_shares(plans, os.environ))

@@ -13,6 +13,7 @@ from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token, parse_ke
 from paceline.machine import visible_gpus
 from paceline.up.errors import CannotStart
 from paceline.up.shares import Share, share_cores, share_gpus
+from paceline.up.state import make_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,7 @@ def read_or_make_key(state: Path) -> Path:
 
     Other keys in that file stay. Raises CannotStart for a `state` that cannot be made, or a file that has no keys.
     """
-    try:
-        state.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CannotStart(f"--state {state} cannot be made ({error.strerror}); choose another directory") from error
+    make_state(state)
     key_file = state / "api_key"
     if not key_file.exists():
         _write_secret(key_file, new_token())

@@ -67,9 +67,11 @@ class Supervisor:
         # A keeper that ends first failed by itself; the others are stopped, and then its error is raised.
         await asyncio.wait({stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
         self._stopping.set()
+        self._say("stopping")
         for plan in reversed(self._plans):
             await self._end(plan.name)
         await asyncio.gather(*keepers)
+        self._say("stopped")
         if self._failure:
             raise CannotStart(self._failure)
 

@@ -21,6 +21,7 @@ from paceline.up.errors import CannotStart
 from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
 from paceline.up.reasons import reason_of
 from paceline.up.shares import share_cores, share_gpus
+from paceline.up.state import held_state
 
 
 def make_model_files(directory):
@@ -54,7 +55,7 @@ def refusal(options: UpOptions) -> str:
         ({"address": "nonsense"}, ["--address nonsense", "host:port"]),
         ({"address": "127.0.0.1:65500"}, ["--address 127.0.0.1:65500", "65433"]),
         ({"address": "192.0.2.1:50050"}, ["192.0.2.1:50051", "--address"]),
-        ({"log_level": "loud"}, ["log_level", "'DEBUG'"]),
+        ({"log_level": "loud"}, ["PACELINE_TRAINER_LOG_LEVEL", "'DEBUG'"]),
         ({"model": "/no/such/model"}, ["--model /no/such/model", "no directory"]),
         ({"model": "./no-such-model"}, ["--model ./no-such-model", "no directory"]),
         ({"model": "/"}, ["--model /", "config.json"]),
@@ -78,7 +79,7 @@ def test_a_port_that_is_taken_is_named_and_no_file_is_changed_for_it(options, of
     [
         ({"PACELINE_TRAINER_RANK": "2"}, ["PACELINE_TRAINER_RANK"]),
         ({"PACELINE_TRANIER_RANKS": "2"}, ["PACELINE_TRANIER_RANKS"]),
-        ({"PACELINE_SAMPLER_KV_CACHE_GIB": "much"}, ["sampler: kv_cache_gib"]),
+        ({"PACELINE_SAMPLER_KV_CACHE_GIB": "much"}, ["PACELINE_SAMPLER_KV_CACHE_GIB", "much"]),
         ({"PACELINE_GATEWAY_LISTEN": "127.0.0.1:1"}, ["PACELINE_GATEWAY_LISTEN", "--address"]),
         ({"PACELINE_SAMPLER_INSECURE": "true"}, ["PACELINE_SAMPLER_INSECURE", "--state"]),
     ],
@@ -264,12 +265,21 @@ def test_keys_that_others_added_are_there_after_the_next_start(tmp_path):
 
 def test_a_state_that_cannot_be_kept_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CannotStart, match=r"--state .*file cannot be made \(File exists\); choose another directory"):
-        read_or_make_key(tmp_path / "file")
-    read_or_make_key(tmp_path / "state")
-    (tmp_path / "state" / "keys.json").write_text("torn")
+    told = r"--state .*file cannot be made \(File exists\); choose another directory"
+    with pytest.raises(CannotStart, match=told), held_state(tmp_path / "file"):
+        pass
+    (tmp_path / "keys.json").write_text("torn")
     with pytest.raises(CannotStart, match=r"keys\.json is no file of keys"):
-        read_or_make_key(tmp_path / "state")
+        read_or_make_key(tmp_path)
+
+
+def test_a_second_one_on_the_same_state_is_refused_before_it_touches_anything(options, tmp_path):
+    state = tmp_path / "state"
+    with held_state(state), pytest.raises(CannotStart, match=r"is used by another `paceline up`; stop that one"):
+        up(replace(options, state=str(state)))
+    assert [path.name for path in state.iterdir()] == ["lock"]
+    with held_state(state):  # the first one has ended
+        pass
 
 
 def test_a_service_that_was_told_to_end_is_not_given_an_old_error_for_a_reason(tmp_path):
