@@ -229,6 +229,8 @@ class _Tracer:
 
     def _began(self, process: int) -> None:
         _, _, number, *arguments = self._info(process)
+        if number not in _CALLS:  # The process was killed meanwhile.
+            return
         if not self._is_inside(process, _CALLS[number], arguments):
             self._go(_CONT, process)
             return

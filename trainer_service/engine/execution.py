@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -81,12 +82,15 @@ class Execution:
             results = self._shared.run(work, with_gradient=not jobs[0].forward_only)
         except OutOfMemory as error:
             # Without its traceback, whose frames hold the memory that the next try needs.
-            return OutOfMemory(error.message, field=error.field, metadata=error.metadata)
+            short = OutOfMemory(error.message, field=error.field, metadata=error.metadata)
         except Exception as error:
             return error
-        for result in results or () if give else ():
-            result.give()
-        return None
+        else:
+            for result in results or () if give else ():
+                result.give()
+            return None
+        gc.collect()  # Some of those frames refer to themselves.
+        return short
 
     def _results(self, shares: Sequence[Share]) -> list[Result]:
         with out_of_memory_named():

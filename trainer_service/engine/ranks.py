@@ -5,6 +5,7 @@ Rank 0 holds the pipe to the service. What travels between ranks is numbers and 
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import sys
@@ -157,8 +158,8 @@ class Ranks:
             result.append(work())
         except Exception as error:  # Whatever it is, the others wait for this rank.
             failure = failure_of(error, "a rank's part")
-        # Only here, where the error and all that its frames held are gone, is there memory again.
         if failure is not None and catch_up is not None:
+            gc.collect()  # Torch's frames refer to themselves, and hold what the part had allocated.
             catch_up()
         agreed = self._first(failure)
         if agreed is not None:
