@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 _READ_BYTES = 1 << 20
@@ -13,6 +14,8 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(r"^(?:\([^()]*\) *)?(?:ERROR|CRITICAL) [\d:. -]+\[[^\]]*\] ")
 """What vLLM writes before each line of its logs."""
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Refused|Exit|Interrupt)\b(?:: .+)?$")
+_DETAIL = re.compile(r"^ +(?!File \")\S")
+"""What pydantic writes below an error: the first thing that is wrong."""
 _NOISE = re.compile(r"^(?:\s|Traceback |During handling|The above exception|[^ ]*: \w*Warning: )")
 
 
@@ -31,6 +34,10 @@ def reason_of(status: int, log: Path, start: int) -> str:
         file.seek(start)
         text = file.read(_READ_BYTES).decode(errors="replace")
     lines = [_PREFIX.sub("", _COLORS.sub("", line)).rstrip() for line in text.splitlines()]
-    raised = [line for line in lines if _RAISED.match(line)]
+    raised = [
+        f"{line}: {after.strip()}" if _DETAIL.match(after) else line
+        for line, after in pairwise([*lines, ""])
+        if _RAISED.match(line)
+    ]
     said = [line for line in lines if line and not _NOISE.match(line)]
     return (raised[:1] or said[-1:] or ["it wrote nothing"])[0][:_LONGEST]

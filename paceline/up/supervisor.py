@@ -52,9 +52,16 @@ class Supervisor:
         """Those that have not been ready yet."""
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._failure = ""
+        self._most_failures_first = _MOST_FAILURES
+        """Deaths in a row after which a service is given up while not all have been ready."""
 
     async def run(self, *, until_eof: bool = False) -> None:
-        """Run the services until a signal, or the end of standard input. Raises CannotStart when one is given up."""
+        """Run the services until a signal. Raises CannotStart when one is given up.
+
+        With `until_eof`, until the end of standard input too: for a program, which is told at once of a service that
+        ends before all have been ready.
+        """
+        self._most_failures_first = 1 if until_eof else _MOST_FAILURES
         self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         adopt_orphans()
         loop = asyncio.get_running_loop()
@@ -99,8 +106,9 @@ class Supervisor:
                 return
             failures = 1 if ready_seconds >= _STEADY_SECONDS else failures + 1
             reason = f"{reason_of(service.status, log, service.log_start)} (log: {log})"
-            if failures == _MOST_FAILURES:
-                self._failure = f"the {plan.name} ended {failures} times in a row: {reason}"
+            if failures >= (self._most_failures_first if self._not_ready else _MOST_FAILURES):
+                often = f"ended {failures} times in a row" if failures > 1 else "could not be started"
+                self._failure = f"the {plan.name} {often}: {reason}"
                 self._stopping.set()
                 return
             self._say(f"the {plan.name} ended and is started again: {reason}")

@@ -99,6 +99,15 @@ def test_a_service_that_dies_three_times_in_a_row_is_given_up_with_its_reason_in
         assert not any(map(is_alive, running.left("sampler")))
 
 
+def test_a_program_that_waits_is_told_of_the_first_death_at_the_start(tmp_path):
+    with supervising(tmp_path, {"trainer": "breaks", "sampler": "serves"}, until_eof=True) as running:
+        assert running.wait() == 1
+        reason = "ImportError: libcudnn.so.9: cannot open shared object file"
+        last = f"the trainer could not be started: {reason} (log: {tmp_path / 'logs' / 'trainer.log'})"
+        assert running.said().splitlines()[-1] == last
+        assert (tmp_path / "logs" / "trainer.log").read_text().count("a first line") == 1
+
+
 def test_a_service_that_does_not_stop_is_killed(tmp_path):
     with supervising(tmp_path, {"sampler": "stubborn,leaves,serves"}, stop_seconds=0.1) as running:
         running.wait_said("up")

@@ -202,6 +202,10 @@ RuntimeError: Engine core initialization failed. See root cause above.
         (TRACEBACK, "ValueError: To serve at least one request, more is needed"),
         ("unknown variable PACELINE_X\n", "unknown variable PACELINE_X"),
         ("\x1b[31mlistening\x1b[0m\nlib.py:3: UserWarning: old\n  warn()\n", "listening"),
+        (
+            "lib.ValidationError: 1 error for C\n  Value error, 9 is odd\n    See\n",
+            "lib.ValidationError: 1 error for C: Value error, 9 is odd",
+        ),
         ("", "it wrote nothing"),
     ],
 )
