@@ -34,6 +34,7 @@ _TRAINER = (
     "ListCheckpoints",
     "DeleteCheckpoint",
     "SetCheckpointTtl",
+    "DownloadCheckpoint",
     "PublishWeights",
 )
 _SAMPLER = (

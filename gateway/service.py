@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 
 from gateway.authenticators import Authenticator, Everybody, JwtVerifier
+from gateway.http.services import Services
 from gateway.interceptors import AuthInterceptor, LimitsInterceptor
 from gateway.interceptors.limits import FairQueue
 from gateway.keys import KeyRing
@@ -16,11 +18,14 @@ from gateway.routes import Router
 from gateway.servicer import GatewayServicer
 from gateway.settings import GatewaySettings
 from gateway.upstream import Upstream
-from paceline import __version__
+from paceline import __version__, errors
 from paceline.gateway.v1.gateway_service_pb2_grpc import add_GatewayServiceServicer_to_server
 from paceline.rpc.interceptors import AroundInterceptor
 from paceline.rpc.server import Readiness
 from paceline.waiting_bytes import CALLS, WaitingBytes
+
+if TYPE_CHECKING:
+    from gateway.http.edge import HttpEdge
 
 _CONNECT_SECONDS = 2.0
 """How long the start waits for services to answer; they may also come later."""
@@ -29,6 +34,8 @@ _CONNECT_SECONDS = 2.0
 class GatewayService:
     """Holds the connections to the services."""
 
+    _router: Router
+    """Made by `start`, in the event loop that calls run in."""
     name = "gateway"
     service_names: Sequence[str] = tuple(SERVICES)
 
@@ -36,12 +43,15 @@ class GatewayService:
         """Read the keys. Raises InvalidArgument naming the setting that is wrong."""
         self._settings = settings
         self._authenticators = _authenticators(settings)
+        self._queue = FairQueue(
+            settings.max_in_flight, settings.max_in_flight_per_tenant, settings.max_queued_per_tenant
+        )
+        self._waiting_bytes = WaitingBytes(settings.max_bytes_in_flight, settings.max_bytes_in_flight_per_tenant, CALLS)
         self._upstreams: list[Upstream] = []
+        self._edge: HttpEdge | None = None
 
     def interceptors(self) -> Sequence[AroundInterceptor]:
-        settings = self._settings
-        queue = FairQueue(settings.max_in_flight, settings.max_in_flight_per_tenant, settings.max_queued_per_tenant)
-        return (AuthInterceptor(self._authenticators), LimitsInterceptor(queue))
+        return (AuthInterceptor(self._authenticators), LimitsInterceptor(self._queue))
 
     async def start(self, readiness: Readiness) -> None:
         settings = self._settings
@@ -53,23 +63,44 @@ class GatewayService:
         _, late = await asyncio.wait(settled, timeout=_CONNECT_SECONDS)
         for waiting in late:
             waiting.cancel()
+        self._router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
+        if settings.http_listen:
+            services = Services(self._router, settings.secret, self._queue, self._waiting_bytes)
+            self._edge = _edge(settings, self._authenticators, services, self._waiting_bytes)
+            await self._edge.start()
 
     def register(self, server: grpc.aio.Server) -> None:
         settings = self._settings
-        router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
-        waiting = WaitingBytes(settings.max_bytes_in_flight, settings.max_bytes_in_flight_per_tenant, CALLS)
         servicer = GatewayServicer(
-            router, waiting, settings.secret, settings.max_message_bytes, settings.info_timeout_seconds, __version__
+            self._router,
+            self._waiting_bytes,
+            settings.secret,
+            settings.max_message_bytes,
+            settings.info_timeout_seconds,
+            __version__,
         )
         add_GatewayServiceServicer_to_server(servicer, server)
-        server.add_generic_rpc_handlers([Proxy(router, settings.secret, waiting)])
+        server.add_generic_rpc_handlers([Proxy(self._router, settings.secret, self._waiting_bytes)])
 
     def drain(self) -> None:
         """Leave the calls that wait: they end as those before them do."""
 
     async def stop(self) -> None:
+        if self._edge is not None:
+            await self._edge.stop()
         for upstream in self._upstreams:
             await upstream.close()
+
+
+def _edge(
+    settings: GatewaySettings, authenticators: Sequence[Authenticator], services: Services, waiting_bytes: WaitingBytes
+) -> HttpEdge:
+    """Return what serves HTTP, whose libraries a gateway without it can do without."""
+    try:
+        from gateway.http.edge import HttpEdge  # noqa: PLC0415
+    except ImportError as error:
+        raise errors.InvalidArgument("needs FastAPI; install paceline[http]", field="http_listen") from error
+    return HttpEdge(settings, authenticators, services, waiting_bytes)
 
 
 def _authenticators(settings: GatewaySettings) -> Sequence[Authenticator]:

@@ -53,16 +53,26 @@ class GatewaySettings(PeerSettings, UpstreamTls):
 
     Leave it above the trainer's max_waiting_bytes_per_tenant, which knows what a run needs to go on.
     """
+    http_listen: Literal[""] | Address = ""
+    """Address of the HTTP APIs (Tinker's and others'); empty means none. It speaks TLS where the service does."""
+    http_max_connections: int = Field(8192, ge=1)
+    """HTTP connections that are open at the same time; each request that waits for a result takes one."""
+    http_state: Path = Path(".paceline/http")
+    """Directory of what the HTTP APIs keep across restarts: sessions, names, results that were not fetched."""
+    http_aliases: Annotated[tuple[str, ...], NoDecode] = ()
+    """Names under which HTTP clients know the base model too, separated by commas."""
+    http_tokenizer: str = ""
+    """Directory or Hugging Face id that Tinker's SDK loads the tokenizer from; empty: from the model's name."""
     spill_in_flight: int = Field(16, ge=0)
     """How many more calls than another a sampler that holds the version gets before the other one must load it."""
     info_timeout_seconds: float = Field(5.0, gt=0)
     """How long GetCapabilities waits for each service."""
 
-    @field_validator("samplers", mode="before")
+    @field_validator("samplers", "http_aliases", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         parts = value.split(",") if isinstance(value, str) else value
-        return tuple(part.strip() for part in parts) if isinstance(parts, list | tuple) else parts
+        return tuple(part.strip() for part in parts if part.strip()) if isinstance(parts, list | tuple) else parts
 
     @field_validator("samplers")
     @classmethod

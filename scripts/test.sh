@@ -12,4 +12,4 @@ room=$(awk '/MemAvailable/ {print int($2 / 3145728)}' /proc/meminfo 2>/dev/null 
 workers=$((cores + 2 < room ? cores + 2 : room > 0 ? room : 1))
 # The tests of a file stay together, since they share what its fixtures start, and so do all of tests/contract
 # (tests/conftest.py); files with engines come first, the quick ones of tests/unit last.
-"$bin/python" -m pytest -m "not gpu" -n "$workers" --dist loadfile --no-loadscope-reorder tests
+"$bin/python" -m pytest -m "not gpu and not clients" -n "$workers" --dist loadfile --no-loadscope-reorder tests

@@ -11,5 +11,5 @@ paths=("${unit[@]/#/tests/unit/test_}")
 paths=("${paths[@]/%/.py}")
 # Of the tests of several ranks, those that compare what they compute.
 others="runs_of_several_ranks_wait_on_disk or death_of_any_process or closing_leaves_no_process"
-"$bin/python" -m pytest -m "not gpu" -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadfile --no-loadscope-reorder \
+"$bin/python" -m pytest -m "not gpu and not clients" -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadfile --no-loadscope-reorder \
     -k "not ($others)" tests/integration/test_ranks.py "${paths[@]}"

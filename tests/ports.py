@@ -27,10 +27,10 @@ def free_port() -> int:
 
 
 def free_service_ports() -> int:
-    """Find a port that is free, with the next two, and those 100 above for health, as `paceline up` takes them."""
+    """Find a port that is free, with the next three, and those 100 above for health, as `paceline up` takes them."""
     while True:
         base = free_port()
-        wanted = [base + offset for offset in (0, 1, 2, 100, 101, 102)]
+        wanted = [base + offset for offset in (0, 1, 2, 3, 100, 101, 102)]
         if max(wanted) < 65536 and all(is_free(port) for port in wanted):
             return base
 

@@ -32,7 +32,7 @@ _PROGRAMS = {
         "transformers.models.llama.modeling_llama",
     ),
     "sampler_service": ("sampler_service.engine.hf_engine", "sampler_service.engine.vllm_forks", "setproctitle"),
-    "gateway": (),
+    "gateway": ("gateway.http.edge",),
 }
 """What a service's process has imported besides the service itself."""
 

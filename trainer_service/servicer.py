@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from hashlib import sha256
 from typing import Any, Protocol, cast
 
@@ -19,6 +19,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from paceline.types import Checkpoint, CheckpointKind, RunParameters, RunState
 from paceline.weights.v1.weight_service_pb2 import Agreement
+from trainer_service.checkpoints import download
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
 from trainer_service.engine.loss_specs import LOSS_SPECS
@@ -157,6 +158,16 @@ class TrainerServicer(TrainerServiceServicer):
         path = CheckpointPath.parse(request.path)
         checkpoint = await self._checkpoints.set_ttl(path, current_identity(), ttl_seconds)
         return pb.SetCheckpointTtlResponse(checkpoint=checkpoint_to_proto(checkpoint))
+
+    async def DownloadCheckpoint(
+        self, request: pb.DownloadCheckpointRequest, context: Context
+    ) -> AsyncIterator[pb.DownloadCheckpointResponse]:
+        directory = self._checkpoints.find(CheckpointPath.parse(request.path), current_identity())
+        async for part in download.parts(directory, request.file, with_data=not request.without_data):
+            if isinstance(part, bytes):
+                yield pb.DownloadCheckpointResponse(data=part)
+            else:
+                yield pb.DownloadCheckpointResponse(file=pb.CheckpointFile(name=part.name, size_bytes=part.size_bytes))
 
     async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Context) -> pb.PublishWeightsResponse:
         return cast("pb.PublishWeightsResponse", await self._in_order(request))

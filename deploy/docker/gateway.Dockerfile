@@ -10,7 +10,8 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 FROM python:${PYTHON}-slim-bookworm
 COPY requirements/gateway.txt /tmp/requirements.txt
 RUN pip install --no-cache-dir --no-deps --requirement /tmp/requirements.txt
-RUN groupadd --gid 10001 paceline && useradd --uid 10001 --gid paceline --create-home paceline
+RUN groupadd --gid 10001 paceline && useradd --uid 10001 --gid paceline --create-home paceline \
+    && install --directory --mode 0700 --owner paceline --group paceline /var/lib/paceline/http
 COPY --from=wheel /wheels /tmp/wheels
 RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl
 ENV PYTHONUNBUFFERED=1 \

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from paceline import codec
 from paceline.client.batching import sendable
+from paceline.client.download import download
 from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto
 from paceline.client.transport import Connected, blocking
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
@@ -85,6 +88,18 @@ class Catalog(Connected):
         await self.transport.query(self.transport.trainer.DeleteCheckpoint, pb.DeleteCheckpointRequest(path=path))
 
     delete_checkpoint = blocking(delete_checkpoint_async)
+
+    async def download_checkpoint_async(self, path: str, directory: str | Path) -> Path:
+        """Copy a checkpoint's files into a new directory of this machine and return it.
+
+        A sampler checkpoint of a run with an adapter is what PEFT and vLLM load. Errors: InvalidPath,
+        CheckpointNotFound, ChecksumMismatch (it is damaged), FileExistsError (the directory is not empty).
+        """
+        target = Path(directory)
+        await self.transport.submit(download(self.transport, path, target))
+        return target
+
+    download_checkpoint = blocking(download_checkpoint_async)
 
     async def set_checkpoint_ttl_async(self, path: str, ttl_seconds: int | None) -> Checkpoint:
         """Have a checkpoint deleted by itself in `ttl_seconds` from now; None means never.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.machine import visible_gpus
 from paceline.up.checks import check_model, check_ports, read_settings
-from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
+from paceline.up.plan import Plan, UpOptions, http_address, make_plans, read_or_make_key
 from paceline.up.state import held_state
 from paceline.up.supervisor import Supervisor
 
@@ -40,6 +40,8 @@ def _run(options: UpOptions, state: Path, plans: Sequence[Plan], *, until_eof: b
         _say(f"{UP}; Ctrl-C stops it. In another terminal:")
         _say(f"  export PACELINE_ADDRESS={options.address}")
         _say(f"  export PACELINE_API_KEY=$(cat {key_file})")
+        _say("or, for clients of Tinker's API:")
+        _say(f"  export TINKER_BASE_URL=http://{http_address(options)} TINKER_API_KEY=tml-$(cat {key_file})")
 
     supervisor = Supervisor(plans, state / "logs", _say, announce)
     asyncio.run(supervisor.run(until_eof=until_eof))

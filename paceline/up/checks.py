@@ -45,7 +45,8 @@ def _settings_class(plan: Plan) -> type[ServiceSettings]:
 def check_ports(settings: Sequence[ServiceSettings]) -> None:
     """See that nobody listens where the services will."""
     for service in settings:
-        for address in (service.listen, service.health_listen, service.metrics_listen):
+        addresses = (service.listen, service.health_listen, service.metrics_listen, getattr(service, "http_listen", ""))
+        for address in addresses:
             if address:
                 _check_port(address)
 

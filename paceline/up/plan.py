@@ -50,7 +50,8 @@ class Plan:
 
 _FLAGS = {"listen": "--address", "health_listen": "--address", "trainer": "--address", "samplers": "--address",
           "model": "--model", "model_name": "--model-name", "base_dir": "--bridge shared", "credential": "--state",
-          "credential_file": "--state", "keys_file": "--state", "insecure": "--state"}  # fmt: skip
+          "credential_file": "--state", "keys_file": "--state", "insecure": "--state", "http_listen": "--address",
+          "http_state": "--state"}  # fmt: skip
 """Settings by which the services find and trust each other, and the flag that they follow from."""
 
 _KEY_NAME = "up"
@@ -122,7 +123,14 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
     }
     sampler = {"trainer": listen["trainer"], "engine": options.engine, "bridge": options.bridge}
     base = {"base_dir": str(_base_directory(state))} if is_shared else {}
-    gateway = {"trainer": listen["trainer"], "samplers": listen["sampler"], "keys_file": str(state / "keys.json")}
+    gateway = {
+        "trainer": listen["trainer"],
+        "samplers": listen["sampler"],
+        "keys_file": str(state / "keys.json"),
+        "http_listen": listen["http"],
+        "http_state": str(state / "http"),
+        "http_tokenizer": options.model,
+    }
     return [
         plan("trainer", "trainer_service", "paceline.trainer.v1.TrainerService", {**model, **base}),
         plan("sampler", "sampler_service", "paceline.sampler.v1.SamplerService", {**model, **sampler, **base}),
@@ -151,7 +159,7 @@ def _refuse_own_variables(given: Mapping[str, str]) -> None:
 
 def _addresses(address: str) -> Mapping[str, Mapping[str, str]]:
     host, _, port = address.rpartition(":")
-    names = ("gateway", "trainer", "sampler")
+    names = ("gateway", "trainer", "sampler", "http")
     highest = 65535 - 100 - len(names) + 1
     if not host or not port.isdecimal() or not 0 < int(port) <= highest:
         raise CannotStart(f"--address {address}: write host:port, with a port from 1 to {highest}")
@@ -159,6 +167,11 @@ def _addresses(address: str) -> Mapping[str, Mapping[str, str]]:
         "listen": {name: f"{host}:{int(port) + offset}" for offset, name in enumerate(names)},
         "health": {name: f"127.0.0.1:{int(port) + offset + 100}" for offset, name in enumerate(names)},
     }
+
+
+def http_address(options: UpOptions) -> str:
+    """Return where the HTTP APIs are."""
+    return _addresses(options.address)["listen"]["http"]
 
 
 def _dtype(asked: str, gpus: Sequence[str]) -> str:

@@ -84,8 +84,9 @@ def test_trainer_and_sampler_share_the_checkpoint_volume_and_only_the_trainer_wr
 @each_file
 def test_only_the_gateway_leaves_the_network_and_only_on_loopback_by_default(file: str) -> None:
     published = {name: spec["ports"] for name, spec in compose_services(file).items() if "ports" in spec}
-    gateway = default_port("gateway", "listen")
-    assert published == {"gateway": [f"${{GATEWAY_BIND:-127.0.0.1}}:{gateway}:{gateway}"]}
+    http = port(compose_container(file, "gateway").environment["PACELINE_GATEWAY_HTTP_LISTEN"])
+    ports = (default_port("gateway", "listen"), http)
+    assert published == {"gateway": [f"${{GATEWAY_BIND:-127.0.0.1}}:{number}:{number}" for number in ports]}
 
 
 @each_file

@@ -73,6 +73,7 @@ def _about(method, owned):
         "ListCheckpoints": run,
         "ListVersions": run,
         "DeleteCheckpoint": {"path": owned["state"]},
+        "DownloadCheckpoint": {"path": owned["state"]},
         "SetCheckpointTtl": {"path": owned["sampler"], "ttl_seconds": 1},
         "Sample": {"model": version, "prompt": _TOKENS, "params": {"max_tokens": 1}},
         "SampleStream": {"model": version, "prompt": _TOKENS, "params": {"max_tokens": 1}},

@@ -74,6 +74,7 @@ SERVICE_METHODS = frozenset(
         "create_training_run",
         "delete_checkpoint",
         "delete_run",
+        "download_checkpoint",
         "get_run",
         "get_server_capabilities",
         "get_training_client",

@@ -53,7 +53,7 @@ def refusal(options: UpOptions) -> str:
     ("change", "words"),
     [
         ({"address": "nonsense"}, ["--address nonsense", "host:port"]),
-        ({"address": "127.0.0.1:65500"}, ["--address 127.0.0.1:65500", "65433"]),
+        ({"address": "127.0.0.1:65500"}, ["--address 127.0.0.1:65500", "65432"]),
         ({"address": "192.0.2.1:50050"}, ["192.0.2.1:50051", "--address"]),
         ({"log_level": "loud"}, ["PACELINE_TRAINER_LOG_LEVEL", "'DEBUG'"]),
         ({"model": "/no/such/model"}, ["--model /no/such/model", "no directory"]),

@@ -1,0 +1,165 @@
+"""What stands before every HTTP API: whose key it is, how large a body may be, a line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from time import perf_counter
+from typing import Any, Self
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bound_contextvars
+
+from gateway.authenticators import Authenticator
+from gateway.http.problems import problem
+from paceline import errors
+from paceline.log import get_logger
+from paceline.rpc.identity import Identity
+from paceline.waiting_bytes import WaitingBytes
+
+_BODY_SECONDS = 60.0
+"""How long a body may take to arrive."""
+_TINKER_PREFIX = "tml-"
+"""What Tinker's SDK wants keys to begin with."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_PATH = 96
+"""Characters of a path that are logged."""
+_log = get_logger(__name__)
+
+
+class Door:
+    """ASGI middleware: lets in who shows a key, and bodies up to a size. `scope["state"]["identity"]` is who it is."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        authenticators: Sequence[Authenticator],
+        waiting_bytes: WaitingBytes,
+        max_body_bytes: int,
+        open_paths: Sequence[str],
+    ) -> None:
+        """Take the paths, or what they begin with where they end in /, that need no key."""
+        self._app = app
+        self._authenticators = authenticators
+        self._waiting_bytes = waiting_bytes
+        self._max_body_bytes = max_body_bytes
+        self._open = frozenset(path for path in open_paths if not path.endswith("/"))
+        self._open_below = tuple(path for path in open_paths if path.endswith("/"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        start, answer = perf_counter(), _Answer(send)
+        with bound_contextvars(request_id=request_id):
+            tenant = ""
+            try:
+                if identity := self._admit(scope["path"], headers):
+                    tenant = identity.tenant
+                scope.setdefault("state", {})["identity"] = identity
+                with _Body(receive, tenant, self._waiting_bytes, self._max_body_bytes) as body:
+                    await self._app(scope, body, answer)
+            except errors.PacelineError as error:
+                await answer.fail(problem(error), scope, receive)
+            except Exception:
+                error_id = uuid4().hex
+                _log.exception("uncaught", path=scope["path"][:_MAX_PATH], error_id=error_id)
+                message = f"internal error; the service's log has it under {error_id}"
+                await answer.fail(problem(errors.Internal(message)), scope, receive)
+            finally:
+                log = _log.info if answer.status < HTTPStatus.BAD_REQUEST or answer.status == 408 else _log.warning
+                log(
+                    "http",
+                    method=scope["method"],
+                    path=scope["path"][:_MAX_PATH],
+                    status=answer.status,
+                    tenant=tenant,
+                    ms=round(1e3 * (perf_counter() - start), 2),
+                )
+
+    def _admit(self, path: str, headers: dict[str, str]) -> Identity | None:
+        """Return who calls; None on a path that needs no key. Raises InvalidApiKey, MessageTooLarge."""
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            raise _too_large(self._max_body_bytes)
+        if path in self._open or path.startswith(self._open_below):
+            return None
+        token = token_of(headers)
+        for authenticator in self._authenticators:
+            if identity := authenticator.identify(token):
+                return identity
+        problem = "is not known" if token else "is missing"
+        raise errors.InvalidApiKey(f"the API key {problem}; send `Authorization: Bearer <key>` or `X-API-Key: <key>`")
+
+
+def token_of(headers: dict[str, str]) -> str:
+    """Return the API key that a request shows; empty where it shows none."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    token = headers.get("x-api-key", "") or (bearer.strip() if scheme.lower() == "bearer" else "")
+    return token.removeprefix(_TINKER_PREFIX)
+
+
+class _Body:
+    """A request's body as it is received: within its size, in time, and counted among its tenant's bytes."""
+
+    def __init__(self, receive: Receive, tenant: str, waiting_bytes: WaitingBytes, max_bytes: int) -> None:
+        self._receive = receive
+        self._tenant = tenant
+        self._waiting_bytes = waiting_bytes
+        self._max_bytes = max_bytes
+        self._received = 0
+        self._is_whole = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting_bytes.remove(self._tenant, self._received)
+
+    async def __call__(self) -> Message:
+        if self._is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                message = await self._receive()
+        except TimeoutError as error:
+            raise errors.TimedOut(f"the body did not arrive within {_BODY_SECONDS:g} s") from error
+        if message["type"] == "http.request":
+            size = len(message.get("body", b""))
+            if self._received + size > self._max_bytes:
+                raise _too_large(self._max_bytes)
+            self._waiting_bytes.check(self._tenant, size)
+            self._waiting_bytes.add(self._tenant, size)
+            self._received += size
+            self._is_whole = not message.get("more_body", False)
+        return message
+
+
+class _Answer:
+    """Sends an answer, and knows its status."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+    async def fail(self, answer: Any, scope: Scope, receive: Receive) -> None:
+        """Answer with an error, unless an answer has begun: then it is cut off."""
+        if not self.status:
+            with suppress(OSError):
+                await answer(scope, receive, self)
+
+
+def _too_large(limit: int) -> errors.PacelineError:
+    return errors.MessageTooLarge(f"the body is above {limit} bytes; send less at a time")

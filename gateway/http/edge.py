@@ -1,0 +1,187 @@
+"""The gateway's HTTP port: one application, served in the gateway's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.authenticators import Authenticator
+from gateway.http.door import Door
+from gateway.http.problems import problem
+from gateway.http.services import Services
+from gateway.http.tinker import downloads
+from gateway.http.tinker.app import PREFIX as TINKER
+from gateway.http.tinker.app import TinkerApi
+from gateway.http.tinker.names import Aliases
+from gateway.settings import GatewaySettings
+from paceline import errors
+from paceline.log import get_logger
+from paceline.waiting_bytes import WaitingBytes
+
+_OPEN = ("/health", "/healthz", f"{TINKER}/healthz", downloads.PREFIX)
+_IDLE_SECONDS = 75
+"""How long a connection may be without a request after an answer."""
+_HEAD_SECONDS = 20.0
+"""How long the head of a request may take to arrive, from the connection's or its own first byte on."""
+_BACKLOG = 4096
+_log = get_logger(__name__)
+
+
+class HttpEdge:
+    """Serves the HTTP APIs."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        authenticators: Sequence[Authenticator],
+        services: Services,
+        waiting_bytes: WaitingBytes,
+    ) -> None:
+        """Read the state. Raises InvalidArgument naming the setting that is wrong."""
+        self._settings = settings
+        aliases = Aliases(settings.http_aliases)
+        self._tinker = TinkerApi(
+            services, settings.http_state, aliases, settings.http_tokenizer, settings.max_message_bytes
+        )
+        app = make_app(self._tinker)
+        door = Door(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN)
+        self._server = _Server(_config(settings, door))
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises InvalidArgument where the address cannot be had."""
+        listening = _bind(self._settings.http_listen)
+        await self._tinker.start()
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        await self._server.is_up.wait()
+        host, port = listening.getsockname()[:2]
+        _log.info("listening", http=f"{host}:{port}", tls=self._settings.tls_cert is not None)
+
+    async def stop(self) -> None:
+        """Let answers in progress end, then close."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
+        await self._tinker.stop()
+
+
+def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http=TimedProtocol,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        limit_concurrency=settings.http_max_connections,
+        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=max(1, int(settings.drain_seconds)),
+    )
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        config.ssl_certfile, config.ssl_keyfile = settings.tls_cert, settings.tls_key
+        if settings.tls_client_ca is not None:
+            config.ssl_ca_certs, config.ssl_cert_reqs = str(settings.tls_client_ca), ssl.CERT_REQUIRED
+    return config
+
+
+def _bind(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise errors.InvalidArgument(
+            f"{address} cannot be had: {error.strerror or error}", field="http_listen"
+        ) from error
+
+
+class TimedProtocol(HttpToolsProtocol):
+    """HTTP/1.1, in which a request's head has to arrive in time."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_here()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._waiting is None and (self.cycle is None or self.cycle.response_complete):
+            self._wait_for_head()
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._head_is_here()
+        super().on_headers_complete()
+
+    def _wait_for_head(self) -> None:
+        self._waiting = self.loop.call_later(_HEAD_SECONDS, self._give_up)
+
+    def _head_is_here(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _give_up(self) -> None:
+        self.transport.close()
+
+
+def make_app(tinker: TinkerApi) -> FastAPI:
+    """Return the application. Every error is an answer in JSON."""
+    app = FastAPI(title="Paceline", openapi_url=None, docs_url=None, redoc_url=None)
+
+    @app.get("/health")
+    @app.get("/healthz")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    app.include_router(tinker.routes)
+
+    @app.exception_handler(errors.PacelineError)
+    async def told(request: Request, error: errors.PacelineError) -> Response:
+        return problem(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        return problem(errors.InvalidArgument(str(first["msg"]), field=place))
+
+    @app.exception_handler(HTTPException)
+    async def no_route(request: Request, error: HTTPException) -> Response:
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            return problem(errors.Unsupported("no such path; docs/compatibility.md lists what is served"), 404)
+        return JSONResponse({"detail": str(error.detail)}, error.status_code)
+
+    return app
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the gateway, and tells when it serves."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,63 @@
+"""Errors as HTTP answers: a status, and a body that both Tinker's SDK and OpenAI's client can read."""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from paceline import errors
+from paceline.errors import Code, PacelineError
+from paceline.rpc.status import status_message
+
+_STATUSES = {
+    Code.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
+    Code.OUT_OF_RANGE: HTTPStatus.BAD_REQUEST,
+    Code.UNAUTHENTICATED: HTTPStatus.UNAUTHORIZED,
+    Code.PERMISSION_DENIED: HTTPStatus.FORBIDDEN,
+    Code.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    Code.RESOURCE_EXHAUSTED: HTTPStatus.TOO_MANY_REQUESTS,
+    Code.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
+    Code.CANCELLED: HTTPStatus.SERVICE_UNAVAILABLE,
+    Code.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
+    # Clients send again what answers 409 or 5xx, which would change nothing here.
+    Code.ALREADY_EXISTS: HTTPStatus.UNPROCESSABLE_ENTITY,
+    Code.FAILED_PRECONDITION: HTTPStatus.UNPROCESSABLE_ENTITY,
+    Code.ABORTED: HTTPStatus.UNPROCESSABLE_ENTITY,
+    Code.UNIMPLEMENTED: HTTPStatus.UNPROCESSABLE_ENTITY,
+    Code.DATA_LOSS: HTTPStatus.UNPROCESSABLE_ENTITY,
+}
+
+
+def problem(error: PacelineError, status: int | None = None) -> JSONResponse:
+    """Return the answer that tells of an error."""
+    code = status or _status_of(error)
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after))
+    if code == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(problem_body(error), code, headers)
+
+
+def problem_body(error: PacelineError) -> dict[str, Any]:
+    """Return an error as JSON: `detail` for people and Tinker's SDK, `error` as OpenAI's clients read it."""
+    message = status_message(error)
+    kind = "invalid_request_error" if is_users(error) else "api_error"
+    return {
+        "detail": message,
+        "error": {"message": message, "type": kind, "param": error.field or None, "code": error.reason},
+    }
+
+
+def is_users(error: PacelineError) -> bool:
+    """Whether the caller can mend it by sending something else, or nothing for a while."""
+    return not isinstance(error, errors.Unavailable | errors.TimedOut | errors.Internal | errors.DataLoss)
+
+
+def _status_of(error: PacelineError) -> int:
+    if isinstance(error, errors.MessageTooLarge):
+        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    return _STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -1,0 +1,268 @@
+"""The control plane: what there is of models, runs, checkpoints and sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import RedirectResponse
+
+from gateway.http.services import Services
+from gateway.http.tinker.api import tenant_of
+from gateway.http.tinker.downloads import ARCHIVE, Downloads
+from gateway.http.tinker.names import TYPES, Aliases, Names, split
+from gateway.http.tinker.sessions import Sessions
+from gateway.http.tinker.store import Model, Store
+from gateway.http.tinker.training import Body
+from paceline import codec, errors
+from paceline.layout import CheckpointPath
+from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import Checkpoint, CheckpointKind, LoraConfig, Run
+
+_PAGE = 1000
+_MAX_LIMIT = 10_000
+_MIN_TTL, _MAX_TTL = 3600, 10 * 366 * 86400
+T = TypeVar("T")
+
+
+class Ttl(Body):
+    """Request of a checkpoint's TTL."""
+
+    ttl_seconds: int | None = None
+
+
+class OfPath(Body):
+    """A request that names a checkpoint."""
+
+    tinker_path: str
+
+
+class Catalog:
+    """Answers from the trainer's lists, in Tinker's words."""
+
+    def __init__(
+        self, services: Services, store: Store, names: Names, aliases: Aliases, sessions: Sessions, downloads: Downloads
+    ) -> None:
+        self._services = services
+        self._store = store
+        self._names = names
+        self._aliases = aliases
+        self._sessions = sessions
+        self._downloads = downloads
+
+    def routes(self) -> APIRouter:
+        """Return the routes below /api/v1."""
+        router = APIRouter()
+        self._add_models(router)
+        self._add_runs(router)
+        self._add_checkpoints(router)
+        self._add_sessions(router)
+        return router
+
+    def _add_models(self, router: APIRouter) -> None:
+        @router.get("/get_server_capabilities")
+        async def get_server_capabilities(request: Request) -> dict[str, Any]:
+            tenant = tenant_of(request)
+            info = await self._services.call(
+                tenant, sampler_pb.GetServerInfoRequest(), sampler_pb.GetServerInfoResponse
+            )
+            context = info.model.max_context_length
+            models = [
+                {"model_name": name, "max_context_length": context, "trainable": True, "sampleable": True}
+                for name in (info.model.name, *self._aliases.names)
+            ]
+            return {"supported_models": models}
+
+        @router.post("/weights_info")
+        async def weights_info(request: Request, body: OfPath) -> dict[str, Any]:
+            tenant = tenant_of(request)
+            path = self._names.checkpoint(tenant, body.tinker_path, "tinker_path")
+            await self._downloads.files(tenant, path)
+            model = self._store.model_of_run(path.run_id)
+            if model is None:
+                model = _as_model(await self._run(tenant, path.run_id))
+            return {
+                "base_model": model.base_model,
+                "is_lora": bool(model.lora),
+                "lora_rank": model.lora.get("rank"),
+                **{name: model.lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")},
+                "optimizer_config": {"type": "adamw"},
+            }
+
+    def _add_runs(self, router: APIRouter) -> None:
+        @router.get("/training_runs")
+        async def training_runs(
+            request: Request, limit: int = Query(20, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0)
+        ) -> dict[str, Any]:
+            tenant = tenant_of(request)
+            listed = [*self._store.models(tenant)]
+            known = {model.run_id for model in listed}
+            listed += [_as_model(run) for run in await self._runs(tenant) if run.run_id not in known]
+            page, cursor = _page(listed, limit, offset)
+            checkpoints = await self._checkpoints(tenant)
+            runs = [self._training_run(model, checkpoints) for model in page]
+            return {"training_runs": runs, "cursor": cursor}
+
+        @router.get("/training_runs/{model_id}")
+        async def training_run(request: Request, model_id: str) -> dict[str, Any]:
+            tenant = tenant_of(request)
+            if model_id.startswith("run-"):
+                model = _as_model(await self._run(tenant, model_id))
+            else:
+                model = self._names.model(tenant, model_id)
+            return self._training_run(model, await self._checkpoints(tenant, model.run_id))
+
+    def _add_checkpoints(self, router: APIRouter) -> None:
+        @router.get("/checkpoints")
+        async def checkpoints(
+            request: Request, limit: int = Query(100, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0)
+        ) -> dict[str, Any]:
+            tenant = tenant_of(request)
+            page, cursor = _page(await self._checkpoints(tenant), limit, offset)
+            return {"checkpoints": self._all_as_json(tenant, page), "cursor": cursor}
+
+        @router.get("/training_runs/{model_id}/checkpoints")
+        async def checkpoints_of(request: Request, model_id: str) -> dict[str, Any]:
+            tenant = tenant_of(request)
+            found = await self._checkpoints(tenant, self._names.run_of(tenant, model_id))
+            return {"checkpoints": self._all_as_json(tenant, found)}
+
+        @router.delete("/training_runs/{model_id}/checkpoints/{folder}/{name}", status_code=204)
+        async def delete(request: Request, model_id: str, folder: str, name: str) -> None:
+            tenant = tenant_of(request)
+            path = self._names.named(tenant, model_id, folder, name)
+            await self._services.call(tenant, pb.DeleteCheckpointRequest(path=str(path)), pb.DeleteCheckpointResponse)
+
+        @router.put("/training_runs/{model_id}/checkpoints/{folder}/{name}/ttl", status_code=204)
+        async def set_ttl(request: Request, model_id: str, folder: str, name: str, body: Ttl) -> None:
+            if body.ttl_seconds is not None and not _MIN_TTL <= body.ttl_seconds <= _MAX_TTL:
+                raise errors.OutOfRange("must be 1 hour to 10 years, or null for never", field="ttl_seconds")
+            tenant = tenant_of(request)
+            path = self._names.named(tenant, model_id, folder, name)
+            message = pb.SetCheckpointTtlRequest(path=str(path), ttl_seconds=body.ttl_seconds)
+            await self._services.call(tenant, message, pb.SetCheckpointTtlResponse)
+
+        @router.get("/training_runs/{model_id}/checkpoints/{folder}/{name}/external_weights_urls")
+        async def external_weights_urls(request: Request, model_id: str, folder: str, name: str) -> dict[str, Any]:
+            tenant = tenant_of(request)
+            path = self._names.named(tenant, model_id, folder, name)
+            addresses = {
+                file: self._downloads.address(request, tenant, path, file)
+                for file in await self._downloads.files(tenant, path)
+            }
+            expires = min(moment for _, moment in addresses.values())
+            return {"urls": {file: address for file, (address, _) in addresses.items()}, "expires": expires}
+
+        @router.get("/training_runs/{model_id}/checkpoints/{folder}/{name}/archive")
+        async def archive(request: Request, model_id: str, folder: str, name: str) -> RedirectResponse:
+            tenant = tenant_of(request)
+            path = self._names.named(tenant, model_id, folder, name)
+            await self._downloads.files(tenant, path)
+            address, expires = self._downloads.address(request, tenant, path, ARCHIVE)
+            headers = {"Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")}
+            return RedirectResponse(address, 302, headers)
+
+    def _add_sessions(self, router: APIRouter) -> None:
+        @router.get("/sessions")
+        async def sessions(
+            request: Request, limit: int = Query(20, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0)
+        ) -> dict[str, list[str]]:
+            page, _ = _page(self._store.sessions(tenant_of(request)), limit, offset)
+            return {"sessions": [session.session_id for session in page]}
+
+        @router.get("/sessions/{session_id}")
+        async def session(request: Request, session_id: str) -> dict[str, Any]:
+            tenant = tenant_of(request)
+            found = self._sessions.get(tenant, session_id)
+            metadata = found.user_metadata.get("user_metadata") or {}
+            return {
+                "training_run_ids": [model.model_id for model in self._store.models(tenant, session_id)],
+                "sampler_ids": self._store.samplers(session_id),
+                "user_metadata": {name: str(value) for name, value in metadata.items()},
+                "display_name": found.display_name,
+            }
+
+    async def _run(self, tenant: str, run_id: str) -> Run:
+        reply = await self._services.call(tenant, pb.GetRunRequest(run_id=run_id), pb.GetRunResponse)
+        return codec.run_from_proto(reply.run)
+
+    async def _runs(self, tenant: str) -> list[Run]:
+        runs: list[Run] = []
+        request = pb.ListRunsRequest(page_size=_PAGE)
+        while True:
+            reply = await self._services.call(tenant, request, pb.ListRunsResponse)
+            runs += map(codec.run_from_proto, reply.runs)
+            if not reply.next_page_token:
+                return runs
+            request = pb.ListRunsRequest(page_size=_PAGE, page_token=reply.next_page_token)
+
+    async def _checkpoints(self, tenant: str, run_id: str = "") -> list[Checkpoint]:
+        found: list[Checkpoint] = []
+        request = pb.ListCheckpointsRequest(run_id=run_id, page_size=_PAGE)
+        while True:
+            reply = await self._services.call(tenant, request, pb.ListCheckpointsResponse)
+            found += map(codec.checkpoint_from_proto, reply.checkpoints)
+            if not reply.next_page_token:
+                return found
+            request = pb.ListCheckpointsRequest(run_id=run_id, page_size=_PAGE, page_token=reply.next_page_token)
+
+    def _training_run(self, model: Model, checkpoints: Iterable[Checkpoint]) -> dict[str, Any]:
+        mine = [checkpoint for checkpoint in checkpoints if checkpoint.run_id == model.run_id]
+        attached = self._store.checkpoint_metadata(model.tenant)
+        newest = {
+            kind: next((self._as_json(one, attached) for one in mine if one.kind is kind), None)
+            for kind in CheckpointKind
+        }
+        return {
+            "training_run_id": model.model_id,
+            "base_model": model.base_model,
+            "model_owner": model.tenant,
+            "is_lora": bool(model.lora),
+            "lora_rank": model.lora.get("rank"),
+            "corrupted": False,
+            "last_request_time": _moment(model.used),
+            "last_checkpoint": newest[CheckpointKind.STATE],
+            "last_sampler_checkpoint": newest[CheckpointKind.SAMPLER],
+            "user_metadata": model.user_metadata,
+        }
+
+    def _all_as_json(self, tenant: str, checkpoints: Iterable[Checkpoint]) -> list[dict[str, Any]]:
+        attached = self._store.checkpoint_metadata(tenant)
+        return [self._as_json(checkpoint, attached) for checkpoint in checkpoints]
+
+    def _as_json(self, checkpoint: Checkpoint, attached: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+        path = CheckpointPath.parse(checkpoint.path)
+        folder, name = split(path)
+        return {
+            "checkpoint_id": f"{folder}/{name}",
+            "checkpoint_type": TYPES[folder],
+            "time": checkpoint.create_time.isoformat(),
+            "tinker_path": self._names.tinker_path(path),
+            "size_bytes": checkpoint.size_bytes,
+            "public": False,
+            "user_metadata": attached.get(checkpoint.path),
+            "expires_at": checkpoint.expire_time.isoformat() if checkpoint.expire_time else None,
+        }
+
+
+def _as_model(run: Run) -> Model:
+    """Describe a run that was not made over this API."""
+    lora: dict[str, Any] = {}
+    if isinstance(run.parameters, LoraConfig):
+        given = run.parameters
+        groups = {name: getattr(given, name) for name in ("train_attn", "train_mlp", "train_unembed")}
+        lora = {"rank": given.rank, **groups}
+    made = run.create_time.timestamp()
+    return Model(run.run_id, "", "", run.run_id, run.base_model, 1, made, made, lora, run.user_metadata)
+
+
+def _page(items: Sequence[T], limit: int, offset: int) -> tuple[Sequence[T], dict[str, int]]:
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return items[offset : offset + limit], cursor
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

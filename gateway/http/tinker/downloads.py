@@ -1,0 +1,144 @@
+"""Checkpoints as files that whoever has the address may fetch, until it expires: the address is signed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import secrets
+import tarfile
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+
+from gateway.http.services import Services
+from paceline import errors
+from paceline.layout import CheckpointPath
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+
+PREFIX = "/api/v1/downloads/"
+"""What addresses of files begin with; no key is needed there."""
+ARCHIVE = "checkpoint.tar"
+_VALID = timedelta(hours=1)
+_SECONDS = 3600.0
+_NO_MORE = b"\0" * 1024
+"""The end of a tar archive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What an address lets somebody fetch."""
+
+    tenant: str
+    path: str
+    expires: float
+    """Seconds since the epoch."""
+
+
+class Downloads:
+    """Signs addresses, and gives what they name."""
+
+    def __init__(self, services: Services, secret: bytes) -> None:
+        self._services = services
+        self._secret = secret
+
+    def address(self, request: Request, tenant: str, path: CheckpointPath, file: str) -> tuple[str, datetime]:
+        """Return where a file of a checkpoint can be fetched, as the caller reaches this gateway, and until when."""
+        expires = datetime.now(UTC) + _VALID
+        token = self._sign(Grant(tenant, str(path), expires.timestamp()))
+        return f"{str(request.base_url).rstrip('/')}{PREFIX}{token}/{quote(file)}", expires
+
+    async def files(self, tenant: str, path: CheckpointPath) -> dict[str, int]:
+        """Return the files of a checkpoint and their sizes. Raises CheckpointNotFound."""
+        message = pb.DownloadCheckpointRequest(path=str(path), without_data=True)
+        async with self._services.stream(tenant, message, pb.DownloadCheckpointResponse) as replies:
+            return {reply.file.name: reply.file.size_bytes async for reply in replies}
+
+    def routes(self) -> APIRouter:
+        """Return the routes below /api/v1."""
+        router = APIRouter()
+
+        @router.get("/downloads/{token}/{file}")
+        async def download(token: str, file: str) -> StreamingResponse:
+            grant = self._read(token)
+            sizes = await self.files(grant.tenant, CheckpointPath.parse(grant.path))
+            if file == ARCHIVE:
+                return StreamingResponse(self._archive(grant), media_type="application/x-tar")
+            if file not in sizes:
+                raise errors.CheckpointNotFound("has no such file", field="file")
+            headers = {"Content-Length": str(sizes[file])}
+            return StreamingResponse(self._file(grant, file), headers=headers, media_type="application/octet-stream")
+
+        return router
+
+    async def _file(self, grant: Grant, file: str) -> AsyncIterator[bytes]:
+        async with aclosing(self._parts(grant, file)) as parts:
+            async for part in parts:
+                if part.WhichOneof("part") == "data":
+                    yield part.data
+
+    async def _archive(self, grant: Grant) -> AsyncIterator[bytes]:
+        """Yield a tar archive of all files of one save."""
+        padding = b""
+        async with aclosing(self._parts(grant, "")) as parts:
+            async for part in parts:
+                if part.WhichOneof("part") == "data":
+                    yield part.data
+                    continue
+                header = tarfile.TarInfo(part.file.name)
+                header.size = part.file.size_bytes
+                yield padding + header.tobuf()
+                padding = b"\0" * (-header.size % tarfile.BLOCKSIZE)
+        yield padding + _NO_MORE
+
+    async def _parts(self, grant: Grant, file: str) -> AsyncGenerator[pb.DownloadCheckpointResponse]:
+        message = pb.DownloadCheckpointRequest(path=grant.path, file=file)
+        async with self._services.stream(
+            grant.tenant, message, pb.DownloadCheckpointResponse, seconds=_SECONDS
+        ) as replies:
+            async for reply in replies:
+                yield reply
+
+    def _sign(self, grant: Grant) -> str:
+        content = json.dumps([grant.tenant, grant.path, grant.expires]).encode()
+        return _text(content) + "." + _text(hmac.digest(self._secret, content, hashlib.sha256))
+
+    def _read(self, token: str) -> Grant:
+        """Return what a token grants. Raises MethodNotAllowed where it was not made here, or has expired."""
+        try:
+            content, signature = map(_bytes, token.split("."))
+            is_ours = hmac.compare_digest(hmac.digest(self._secret, content, hashlib.sha256), signature)
+        except ValueError:
+            is_ours = False
+        if is_ours:
+            grant = Grant(*json.loads(content))
+            if grant.expires > datetime.now(UTC).timestamp():
+                return grant
+        raise errors.MethodNotAllowed("the address has expired, or was not made here; ask for another")
+
+
+def read_or_make_secret(path: Path) -> bytes:
+    """Return the key that addresses are signed with, made on first use."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+        path.write_bytes(secrets.token_bytes(32))
+    secret = path.read_bytes()
+    if len(secret) < 32:
+        raise errors.InvalidArgument(f"{path} is too short; remove it, and another is made", field="http_state")
+    return secret
+
+
+def _text(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))

@@ -1,0 +1,261 @@
+"""Work that was posted, and its results: kept until they are fetched, and through restarts of the gateway.
+
+Work begins at once and in any order: the trainer puts a run's commands in order by their seq_id. What a service could
+not do now is sent again, which changes nothing twice, until its session is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from time import time
+from typing import Any, Generic, TypeVar
+
+from gateway.http.problems import is_users
+from gateway.http.tinker.store import Store, StoredFuture
+from paceline import errors
+from paceline.client.retry import is_retryable
+from paceline.log import get_logger
+from paceline.rpc.status import status_message
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+KEPT_SECONDS = 3600.0
+"""How long a result can be fetched."""
+_KEPT_IN_MEMORY_SECONDS = 60.0
+_MAX_DELAY = 5.0
+_FIRST_DELAY = 0.1
+_log = get_logger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What is answered."""
+
+    media: str
+    body: bytes
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Result:
+        """Return a result that is JSON."""
+        return cls(JSON, json.dumps(content).encode())
+
+    @classmethod
+    def of_error(cls, error: errors.PacelineError) -> Result:
+        """Return the result that tells of a failure: the SDK raises RequestFailedError."""
+        category = "user" if is_users(error) else "server"
+        return cls.of({"error": f"{error.reason}: {status_message(error)}", "category": category})
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it tells of a failure."""
+        return self.media == JSON and b'"category"' in self.body and "error" in json.loads(self.body)
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Posted work."""
+
+    request_id: str
+    tenant: str
+    session_id: str
+    kind: str
+    digest: bytes
+    queue_state: str = "active"
+    queue_state_reason: str = ""
+    result: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """A kind of work: how its request is written and read, and what is done."""
+
+    name: str
+    dump: Callable[[T], bytes]
+    load: Callable[[bytes], T]
+    run: Callable[[str, T], Awaitable[Result]]
+    """Takes the tenant and the request."""
+
+
+@dataclass(slots=True)
+class _Completions:
+    """The work of one sampler that is done, in the order of its end, as `retrieve_futures` tells of it."""
+
+    last: int
+    entries: list[tuple[int, str, Result]] = field(default_factory=list)
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, request_id: str, result: Result) -> None:
+        """Note work that is done."""
+        self.last += 1
+        self.entries.append((self.last, request_id, result))
+        self.more.set()
+
+
+class Futures:
+    """Runs what is posted and keeps its results."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._kinds: dict[str, Kind[Any]] = {}
+        self._works: dict[str, Work] = {}
+        """What is under way, or was done a moment ago."""
+        self._completions: dict[str, _Completions] = {}
+        self._saving: set[asyncio.Task[None]] = set()
+
+    def add(self, kind: Kind[Any]) -> None:
+        """Make a kind of work known."""
+        self._kinds[kind.name] = kind
+
+    async def resume(self) -> None:
+        """Begin again what an earlier gateway did not finish."""
+        for stored in self._store.unfinished():
+            work = Work(stored.request_id, stored.tenant, stored.session_id, stored.kind, stored.digest)
+            try:
+                request = self._kinds[stored.kind].load(stored.request or b"")
+            except Exception:  # of a release that wrote it otherwise
+                error = errors.Internal("the request was posted to another release of the gateway; send it again")
+                await self._settle(work, Result.of_error(error))
+                continue
+            self._begin(work, request)
+
+    async def close(self) -> None:
+        """End what is under way; another gateway begins it again."""
+        tasks = [work.task for work in self._works.values() if work.task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._saving, return_exceptions=True)
+
+    async def post(self, kind: Kind[T], request_id: str, tenant: str, session_id: str, request: T) -> None:
+        """Take work in, durably; the same again is not done twice. Raises RequestIdReused for other work of this id."""
+        body = kind.dump(request)
+        digest = sha256(kind.name.encode() + body).digest()
+        known = self._works.get(request_id) or self._store.future(request_id)
+        if known is not None:
+            if known.tenant != tenant or known.digest != digest:
+                raise errors.RequestIdReused(f"{request_id[:120]} was another request; use the next number")
+            return
+        work = Work(request_id, tenant, session_id, kind.name, digest)
+        self._begin(work, request)
+        await self._store.add_future(StoredFuture(request_id, tenant, session_id, kind.name, digest, body, time()))
+
+    async def result(self, tenant: str, request_id: str, seconds: float) -> Result | Work:
+        """Return a result, or the work if it takes longer than `seconds`. Raises NotFound's kin for none."""
+        work = self._works.get(request_id)
+        if work is not None and work.tenant == tenant:
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(asyncio.shield(work.result), seconds)
+            return work
+        stored = self._store.future(request_id)
+        if stored is None or stored.tenant != tenant or stored.media is None or stored.result is None:
+            raise errors.RunNotFound(f"no such request, or its result is gone: {request_id[:120]}", field="request_id")
+        return Result(stored.media, stored.result)
+
+    async def cancel(self, tenant: str, request_id: str) -> None:
+        """End work that nobody waits for any more; what is done, or not known, stays as it is."""
+        work = self._works.get(request_id)
+        if work is not None and work.tenant == tenant and work.kind == "sample" and not work.result.done():
+            await self._end(work)
+
+    async def end_session(self, session_id: str) -> None:
+        """End all work of a session that is over."""
+        for work in list(self._works.values()):
+            if work.session_id == session_id and not work.result.done():
+                await self._end(work)
+
+    async def completions(
+        self, tenant: str, sampler_id: str, clone: int, after: int, seconds: float
+    ) -> tuple[list[tuple[str, Result]], int]:
+        """Return what of a sampler's copy was done after a cursor, waiting for it, and the next cursor."""
+        done = self._done_of(tenant, sampler_id, clone)
+        done.entries = [entry for entry in done.entries if entry[0] > after]
+        if not done.entries:
+            done.more.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.more.wait(), seconds)
+        return [(request_id, result) for _, request_id, result in done.entries], max(done.last, after)
+
+    def _done_of(self, tenant: str, sampler_id: str, clone: int) -> _Completions:
+        """Return what is done of a sampler's copy: for one not seen before, with what an earlier gateway finished."""
+        key = f"{tenant}/{sampler_id}/{clone}"
+        if key not in self._completions:
+            # Cursors of an earlier gateway are below these.
+            done = self._completions[key] = _Completions(int(time() * 1e6))
+            for stored in self._store.finished(f"{sampler_id}:"):
+                if stored.tenant == tenant and clone_of(stored.request_id) == clone and stored.media is not None:
+                    done.add(stored.request_id, Result(stored.media, stored.result or b""))
+        return self._completions[key]
+
+    async def forget_old(self) -> None:
+        """Let go results that were kept long enough."""
+        await self._store.forget_futures(time() - KEPT_SECONDS)
+
+    def _begin(self, work: Work, request: Any) -> None:
+        self._works[work.request_id] = work
+        work.task = asyncio.create_task(self._run(work, request))
+
+    async def _run(self, work: Work, request: Any) -> None:
+        kind, failures = self._kinds[work.kind], 0
+        while True:
+            try:
+                result = await kind.run(work.tenant, request)
+                break
+            except errors.PacelineError as error:
+                if not (is_retryable(error) or isinstance(error, errors.TimedOut)):
+                    result = Result.of_error(error)
+                    break
+                delay = max(error.retry_after or 0.0, min(_MAX_DELAY, _FIRST_DELAY * 2 ** min(failures, 8)))
+                is_limit = isinstance(error, errors.QuotaExceeded)
+                work.queue_state = "paused_rate_limit" if is_limit else "paused_capacity"
+                work.queue_state_reason = status_message(error)
+            except Exception:
+                _log.exception("uncaught", kind=work.kind, request=work.request_id)
+                result = Result.of_error(errors.Internal("internal error; the gateway's log tells of it"))
+                break
+            await asyncio.sleep(delay)
+            failures += 1
+        await self._settle(work, result)
+
+    async def _end(self, work: Work) -> None:
+        if work.task is not None:
+            work.task.cancel()
+            await asyncio.gather(work.task, return_exceptions=True)
+        await self._settle(work, Result.of_error(errors.Cancelled("the request was cancelled, or its session ended")))
+
+    async def _settle(self, work: Work, result: Result) -> None:
+        """Tell those who wait, then keep the result: what is lost in between is done again."""
+        if work.result.done():
+            return
+        work.result.set_result(result)
+        self._note_completion(work, result)
+        saving = asyncio.create_task(self._store.settle_future(work.request_id, result.media, result.body))
+        self._saving.add(saving)
+        saving.add_done_callback(self._saved)
+        asyncio.get_running_loop().call_later(_KEPT_IN_MEMORY_SECONDS, self._works.pop, work.request_id, None)
+
+    def _saved(self, saving: asyncio.Task[None]) -> None:
+        self._saving.discard(saving)
+        if not saving.cancelled() and (error := saving.exception()) is not None:
+            _log.error("a result is not kept", error=str(error))
+
+    def _note_completion(self, work: Work, result: Result) -> None:
+        if work.kind != "sample":
+            return
+        sampler_id, _, _ = work.request_id.rpartition(":")
+        key = f"{work.tenant}/{sampler_id}/{clone_of(work.request_id)}"
+        if key in self._completions:  # otherwise nobody asks for them
+            self._completions[key].add(work.request_id, result)
+
+
+_CLONE = 1_000_000_000
+"""Copy k of a sampler numbers its samples from k times this."""
+
+
+def clone_of(request_id: str) -> int:
+    """Return which copy of a sampler a sample is of."""
+    return int(request_id.rpartition(":")[2]) // _CLONE

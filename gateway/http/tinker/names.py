@@ -1,0 +1,94 @@
+"""Tinker's names and Paceline's: tinker://<model>/weights/<name> is paceline://<run>/state/<name>."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.http.tinker.store import Model, Store
+from paceline import errors
+from paceline.layout import SCHEME, CheckpointPath, check_run_id
+from paceline.types import CheckpointKind
+
+TINKER = "tinker://"
+WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"
+TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler", EXTERNAL_WEIGHTS: "external"}
+_EXTERNAL = "external."
+"""How the names of sampler checkpoints begin that Tinker calls external."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Knows which model is which run."""
+
+    store: Store
+
+    def run_of(self, tenant: str, model_id: str) -> str:
+        """Return the run that a model is; a run's own id names it too. Raises RunNotFound."""
+        if model_id.startswith("run-"):
+            return check_run_id(model_id)
+        model = self.store.model(model_id)
+        if model is None or model.tenant != tenant:
+            raise errors.RunNotFound(f"no such model: {model_id[:80]}", field="model_id")
+        return model.run_id
+
+    def id_of(self, run_id: str) -> str:
+        """Return the model that a run is, or the run's id for one that was not made here."""
+        model = self.store.model_of_run(run_id)
+        return model.model_id if model else run_id
+
+    def model(self, tenant: str, model_id: str) -> Model:
+        """Return a model of the tenant. Raises RunNotFound."""
+        model = self.store.model(model_id)
+        if model is None or model.tenant != tenant:
+            raise errors.RunNotFound(f"no such model: {model_id[:80]}", field="model_id")
+        return model
+
+    def checkpoint(self, tenant: str, path: str, field: str = "path") -> CheckpointPath:
+        """Return the checkpoint that a path names, Tinker's or our own. Raises InvalidPath, RunNotFound."""
+        if path.startswith(SCHEME):
+            return CheckpointPath.parse(path, field)
+        parts = path.removeprefix(TINKER).split("/")
+        if not path.startswith(TINKER) or len(parts) != 3:
+            form = "tinker://<model>/weights|sampler_weights|external_weights/<name>"
+            raise errors.InvalidPath(f"is not of the form {form}", field=field)
+        model_id, folder, name = parts
+        return self.named(tenant, model_id, folder, name, field)
+
+    def named(self, tenant: str, model_id: str, folder: str, name: str, field: str = "path") -> CheckpointPath:
+        """Return the checkpoint of a model by its folder and name. Raises InvalidPath, RunNotFound."""
+        if folder not in TYPES:
+            raise errors.InvalidPath(f"has {folder[:40]!r}; it is one of {', '.join(TYPES)}", field=field)
+        kind = CheckpointKind.STATE if folder == WEIGHTS else CheckpointKind.SAMPLER
+        stored = _EXTERNAL + name if folder == EXTERNAL_WEIGHTS else name
+        run_id = self.run_of(tenant, model_id)
+        return CheckpointPath.parse(f"{SCHEME}{run_id}/{kind.folder}/{stored}", field)
+
+    def tinker_path(self, checkpoint: CheckpointPath) -> str:
+        """Return Tinker's name of a checkpoint."""
+        folder, name = split(checkpoint)
+        return f"{TINKER}{self.id_of(checkpoint.run_id)}/{folder}/{name}"
+
+
+def split(checkpoint: CheckpointPath) -> tuple[str, str]:
+    """Return the folder and the name that Tinker has for a checkpoint."""
+    if checkpoint.kind is CheckpointKind.STATE:
+        return WEIGHTS, checkpoint.name
+    if checkpoint.name.startswith(_EXTERNAL):
+        return EXTERNAL_WEIGHTS, checkpoint.name.removeprefix(_EXTERNAL)
+    return SAMPLER_WEIGHTS, checkpoint.name
+
+
+def external_name(name: str) -> str:
+    """Return the name under which weights for other machines are saved."""
+    return _EXTERNAL + name
+
+
+@dataclass(frozen=True, slots=True)
+class Aliases:
+    """Names under which clients know the base model: recipes take only those that their tables have."""
+
+    names: tuple[str, ...]
+
+    def served(self, name: str) -> str:
+        """Return the name that the services know; empty, which is whatever is served, for an alias."""
+        return "" if name in self.names else name

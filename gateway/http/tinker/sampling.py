@@ -1,0 +1,144 @@
+"""Samples: each is one Sample of a sampler, whose prompt and settings come as JSON."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from pydantic import Field
+
+from gateway.http.services import Services
+from gateway.http.tinker import tensors
+from gateway.http.tinker.futures import PROTOBUF, Kind, Result
+from gateway.http.tinker.names import Aliases
+from gateway.http.tinker.store import Sampler, Store
+from gateway.http.tinker.training import Body
+from paceline import codec, errors
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.types import ModelRef, SamplingParams, StopReason
+
+_SECONDS = 600.0
+_MAX_SEED = 2**63
+
+
+class Prompt(Body):
+    """Parts of a prompt."""
+
+    chunks: list[dict[str, Any]]
+
+
+class Params(Body):
+    """How tokens are chosen."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Asample(Body):
+    """Request of asample."""
+
+    sampling_session_id: str
+    seq_id: int = Field(ge=0, lt=2**62)
+    prompt: Prompt
+    sampling_params: Params = Params()
+    num_samples: int = Field(1, ge=1, le=1_000_000)
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = Field(0, ge=0, le=1_000_000)
+    topk_sample_logprobs: int = Field(0, ge=0, le=1_000_000)
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+
+
+class Sampling:
+    """What asample does."""
+
+    def __init__(self, services: Services, store: Store, aliases: Aliases) -> None:
+        self._services = services
+        self._store = store
+        self._aliases = aliases
+        self.sample: Kind[Asample] = Kind(
+            "sample",
+            lambda request: request.model_dump_json(exclude_unset=True).encode(),
+            Asample.model_validate_json,
+            self._sample,
+        )
+
+    def sampler(self, tenant: str, sampler_id: str) -> Sampler:
+        """Return a sampler of the tenant. Raises RunNotFound."""
+        sampler = self._store.sampler(sampler_id)
+        if sampler is None or sampler.tenant != tenant:
+            raise errors.RunNotFound("no such sampling session; create one", field="sampling_session_id")
+        return sampler
+
+    async def served_model(self, tenant: str) -> str:
+        """Return the name of the base model that is sampled from."""
+        info = await self._services.call(tenant, pb.GetServerInfoRequest(), pb.GetServerInfoResponse)
+        return info.model.name
+
+    async def _sample(self, tenant: str, request: Asample) -> Result:
+        _check_served(request)
+        model = self._model_of(self.sampler(tenant, request.sampling_session_id))
+        message = pb.SampleRequest(
+            model=codec.model_ref_to_proto(model),
+            prompt=codec.tensor_to_proto(tensors.prompt_tokens(request.prompt.chunks)),
+            params=codec.sampling_params_to_proto(_params(request.sampling_params)),
+            num_samples=request.num_samples,
+            prompt_logprobs=bool(request.prompt_logprobs),
+            topk_prompt_logprobs=request.topk_prompt_logprobs,
+            topk_logprobs=request.topk_sample_logprobs,
+        )
+        route = "" if model.is_base else str(model)
+        reply = await self._services.call(tenant, message, pb.SampleResponse, route=route, seconds=_SECONDS)
+        result = codec.sample_result_from_proto(reply)
+        if any(sequence.stop_reason is StopReason.ABORTED for sequence in result.sequences):
+            raise errors.EngineUnavailable("the sampler ended the sample early; it is drawn again")
+        return Result(PROTOBUF, tensors.sample_response(result, request.prompt_logprobs_last_n))
+
+    def _model_of(self, sampler: Sampler) -> ModelRef:
+        if sampler.checkpoint:
+            return ModelRef(checkpoint=sampler.checkpoint)
+        if sampler.run_id:
+            return ModelRef(run_id=sampler.run_id, version=sampler.version)
+        return ModelRef(base=self._aliases.served(sampler.base_model))
+
+
+def with_seed(request: Asample) -> Asample:
+    """Return the request with a seed, so that it gives the same samples again when it is repeated."""
+    if request.sampling_params.seed is not None:
+        return request
+    params = request.sampling_params.model_copy(update={"seed": secrets.randbelow(_MAX_SEED)})
+    return request.model_copy(update={"sampling_params": params})
+
+
+def _params(params: Params) -> SamplingParams:
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    seed = params.seed or 0
+    if not 0 <= seed < 2**64:
+        raise errors.OutOfRange("must be from 0 to 2^64 - 1", field="sampling_params.seed")
+    for name, value in (("max_tokens", params.max_tokens), ("top_k", params.top_k)):
+        if value is not None and not -1 <= value < 2**31:
+            raise errors.OutOfRange("must be a number of tokens", field=f"sampling_params.{name}")
+    if params.max_tokens is not None and params.max_tokens < 0:
+        raise errors.OutOfRange("must be at least 1", field="sampling_params.max_tokens")
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        seed=seed,
+        stop=[one for one in stop or () if isinstance(one, str)],
+        stop_token_ids=[one for one in stop or () if isinstance(one, int)],
+        # An empty list of stops is Tinker's way to go on past the end of sequence.
+        ignore_eos=stop is not None and not stop,
+    )
+
+
+def _check_served(request: Asample) -> None:
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
+        if getattr(request, name):
+            raise errors.Unsupported("is not served; leave it out", field=name)

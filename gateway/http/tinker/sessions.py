@@ -1,0 +1,100 @@
+"""Sessions: opened by a client, kept by its heartbeats, and over when it says so or is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from time import time
+from typing import Any
+from uuid import uuid4
+
+from gateway.http.tinker.futures import Futures
+from gateway.http.tinker.store import Session, Store
+from paceline import errors
+from paceline.log import get_logger
+
+SILENT_SECONDS = 900.0
+"""How long a session may be silent until its samples are ended; heartbeats come every 10 s."""
+_SWEEP_SECONDS = 30.0
+_FORGET_SECONDS = 600.0
+_log = get_logger(__name__)
+_ID = re.compile(r"[0-9a-f-]{36}")
+
+
+class SessionOver(errors.RunNotFound):
+    """The session was finished, or is not known: the client has to open another."""
+
+
+class Sessions:
+    """Knows when each session was heard of last."""
+
+    def __init__(self, store: Store, futures: Futures) -> None:
+        self._store = store
+        self._futures = futures
+        self._seen: dict[str, float] = {}
+        self._over: set[str] = set()
+        """Those whose work was ended."""
+        self._started = time()
+
+    async def open(self, tenant: str, metadata: Mapping[str, Any], display_name: str | None) -> str:
+        """Open a session and return its id."""
+        now, session_id = time(), str(uuid4())
+        session = Session(session_id, tenant, now, now, None, metadata, display_name)
+        await self._store.add_session(session)
+        self._seen[session_id] = now
+        return session_id
+
+    def get(self, tenant: str, session_id: str) -> Session:
+        """Return a session of the tenant, over or not. Raises SessionOver where there is none."""
+        session = self._store.session(session_id) if _ID.fullmatch(session_id) else None
+        if session is None or session.tenant != tenant:
+            raise SessionOver("no such session; make a new ServiceClient", field="session_id")
+        return session
+
+    def check(self, tenant: str, session_id: str) -> Session:
+        """Note that a session is alive and return it. Raises SessionOver."""
+        session = self.get(tenant, session_id)
+        if session.finished is not None:
+            raise SessionOver("the session was finished; make a new ServiceClient", field="session_id")
+        self._seen[session_id] = time()
+        self._over.discard(session_id)
+        return session
+
+    async def finish(self, tenant: str, session_id: str) -> None:
+        """End a session and its samples; again changes nothing."""
+        self.get(tenant, session_id)
+        await self._store.write(
+            "UPDATE sessions SET finished = ? WHERE session_id = ? AND finished IS NULL", time(), session_id
+        )
+        await self._futures.end_session(session_id)
+
+    def is_over(self, session: Session) -> bool:
+        """Whether nobody trains or samples in it any more, as far as one can tell."""
+        seen = self._seen.get(session.session_id, max(session.seen, self._started))
+        return session.finished is not None or time() - seen > SILENT_SECONDS
+
+    async def sweep(self) -> None:
+        """End the work of sessions that are silent, and let go old results, for ever."""
+        forgotten = time()
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            try:
+                await self._sweep()
+                if time() - forgotten > _FORGET_SECONDS:
+                    forgotten = time()
+                    await self._futures.forget_old()
+            except errors.PacelineError as error:
+                _log.error("sessions are looked at again soon", error=str(error))
+
+    async def _sweep(self) -> None:
+        seen = dict(self._seen)
+        for session_id, moment in seen.items():
+            await self._store.write("UPDATE sessions SET seen = ? WHERE session_id = ?", moment, session_id)
+            if time() - moment > SILENT_SECONDS and session_id not in self._over:
+                self._over.add(session_id)
+                await self._futures.end_session(session_id)
+                _log.info("session silent", session=session_id)
+            if time() - moment > 2 * SILENT_SECONDS:
+                del self._seen[session_id]
+                self._over.discard(session_id)

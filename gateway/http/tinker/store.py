@@ -1,0 +1,367 @@
+"""What the Tinker API has to remember across restarts of the gateway: sessions, models, samplers, futures.
+
+One SQLite file. A write returns when it is in the file, which a killed process does not lose; writes that come together
+are one transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import time
+from typing import Any, TypeVar
+
+from paceline import errors
+
+FORMAT = 1
+_MOST_TOGETHER = 256
+T = TypeVar("T")
+
+_TABLES = """
+CREATE TABLE sessions (session_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, seen REAL NOT NULL,
+    finished REAL, user_metadata TEXT NOT NULL, display_name TEXT);
+CREATE TABLE models (model_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session_id TEXT NOT NULL, run_id TEXT NOT NULL,
+    base_model TEXT NOT NULL, first_seq_id INTEGER NOT NULL, created REAL NOT NULL, used REAL NOT NULL,
+    lora TEXT NOT NULL, user_metadata TEXT NOT NULL, ended REAL);
+CREATE INDEX models_of_run ON models (run_id);
+CREATE TABLE samplers (sampler_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session_id TEXT NOT NULL,
+    base_model TEXT NOT NULL, run_id TEXT NOT NULL, version INTEGER, checkpoint TEXT NOT NULL, model_path TEXT NOT NULL,
+    clones INTEGER NOT NULL);
+CREATE TABLE futures (request_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session_id TEXT NOT NULL, kind TEXT NOT NULL,
+    digest BLOB NOT NULL, request BLOB, created REAL NOT NULL, done REAL, media TEXT, result BLOB);
+CREATE INDEX futures_done ON futures (done);
+CREATE TABLE checkpoints (path TEXT PRIMARY KEY, tenant TEXT NOT NULL, user_metadata TEXT NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a client opens before anything else, and keeps by heartbeats."""
+
+    session_id: str
+    tenant: str
+    created: float
+    seen: float
+    finished: float | None = None
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    display_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A training run of a session."""
+
+    model_id: str
+    tenant: str
+    session_id: str
+    run_id: str
+    base_model: str
+    """The name that the client gave: the served one, or an alias of it."""
+    first_seq_id: int
+    """The run's seq_id of the model's command 1."""
+    created: float
+    used: float
+    lora: Mapping[str, Any]
+    """rank, train_attn, train_mlp, train_unembed; empty for a run with full parameters."""
+    user_metadata: Mapping[str, Any]
+    ended: float | None = None
+    """When the run was deleted; its checkpoints stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Weights that a session samples from: of the base model, a run's version, its newest, or a checkpoint."""
+
+    sampler_id: str
+    tenant: str
+    session_id: str
+    base_model: str
+    run_id: str = ""
+    version: int | None = None
+    checkpoint: str = ""
+    model_path: str = ""
+    clones: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFuture:
+    """Work that was posted; `result` is None until it is done."""
+
+    request_id: str
+    tenant: str
+    session_id: str
+    kind: str
+    digest: bytes
+    request: bytes | None
+    created: float
+    done: float | None = None
+    media: str | None = None
+    result: bytes | None = None
+
+
+class Store:
+    """The file. Reads are quick and on the calling thread; writes are awaited."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file. Raises InvalidArgument where it is of a later format, or no such file."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._read = _connect(path)
+            self._prepare()
+            self._write = _connect(path)
+        except sqlite3.DatabaseError as error:
+            message = f"{path} cannot be used ({error}); move it away to begin with an empty one"
+            raise errors.InvalidArgument(message, field="http_state") from error
+        path.chmod(0o600)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="tinker-store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish what was asked for and close the file."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._read.close()
+        self._write.close()
+
+    def _prepare(self) -> None:
+        (found,) = self._read.execute("PRAGMA user_version").fetchone()
+        if found > FORMAT:
+            message = f"is of format {found}, and this release reads {FORMAT}; start the release that wrote it"
+            raise errors.InvalidArgument(message, field="http_state")
+        if found == 0:
+            self._read.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
+
+    async def write(self, sql: str, *values: object) -> int:
+        """Run a statement that changes something; return how many rows it changed. Raises DiskFull."""
+        return await self.do(lambda connection: connection.execute(sql, values).rowcount)
+
+    async def do(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run statements in one transaction. Raises DiskFull."""
+        loop = asyncio.get_running_loop()
+        job = _Job(work, loop, loop.create_future())
+        self._jobs.put(job)
+        return await job.outcome  # type: ignore[no-any-return]
+
+    def rows(self, sql: str, *values: object) -> list[sqlite3.Row]:
+        """Return what a query finds."""
+        return self._read.execute(sql, values).fetchall()
+
+    def session(self, session_id: str) -> Session | None:
+        """Return a session, if there is one."""
+        for row in self.rows("SELECT * FROM sessions WHERE session_id = ?", session_id):
+            return _session(row)
+        return None
+
+    def sessions(self, tenant: str) -> list[Session]:
+        """Return a tenant's sessions, newest first."""
+        return [
+            _session(row) for row in self.rows("SELECT * FROM sessions WHERE tenant = ? ORDER BY created DESC", tenant)
+        ]
+
+    def model(self, model_id: str) -> Model | None:
+        """Return a model, if there is one."""
+        for row in self.rows("SELECT * FROM models WHERE model_id = ?", model_id):
+            return _model(row)
+        return None
+
+    def models(self, tenant: str, session_id: str = "") -> list[Model]:
+        """Return a tenant's models, of one session or of all, newest first."""
+        sql = "SELECT * FROM models WHERE tenant = ? AND (? = '' OR session_id = ?) ORDER BY created DESC"
+        return [_model(row) for row in self.rows(sql, tenant, session_id, session_id)]
+
+    def model_of_run(self, run_id: str) -> Model | None:
+        """Return the model that a run is, if it came this way."""
+        for row in self.rows("SELECT * FROM models WHERE run_id = ?", run_id):
+            return _model(row)
+        return None
+
+    def sampler(self, sampler_id: str) -> Sampler | None:
+        """Return a sampler, if there is one."""
+        for row in self.rows("SELECT * FROM samplers WHERE sampler_id = ?", sampler_id):
+            return Sampler(**dict(row))
+        return None
+
+    def samplers(self, session_id: str) -> list[str]:
+        """Return the ids of a session's samplers."""
+        return [row[0] for row in self.rows("SELECT sampler_id FROM samplers WHERE session_id = ?", session_id)]
+
+    def future(self, request_id: str) -> StoredFuture | None:
+        """Return posted work, if there is such."""
+        for row in self.rows("SELECT * FROM futures WHERE request_id = ?", request_id):
+            return StoredFuture(**dict(row))
+        return None
+
+    def unfinished(self) -> list[StoredFuture]:
+        """Return posted work without a result, in order of posting."""
+        found = self.rows("SELECT * FROM futures WHERE done IS NULL ORDER BY created")
+        return [StoredFuture(**dict(row)) for row in found]
+
+    def finished(self, beginning: str) -> list[StoredFuture]:
+        """Return work that has a result, by what its id begins with."""
+        sql = "SELECT * FROM futures WHERE request_id >= ? AND request_id < ? AND done IS NOT NULL ORDER BY done"
+        return [StoredFuture(**dict(row)) for row in self.rows(sql, beginning, beginning + "\uffff")]
+
+    def checkpoint_metadata(self, tenant: str) -> dict[str, Mapping[str, str]]:
+        """Return what clients attached to checkpoints, by path."""
+        found = self.rows("SELECT path, user_metadata FROM checkpoints WHERE tenant = ?", tenant)
+        return {row[0]: json.loads(row[1]) for row in found}
+
+    async def add_session(self, session: Session) -> None:
+        """Keep a new session."""
+        await self.write(
+            "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)",
+            session.session_id,
+            session.tenant,
+            session.created,
+            session.seen,
+            session.finished,
+            json.dumps(session.user_metadata),
+            session.display_name,
+        )
+
+    async def add_model(self, model: Model) -> None:
+        """Keep a new model; the same again changes nothing."""
+        await self.write(
+            "INSERT OR IGNORE INTO models VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            model.model_id,
+            model.tenant,
+            model.session_id,
+            model.run_id,
+            model.base_model,
+            model.first_seq_id,
+            model.created,
+            model.used,
+            json.dumps(model.lora),
+            json.dumps(model.user_metadata),
+            model.ended,
+        )
+
+    async def end_model(self, model_id: str) -> None:
+        """Note that a model's run was deleted."""
+        await self.write("UPDATE models SET ended = ? WHERE model_id = ?", time(), model_id)
+
+    async def add_sampler(self, sampler: Sampler) -> None:
+        """Keep a new sampler; the same again changes nothing."""
+        await self.write(
+            "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            sampler.sampler_id,
+            sampler.tenant,
+            sampler.session_id,
+            sampler.base_model,
+            sampler.run_id,
+            sampler.version,
+            sampler.checkpoint,
+            sampler.model_path,
+            sampler.clones,
+        )
+
+    async def add_clone(self, sampler_id: str) -> int:
+        """Count another copy of a sampler; return its number, from 1."""
+
+        def add(connection: sqlite3.Connection) -> int:
+            sql = "UPDATE samplers SET clones = clones + 1 WHERE sampler_id = ? RETURNING clones"
+            (row,) = connection.execute(sql, (sampler_id,)).fetchall()
+            return int(row[0])
+
+        return await self.do(add)
+
+    async def add_future(self, future: StoredFuture) -> None:
+        """Keep new work."""
+        await self.write(
+            "INSERT INTO futures VALUES (?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
+            future.request_id,
+            future.tenant,
+            future.session_id,
+            future.kind,
+            future.digest,
+            future.request,
+            future.created,
+        )
+
+    async def settle_future(self, request_id: str, media: str, result: bytes) -> None:
+        """Keep a result in place of the request."""
+        sql = "UPDATE futures SET request = NULL, done = ?, media = ?, result = ? WHERE request_id = ?"
+        await self.write(sql, time(), media, result, request_id)
+
+    async def forget_futures(self, before: float) -> None:
+        """Let go results of before a moment (seconds since the epoch)."""
+        await self.write("DELETE FROM futures WHERE done < ?", before)
+
+    async def keep_checkpoint_metadata(self, path: str, tenant: str, metadata: Mapping[str, str]) -> None:
+        """Keep what a client attached to a checkpoint, in place of what was attached before."""
+        await self.write("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", path, tenant, json.dumps(metadata))
+
+    def _work(self) -> None:
+        while True:
+            jobs = [self._jobs.get()]
+            while len(jobs) < _MOST_TOGETHER and not self._jobs.empty():
+                jobs.append(self._jobs.get())
+            asked = [job for job in jobs if job is not None]
+            if asked:
+                self._run(asked)
+            if len(asked) < len(jobs):
+                return
+
+    def _run(self, jobs: list[_Job]) -> None:
+        """Run jobs in one transaction; one that fails leaves the others as they are."""
+        outcomes: list[tuple[_Job, Any, BaseException | None]] = []
+        try:
+            self._write.execute("BEGIN IMMEDIATE")
+            for job in jobs:
+                self._write.execute("SAVEPOINT job")
+                try:
+                    outcomes.append((job, job.work(self._write), None))
+                except Exception as error:  # told to whoever asked
+                    self._write.execute("ROLLBACK TO job")
+                    outcomes.append((job, None, error))
+                self._write.execute("RELEASE job")
+            self._write.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._write.in_transaction:
+                self._write.execute("ROLLBACK")
+            full = errors.DiskFull(f"the gateway cannot write its http_state: {error}")
+            outcomes = [(job, None, full) for job in jobs]
+        for job, value, failure in outcomes:
+            job.tell(value, failure)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    work: Callable[[sqlite3.Connection], Any]
+    loop: asyncio.AbstractEventLoop
+    outcome: asyncio.Future[Any]
+
+    def tell(self, value: Any, error: BaseException | None) -> None:
+        def settle() -> None:
+            if self.outcome.done():
+                return
+            if error is None:
+                self.outcome.set_result(value)
+            else:
+                self.outcome.set_exception(error)
+
+        self.loop.call_soon_threadsafe(settle)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection
+
+
+def _session(row: sqlite3.Row) -> Session:
+    return Session(**{**dict(row), "user_metadata": json.loads(row["user_metadata"])})
+
+
+def _model(row: sqlite3.Row) -> Model:
+    lora, metadata = json.loads(row["lora"]), json.loads(row["user_metadata"])
+    return Model(**{**dict(row), "lora": lora, "user_metadata": metadata})

@@ -1,0 +1,396 @@
+"""The commands of a model: each becomes a command of its run, with the same number."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from time import time
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.http.services import Services
+from gateway.http.tinker import tensors
+from gateway.http.tinker.futures import PROTOBUF, Kind, Result
+from gateway.http.tinker.names import Aliases, Names, external_name
+from gateway.http.tinker.sessions import Sessions
+from gateway.http.tinker.store import Model, Sampler, Store
+from paceline import errors
+from paceline.client.batching import sendable
+from paceline.layout import CheckpointPath
+from paceline.log import get_logger
+from paceline.tinker.v1 import tinker_pb2
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types.v1 import lora_pb2
+
+_SECONDS = 600.0
+_log = get_logger(__name__)
+Request = TypeVar("Request", bound=BaseModel)
+Reply = TypeVar("Reply", bound=Message)
+_SERVED_LOSSES = "cross_entropy, importance_sampling, ppo, cispo, dro, gspo and grpo are"
+_UNSERVED_LOSSES = {
+    "stable_reinforce": f"stable_reinforce is not served, since its formula is not public; {_SERVED_LOSSES}",
+    "custom": f"a loss that runs on the server is not served; forward_backward_custom runs it, or {_SERVED_LOSSES}",
+}
+
+
+class Body(BaseModel):
+    """A request in JSON. What the SDK sends and nobody here needs is passed over."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), populate_by_name=True)
+
+
+class Lora(Body):
+    """What of the model has an adapter."""
+
+    rank: int = Field(ge=1, le=65536)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(Body):
+    """The optimizer that a model keeps to."""
+
+    type: str = "adamw"
+
+
+class CreateModel(Body):
+    """Request of create_model."""
+
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str = ""
+    user_metadata: dict[str, Any] | None = None
+    lora_config: Lora | None = None
+    optimizer_config: Optimizer = Optimizer()
+
+
+class LoadWeights(Body):
+    """Request of load_weights: into a model, or making one."""
+
+    model_id: str | None = None
+    seq_id: int | None = Field(None, ge=1)
+    session_id: str | None = None
+    model_seq_id: int | None = Field(None, ge=0)
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool = False
+    optimizer_config: Optimizer | None = None
+    weights_access_token: str | None = None
+
+
+class Adam(Body):
+    """Settings of a step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(Body):
+    """Request of optim_step."""
+
+    model_id: str
+    seq_id: int = Field(ge=1)
+    adam_params: Adam | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveWeights(Body):
+    """Request of save_weights, save_weights_external and, with a path, of save_weights_for_sampler."""
+
+    model_id: str
+    seq_id: int = Field(ge=1)
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class SaveForSampler(SaveWeights):
+    """Request of save_weights_for_sampler; without a path the weights become a version and a sampler."""
+
+    sampling_session_seq_id: int | None = Field(None, ge=0)
+    kind: str = "snapshot"
+
+
+class UnloadModel(Body):
+    """Request of unload_model."""
+
+    model_id: str
+
+
+def model_id_of(session_id: str, model_seq_id: int) -> str:
+    """Return the id that the SDK expects a model to have."""
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampler_id_of(session_id: str, sampler_seq_id: int) -> str:
+    """Return the id of a session's sampler."""
+    return f"{session_id}:sample:{sampler_seq_id}"
+
+
+class Training:
+    """What each kind of work does."""
+
+    def __init__(
+        self,
+        services: Services,
+        store: Store,
+        names: Names,
+        aliases: Aliases,
+        sessions: Sessions,
+        max_message_bytes: int,
+    ) -> None:
+        self._services = services
+        self._store = store
+        self._names = names
+        self._aliases = aliases
+        self._sessions = sessions
+        self._max_message_bytes = max_message_bytes
+        self.create_model = _kind("create_model", CreateModel, self._create_model)
+        self.load_weights = _kind("load_weights", LoadWeights, self._load_weights)
+        self.optim_step = _kind("optim_step", OptimStep, self._optim_step)
+        self.save_weights = _kind("save_weights", SaveWeights, self._save_weights)
+        self.save_external = _kind("save_weights_external", SaveWeights, self._save_external)
+        self.save_for_sampler = _kind("save_weights_for_sampler", SaveForSampler, self._save_for_sampler)
+        self.unload_model = _kind("unload_model", UnloadModel, self._unload_model)
+        self.forward_backward = Kind(
+            "forward_backward",
+            tinker_pb2.ForwardBackwardRequest.SerializeToString,
+            tinker_pb2.ForwardBackwardRequest.FromString,
+            self._forward_backward,
+        )
+        self.kinds: tuple[Kind[Any], ...] = (
+            self.create_model,
+            self.load_weights,
+            self.optim_step,
+            self.save_weights,
+            self.save_external,
+            self.save_for_sampler,
+            self.unload_model,
+            self.forward_backward,
+        )
+
+    async def _create_model(self, tenant: str, request: CreateModel) -> Result:
+        _check_optimizer(request.optimizer_config)
+        lora = request.lora_config or Lora(rank=32)
+        message = pb.CreateRunRequest(
+            base_model=self._aliases.served(request.base_model), user_metadata=_texts(request.user_metadata)
+        )
+        message.lora.CopyFrom(
+            lora_pb2.LoraConfig(
+                rank=lora.rank,
+                seed=lora.seed or 0,
+                train_attn=lora.train_attn,
+                train_mlp=lora.train_mlp,
+                train_unembed=lora.train_unembed,
+            )
+        )
+        model_id = model_id_of(request.session_id, request.model_seq_id)
+        await self._make_model(tenant, model_id, request.session_id, request.base_model, message, first_seq_id=1)
+        return Result.of({"model_id": model_id, "type": "create_model"})
+
+    async def _load_weights(self, tenant: str, request: LoadWeights) -> Result:
+        if request.model_id is None:
+            return await self._create_from(tenant, request)
+
+        def make(run_id: str, seq_id: int) -> pb.LoadCheckpointRequest:
+            return self._load_request(tenant, request, run_id, seq_id)
+
+        await self._send(tenant, request.model_id, request.seq_id or 1, make, pb.LoadCheckpointResponse)
+        return Result.of({"path": request.path, "model_id": request.model_id, "type": "load_weights"})
+
+    async def _create_from(self, tenant: str, request: LoadWeights) -> Result:
+        """Make a model of what a checkpoint's run trains, with its weights: command 1 of the run loads them."""
+        load = self._load_request(tenant, request, "", 1)
+        run_id = CheckpointPath.parse(load.path).run_id
+        like = pb.CreateRunRequest(
+            base_model=self._aliases.served(request.base_model or ""),
+            like_checkpoint=load.path,
+            user_metadata=_texts(request.user_metadata),
+        )
+        session_id, origin = request.session_id or "", self._store.model_of_run(run_id)
+        model_id = model_id_of(session_id, request.model_seq_id or 0)
+        base_model = request.base_model or (origin.base_model if origin else "")
+        load.run_id = await self._make_model(tenant, model_id, session_id, base_model, like, first_seq_id=2)
+        await self._services.call(tenant, load, pb.LoadCheckpointResponse, seconds=_SECONDS)
+        return Result.of({"path": request.path, "model_id": model_id, "type": "load_weights"})
+
+    def _load_request(self, tenant: str, request: LoadWeights, run_id: str, seq_id: int) -> pb.LoadCheckpointRequest:
+        if request.weights_access_token:
+            refusal = "weights of another account cannot be loaded; leave weights_access_token out"
+            raise errors.Unsupported(refusal, field="weights_access_token")
+        _check_optimizer(request.optimizer_config)
+        path = self._names.checkpoint(tenant, request.path)
+        return pb.LoadCheckpointRequest(run_id=run_id, seq_id=seq_id, path=str(path), with_optimizer=request.optimizer)
+
+    async def _forward_backward(self, tenant: str, request: tinker_pb2.ForwardBackwardRequest) -> Result:
+        def make(run_id: str, seq_id: int) -> pb.ForwardBackwardRequest:
+            if (refusal := _UNSERVED_LOSSES.get(request.loss_fn)) is not None:
+                raise errors.UnknownLoss(refusal, field="loss_fn")
+            return tensors.forward_backward_request(request, run_id, seq_id)
+
+        reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.ForwardBackwardResponse)
+        return Result(PROTOBUF, tensors.forward_backward_output(reply))
+
+    async def _optim_step(self, tenant: str, request: OptimStep) -> Result:
+        def make(run_id: str, seq_id: int) -> pb.OptimStepRequest:
+            if request.adam_params is None:
+                _check_optimizer(Optimizer(type=str((request.optimizer_params or {}).get("type", "none"))))
+            adam = request.adam_params or Adam.model_validate(request.optimizer_params)
+            return pb.OptimStepRequest(run_id=run_id, seq_id=seq_id, adamw=pb.AdamwParams(**adam.model_dump()))
+
+        reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.OptimStepResponse)
+        names = ("step", "grad_norm", "learning_rate", "tokens", "milliseconds")
+        return Result.of({"metrics": {name: float(getattr(reply, name)) for name in names}, "type": "optim_step"})
+
+    async def _save_weights(self, tenant: str, request: SaveWeights) -> Result:
+        return await self._save(tenant, request, pb.CHECKPOINT_KIND_STATE, "save_weights")
+
+    async def _save_external(self, tenant: str, request: SaveWeights) -> Result:
+        named = request.model_copy(update={"path": external_name(request.path or f"{request.seq_id:06d}")})
+        return await self._save(tenant, named, pb.CHECKPOINT_KIND_SAMPLER, "save_weights_external")
+
+    async def _save_for_sampler(self, tenant: str, request: SaveForSampler) -> Result:
+        if request.path is not None or request.sampling_session_seq_id is None:
+            return await self._save(tenant, request, pb.CHECKPOINT_KIND_SAMPLER, "save_weights_for_sampler")
+
+        def make(run_id: str, seq_id: int) -> pb.PublishWeightsRequest:
+            return pb.PublishWeightsRequest(run_id=run_id, seq_id=seq_id)
+
+        reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.PublishWeightsResponse)
+        model = self._names.model(tenant, request.model_id)
+        sampler_id = sampler_id_of(model.session_id, request.sampling_session_seq_id)
+        # "inflight" may be of any version that is not older.
+        version = None if request.kind == "inflight" else reply.model.version
+        sampler = Sampler(sampler_id, tenant, model.session_id, model.base_model, model.run_id, version)
+        await self._store.add_sampler(sampler)
+        return Result.of({"path": None, "sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
+
+    async def _save(
+        self, tenant: str, request: SaveWeights, kind: pb.CheckpointKind.ValueType, type_name: str
+    ) -> Result:
+        def make(run_id: str, seq_id: int) -> pb.SaveCheckpointRequest:
+            if request.age_encryption_recipients:
+                message = "files are not encrypted here; leave it out and download over TLS"
+                raise errors.Unsupported(message, field="age_encryption_recipients")
+            return pb.SaveCheckpointRequest(
+                run_id=run_id,
+                seq_id=seq_id,
+                name=request.path or f"{request.seq_id:06d}",
+                kind=kind,
+                ttl_seconds=request.ttl_seconds,
+                overwrite=request.overwrite,
+            )
+
+        reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.SaveCheckpointResponse)
+        saved = reply.checkpoint
+        if request.user_metadata:
+            await self._store.keep_checkpoint_metadata(saved.path, tenant, request.user_metadata)
+        path = self._names.tinker_path(CheckpointPath.parse(saved.path))
+        return Result.of({"path": path, "size_bytes": saved.size_bytes, "type": type_name})
+
+    async def _send(
+        self, tenant: str, model_id: str, seq_id: int, make: Callable[[str, int], Message], reply: type[Reply]
+    ) -> Reply:
+        """Send a command of a model's run. One that `make` refuses is a command of the run too, which it refuses.
+
+        Otherwise those after it would wait for it.
+        """
+        model = self._names.model(tenant, model_id)
+        run_id, number = model.run_id, model.first_seq_id + seq_id - 1
+        try:
+            with sendable("request"):
+                message = make(run_id, number)
+            if (size := message.ByteSize()) > self._max_message_bytes:
+                raise errors.MessageTooLarge(f"is {size} bytes; at most {self._max_message_bytes} are taken")
+        except errors.PacelineError:
+            refused = pb.ForwardBackwardRequest(run_id=run_id, seq_id=number)
+            with suppress(errors.InvalidArgument):
+                await self._services.call(tenant, refused, pb.ForwardBackwardResponse, seconds=_SECONDS)
+            raise
+        return await self._services.call(tenant, message, reply, seconds=_SECONDS)
+
+    async def _unload_model(self, tenant: str, request: UnloadModel) -> Result:
+        model = self._names.model(tenant, request.model_id)
+        await self._delete_run(tenant, model)
+        return Result.of({"model_id": model.model_id, "type": "unload_model"})
+
+    async def _make_model(
+        self,
+        tenant: str,
+        model_id: str,
+        session_id: str,
+        base_model: str,
+        message: pb.CreateRunRequest,
+        first_seq_id: int,
+    ) -> str:
+        """Make a model's run, once, and return its id."""
+        if (made := self._store.model(model_id)) is not None:
+            return made.run_id
+        message.request_id = hashlib.sha256(model_id.encode()).hexdigest()
+        create = partial(self._services.call, tenant, message, pb.CreateRunResponse, seconds=_SECONDS)
+        run = (await self._with_room(tenant, create)).run
+        lora = run.lora
+        groups = {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "train_unembed": lora.train_unembed}
+        now, name = time(), base_model or run.base_model
+        kept = {"rank": lora.rank, **groups} if run.HasField("lora") else {}
+        metadata = dict(run.user_metadata)
+        await self._store.add_model(
+            Model(model_id, tenant, session_id, run.run_id, name, first_seq_id, now, now, kept, metadata)
+        )
+        return run.run_id
+
+    async def _with_room(
+        self, tenant: str, create: Callable[[], Awaitable[pb.CreateRunResponse]]
+    ) -> pb.CreateRunResponse:
+        """Make a run; where the tenant has as many as it may, delete those of sessions that are over, oldest first.
+
+        Their checkpoints stay. The SDK has no call that ends a run.
+        """
+        while True:
+            try:
+                return await create()
+            except errors.TooManyRuns:
+                over = [model for model in self._store.models(tenant) if self._can_go(model)]
+                if not over:
+                    raise
+                await self._delete_run(tenant, over[-1])
+                _log.info("run of a session that is over deleted", run=over[-1].run_id, model=over[-1].model_id)
+
+    def _can_go(self, model: Model) -> bool:
+        session = self._store.session(model.session_id)
+        return model.ended is None and (session is None or self._sessions.is_over(session))
+
+    async def _delete_run(self, tenant: str, model: Model) -> None:
+        try:
+            request = pb.DeleteRunRequest(run_id=model.run_id)
+            await self._services.call(tenant, request, pb.DeleteRunResponse, seconds=_SECONDS)
+        except errors.RunNotFound:
+            pass
+        await self._store.end_model(model.model_id)
+
+
+def _kind(name: str, body: type[Request], run: Callable[[str, Request], Awaitable[Result]]) -> Kind[Request]:
+    return Kind(name, lambda request: request.model_dump_json(by_alias=True).encode(), body.model_validate_json, run)
+
+
+def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:
+    return {name: value if isinstance(value, str) else str(value) for name, value in (metadata or {}).items()}
+
+
+def _check_optimizer(optimizer: Optimizer | None) -> None:
+    if optimizer is not None and optimizer.type != "adamw":
+        message = f"{optimizer.type[:40]} is not served over this API; use AdamW"
+        raise errors.Unsupported(message, field="optimizer")

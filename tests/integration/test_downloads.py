@@ -1,0 +1,69 @@
+"""Checkpoints come to another machine as they are on the volume, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from cluster import Cluster
+from tiny_models import make_tiny_llama
+
+from paceline import errors
+
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("downloads")
+    cluster = Cluster.make(folder / "state", make_tiny_llama(folder / "model"))
+    with cluster.running():
+        yield cluster
+
+
+@pytest.fixture
+def training(service):
+    return service.create_lora_training_client(rank=2)
+
+
+def _files(directory):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+
+
+def _on_volume(cluster, path):
+    return cluster.state / "checkpoints" / "runs" / path.removeprefix("paceline://")
+
+
+@pytest.mark.parametrize("save", ["save_state", "save_weights_for_sampler"])
+def test_every_file_comes_as_it_is(cluster, service, training, tmp_path, save):
+    path = getattr(training, save)("a").result().path
+    directory = service.download_checkpoint(path, tmp_path / "new" / "a")
+    assert _files(directory) == _files(_on_volume(cluster, path))
+
+
+def test_what_is_there_is_not_overwritten(service, training, tmp_path):
+    path = training.save_state("a").result().path
+    (tmp_path / "mine").touch()
+    with pytest.raises(FileExistsError, match="new directory"):
+        service.download_checkpoint(path, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_damaged_checkpoint_leaves_nothing(cluster, service, training, tmp_path):
+    path = training.save_weights_for_sampler("a").result().path
+    weights = _on_volume(cluster, path) / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(errors.ChecksumMismatch):
+        service.download_checkpoint(path, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_there_is_not_found(service, training, tmp_path):
+    path = training.save_state("a").result().path
+    with pytest.raises(errors.CheckpointNotFound):
+        service.download_checkpoint(path.replace("/a", "/b"), tmp_path / "b")
+    with pytest.raises(errors.InvalidPath):
+        service.download_checkpoint("paceline://../state/a", tmp_path / "b")
+    assert list(tmp_path.iterdir()) == []
