@@ -43,6 +43,7 @@ _SAMPLER = (
     "Sample",
     "SampleStream",
     "ComputeLogprobs",
+    "CompleteText",
     "LoadVersion",
     "UnloadVersion",
     "ListVersions",

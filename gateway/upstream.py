@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ class Upstream:
         self.channel = open_channel(target, tls)
         self.in_flight = 0
         self.ready = False
+        self._up = asyncio.Event()
         self._told: bool | None = None
         """What the log says of `ready`."""
         self.settled = asyncio.Event()
@@ -60,6 +62,12 @@ class Upstream:
         """Connect now and whenever the connection is lost."""
         self._following = asyncio.create_task(self._follow())
 
+    async def wait_until_ready(self, seconds: float) -> None:
+        """Return when the service can be reached, or after a time."""
+        if not self.ready:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._up.wait(), seconds)
+
     async def close(self) -> None:
         """Close the channel."""
         if self._following is not None:
@@ -81,5 +89,6 @@ class Upstream:
             log: Any = _log.info if ready else _log.warning
             log("upstream is up" if ready else "upstream is down", upstream=self.name, target=self.target)
         self.ready = ready
+        (self._up.set if ready else self._up.clear)()
         if state not in _CONNECTING:
             self.settled.set()

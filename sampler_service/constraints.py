@@ -40,8 +40,7 @@ def check_constraint(params: SamplingParams) -> None:
     if params.json_schema and params.regex:
         raise errors.InvalidArgument("takes no json_schema beside it; send one of the two", field="params.regex")
     for name in ("json_schema", "regex"):
-        if len(getattr(params, name)) > MAX_CONSTRAINT_LENGTH:
-            raise errors.OutOfRange(f"takes at most {MAX_CONSTRAINT_LENGTH} characters", field=f"params.{name}")
+        check_length(getattr(params, name), f"params.{name}")
     for name in ("ignore_eos", "min_tokens"):
         if getattr(params, name):
             raise errors.InvalidArgument(
@@ -49,6 +48,12 @@ def check_constraint(params: SamplingParams) -> None:
             )
     if params.json_schema:
         _check_schema(params.json_schema)
+
+
+def check_length(text: str, field: str) -> None:
+    """Refuse a constraint that is too long. Raises OutOfRange."""
+    if len(text) > MAX_CONSTRAINT_LENGTH:
+        raise errors.OutOfRange(f"takes at most {MAX_CONSTRAINT_LENGTH} characters", field=field)
 
 
 def _check_schema(text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,11 +13,13 @@ from paceline.types import ModelRef, SampleResult, ServedModel, StreamedTokens
 from paceline.types.training import Array
 from sampler_service.admission import Admission, Demand
 from sampler_service.engine.base import Adapter, Delivery, GenerationRequest, SamplerEngine, TokenDelta
+from sampler_service.engine.text import TextEndpoint, TextRequest
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.requests import SampleRequest
+from sampler_service.text_fields import read_body
 from sampler_service.tokens import check_numbers, collect, complete, repeated
 from sampler_service.turns import Turns
-from sampler_service.validation import RequestLimits, check_ref, check_sample, check_tokens
+from sampler_service.validation import RequestLimits, check_amounts, check_ref, check_sample, check_tokens
 from sampler_service.versions.base import Versions
 from sampler_service.versions.loaded import Lease
 
@@ -86,6 +88,33 @@ class Sampler:
                 _check_current(lease)
                 check_numbers(logprobs[1:].tolist(), lease.served)
                 return logprobs, lease.served
+
+    async def complete_text(
+        self, ref: ModelRef, endpoint: TextEndpoint, content: bytes, tenant: str
+    ) -> AsyncGenerator[tuple[ServedModel, bytes]]:
+        """Yield the answer to a call of OpenAI's API, whole or event by event, with the weights that it comes of."""
+        check_ref(ref, self._limits.model)
+        body = read_body(content, endpoint, self._limits.model.max_context_length)
+        self._check_standing(ref, tenant)
+        async with self._registry.lease(ref, tenant) as lease:
+
+            @asynccontextmanager
+            async def place(prompt: int, completions: int, each: int) -> AsyncIterator[None]:
+                check_amounts(completions, self._limits)
+                demand = Demand(completions, prompt + completions * each)
+                with self._admission.admit(tenant, demand, self._engine.num_running()):
+                    async with self._turns.turn(tenant, completions):
+                        yield
+
+            def see(logprobs: Iterable[float]) -> None:
+                seen = list(logprobs)
+                self._metrics.tokens.inc(len(seen))
+                check_numbers(seen, lease.served)
+
+            request = TextRequest(endpoint, body, lease.adapter, tenant, place, see)
+            async with aclosing(self._engine.complete_text(request)) as parts:
+                async for part in parts:
+                    yield lease.served, part
 
     @asynccontextmanager
     async def _generation(self, request: SampleRequest, tenant: str, delivery: Delivery) -> AsyncIterator[Generation]:

@@ -30,6 +30,7 @@ from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceServicer 
 from paceline.types import ModelInfo, ModelRef, StreamedTokens
 from paceline.types.training import Array
 from paceline.types.v1 import model_pb2, sampling_pb2, tensor_pb2
+from sampler_service.engine.text import TextEndpoint
 from sampler_service.quotas import Quotas
 from sampler_service.requests import SampleRequest
 from sampler_service.sampling import Sampler
@@ -128,6 +129,17 @@ class SamplerServicer(Base):
         ref, tokens = model_ref_from_proto(request.model), _tokens(request, "tokens")
         logprobs, served = await self._sampler.compute_logprobs(ref, tokens, current_identity().tenant)
         return pb.ComputeLogprobsResponse(logprobs=tensor_to_proto(logprobs), model=served_model_to_proto(served))
+
+    async def CompleteText(
+        self, request: pb.CompleteTextRequest, context: Context
+    ) -> AsyncIterator[pb.CompleteTextResponse]:
+        if not request.endpoint or request.endpoint not in pb.TextEndpoint.values():
+            raise errors.MissingField("is not set; say which call of the API it is", field="endpoint")
+        ref, endpoint = model_ref_from_proto(request.model), TextEndpoint(request.endpoint)
+        answer = self._sampler.complete_text(ref, endpoint, request.body, current_identity().tenant)
+        async with aclosing(answer) as parts:
+            async for served, data in parts:
+                yield pb.CompleteTextResponse(model=served_model_to_proto(served), data=data)
 
     async def LoadVersion(self, request: pb.LoadVersionRequest, context: Context) -> pb.LoadVersionResponse:
         ref = self._adapter_ref(request.model)

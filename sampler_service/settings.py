@@ -121,6 +121,11 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     """How vLLM gets a version: copied straight into a slot, or by vLLM's own loading."""
     outputs: Literal["direct", "stock"] = "direct"
     """How tokens leave vLLM: taken where it hands them over, or by vLLM's own conversion."""
+    tool_parser: str = "hermes"
+    """vLLM: parser of the model's tool calls, by vLLM's name for it (hermes, llama3_json, ...), for OpenAI's API.
+
+    Empty means that requests with tools are refused.
+    """
     enforce_eager: bool = False
     """Run without compiled graphs: starts faster, decodes slower."""
 
@@ -168,6 +173,7 @@ class SamplerSettings(BackendSettings, UpstreamTls):
             kv_cache_gib=self.kv_cache_gib,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
+            tool_parser=self.tool_parser,
             enforce_eager=self.enforce_eager,
             max_num_seqs=self.max_num_seqs,
             apply=self.apply,

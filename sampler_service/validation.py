@@ -42,6 +42,12 @@ def check_sample(request: SampleRequest, limits: RequestLimits) -> None:
     check_params(request.params, len(request.prompt), limits.model)
 
 
+def check_amounts(completions: int, limits: RequestLimits) -> None:
+    """Check how many completions one prompt may have."""
+    if not 1 <= completions <= limits.max_num_samples:
+        raise errors.OutOfRange(f"is {completions}; at most {limits.max_num_samples}", field="n")
+
+
 def check_ref(ref: ModelRef, model: ModelInfo) -> None:
     """Check the name of the weights. Raises ModelNotFound, RunNotFound, InvalidPath."""
     if ref.is_base and ref.base not in {"", model.name}:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.authenticators import Authenticator
 from gateway.http.door import Door
+from gateway.http.openai import OpenAiApi
 from gateway.http.problems import problem
 from gateway.http.services import Services
 from gateway.http.tinker import downloads
@@ -55,7 +56,7 @@ class HttpEdge:
         self._tinker = TinkerApi(
             services, settings.http_state, aliases, settings.http_tokenizer, settings.max_message_bytes
         )
-        app = make_app(self._tinker)
+        app = make_app(self._tinker.routes, OpenAiApi(services, self._tinker.models).routes())
         door = Door(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN)
         self._server = _Server(_config(settings, door))
         self._serving: asyncio.Task[None] | None = None
@@ -141,7 +142,7 @@ class TimedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def make_app(tinker: TinkerApi) -> FastAPI:
+def make_app(*apis: APIRouter) -> FastAPI:
     """Return the application. Every error is an answer in JSON."""
     app = FastAPI(title="Paceline", openapi_url=None, docs_url=None, redoc_url=None)
 
@@ -150,7 +151,8 @@ def make_app(tinker: TinkerApi) -> FastAPI:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    app.include_router(tinker.routes)
+    for routes in apis:
+        app.include_router(routes)
 
     @app.exception_handler(errors.PacelineError)
     async def told(request: Request, error: errors.PacelineError) -> Response:

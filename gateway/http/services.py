@@ -22,6 +22,9 @@ from paceline.waiting_bytes import WaitingBytes
 
 Reply = TypeVar("Reply", bound=Message)
 
+_PATIENCE_SECONDS = 5.0
+"""How long a service that cannot be reached is waited for."""
+
 _PATHS = {
     method.input_type.full_name: f"/{name}/{method.name}"
     for name, service in SERVICES.items()
@@ -49,7 +52,7 @@ class Services:
         """
         body = request.SerializeToString()
         async with self._place(tenant, len(body)):
-            method, upstream, key = self._choose(tenant, request, route)
+            method, upstream, key = await self._choose(tenant, request, route)
             call = upstream.unary(method)(body, timeout=seconds, metadata=self._metadata(tenant, route))
             with self._following(upstream, key, call):
                 return reply.FromString(await call)
@@ -61,7 +64,7 @@ class Services:
         """As `call`, for a method that answers with a stream, which ends with the block."""
         body = request.SerializeToString()
         async with self._place(tenant, len(body)):
-            method, upstream, key = self._choose(tenant, request, route)
+            method, upstream, key = await self._choose(tenant, request, route)
             call = upstream.response_stream(method)(body, timeout=seconds, metadata=self._metadata(tenant, route))
 
             async def replies() -> AsyncIterator[Reply]:
@@ -81,10 +84,16 @@ class Services:
         finally:
             self._queue.release(tenant)
 
-    def _choose(self, tenant: str, request: Message, route: str) -> tuple[str, Upstream, tuple[str, str] | None]:
+    async def _choose(self, tenant: str, request: Message, route: str) -> tuple[str, Upstream, tuple[str, str] | None]:
+        """Return the method, who answers it, and the route's key. Of services that are away the first is waited for.
+
+        HTTP clients do not come again as our own does.
+        """
         key = (tenant, route) if route else None
         method = _PATHS[request.DESCRIPTOR.full_name]
-        return method, self._router.choose(method, key), key
+        upstream = self._router.choose(method, key)
+        await upstream.wait_until_ready(_PATIENCE_SECONDS)
+        return method, upstream, key
 
     @contextmanager
     def _following(self, upstream: Upstream, key: tuple[str, str] | None, call: Any) -> Iterator[None]:

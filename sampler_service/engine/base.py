@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from paceline.types import ModelInfo, SamplingParams, StopReason, TopkLogprobs, VersionSpan
 from paceline.types.training import Array
+
+if TYPE_CHECKING:
+    from sampler_service.engine.text import TextRequest
 
 
 class EngineUnfit(RuntimeError):
@@ -193,6 +196,13 @@ class SamplerEngine(Protocol):
         """Return the log-probability of each token given those before it, at temperature 1.
 
         float32, shape [N], NaN at 0.
+        """
+        ...
+
+    def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:
+        """Yield the answer to a call of OpenAI's API as JSON: whole, or event by event. Closing it early frees it.
+
+        Raises InvalidArgument for what the call may not have, Unsupported where the engine has no such API.
         """
         ...
 

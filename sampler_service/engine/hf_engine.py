@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from paceline.errors import EngineUnavailable
+from paceline.errors import EngineUnavailable, Unsupported
 from paceline.types import ModelInfo, StopReason, TopkLogprobs
 from paceline.types.training import Array
 from sampler_service.engine.base import Adapter, GenerationRequest, LoadTimes, Slots, TokenDelta
@@ -23,6 +23,7 @@ from sampler_service.engine.hf_batch import Batcher, Job
 from sampler_service.engine.hf_sampling import sequence_logprobs
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget, refuse_constraint
 from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.text import TextRequest
 
 
 @dataclass(eq=False, slots=True)
@@ -178,6 +179,10 @@ class HfEngine:
             self._running[ticket.job] = ticket
             admitted.append(ticket.job)
         return admitted
+
+    async def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:
+        raise Unsupported("OpenAI's API is served by vLLM; start the sampler with engine=vllm")
+        yield b""  # makes it a generator
 
     async def _prompt_score(self, request: GenerationRequest) -> tuple[Array, TopkLogprobs | None] | None:
         if not request.prompt_logprobs and not request.topk_prompt_logprobs:

@@ -50,6 +50,8 @@ class EngineOptions:
     """How vLLM gets an adapter: copied straight into its slot, or by vLLM's own loading."""
     outputs: Outputs = "direct"
     """How tokens leave vLLM: taken where it hands them over, or by vLLM's own conversion and generators."""
+    tool_parser: str = ""
+    """vLLM's parser of the model's tool calls, for OpenAI's API; empty means that requests may have no tools."""
     base_dir: Path | None = None
     """Directory where the base weights are lent to a trainer on the same machine; None means that they are not."""
     in_place: InPlace = "off"

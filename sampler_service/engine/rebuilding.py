@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from sampler_service.engine.base import (
 )
 from sampler_service.engine.base_files import BaseFiles
 from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.text import TextRequest
 
 _log = get_logger(__name__)
 
@@ -125,6 +126,9 @@ class RebuildingEngine:
 
     async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
         return await self._engine.compute_logprobs(tokens, adapter, tenant)
+
+    def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:
+        return self._engine.complete_text(request)
 
     def num_running(self) -> int:
         return self._engine.num_running()

@@ -16,6 +16,7 @@ from typing import Any
 import vllm
 from vllm.platforms import current_platform
 
+from paceline.errors import Unsupported
 from sampler_service.engine.base import EngineUnfit
 from sampler_service.engine.options import EngineOptions
 
@@ -146,6 +147,18 @@ CPU: tuple[Internal, ...] = (
     Has("vllm.config:LoRAConfig", ("target_modules",)),
     Called("vllm.v1.engine.utils:get_mp_context", 0),
 )
+_OPENAI = "vllm.entrypoints.openai"
+_SERVING = ("online_renderer", "request_logger")
+_CHAT = ("request_logger", "chat_template", "chat_template_content_format", "enable_auto_tools", "tool_parser")
+TEXT: tuple[Internal, ...] = (
+    Called(f"{_OPENAI}.chat_completion.serving:OpenAIServingChat", 3, ("online_renderer", *_CHAT)),
+    Called(f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion", 2),
+    Called(f"{_OPENAI}.completion.serving:OpenAIServingCompletion", 2, _SERVING),
+    Called(f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion", 2),
+    Called(f"{_OPENAI}.models.serving:OpenAIServingModels", 2),
+    Replaced(f"{_OPENAI}.models.serving:OpenAIServingModels.model_name", ("lora_request",)),
+    Called("vllm.renderers.online_renderer:OnlineRenderer", 2, _CHAT),
+)
 LENDING: tuple[Internal, ...] = (
     Replaced(
         "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
@@ -169,6 +182,16 @@ def check_vllm(options: EngineOptions) -> None:
                     f"vLLM {vllm.__version__} has another {internal.path.rpartition(':')[2]} than the one that is "
                     f"known here ({problem}); install the version that requirements/ pins{other_way}"
                 )
+
+
+def check_text() -> None:
+    """Compare what OpenAI's API is served by, when it is first asked for. Raises Unsupported."""
+    for internal in TEXT:
+        if problem := _problem(internal):
+            raise Unsupported(
+                f"vLLM {vllm.__version__} has another {internal.path.rpartition(':')[2]} than the one that is known "
+                f"here ({problem}); have the operator install the version that requirements/ pins"
+            )
 
 
 def _used(options: EngineOptions) -> Iterator[tuple[Sequence[Internal], str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -32,7 +32,9 @@ from sampler_service.engine.coalescer import Coalescer, Crowd
 from sampler_service.engine.cpu_kv_cache import clear_new_blocks
 from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.options import NO_FLOAT32, Dtype, EngineOptions
+from sampler_service.engine.text import TextRequest
 from sampler_service.engine.vllm_adapters import AdapterLoader
+from sampler_service.engine.vllm_check import check_text
 from sampler_service.engine.vllm_grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm_lending import LOAD_FORMAT, extra_config
 from sampler_service.engine.vllm_params import (
@@ -47,6 +49,7 @@ from sampler_service.engine.vllm_stock import StockLlm
 
 if TYPE_CHECKING:
     from sampler_service.engine.vllm_feed import FedLlm
+    from sampler_service.engine.vllm_text import TextServer
 
 _log = get_logger(__name__)
 
@@ -84,6 +87,8 @@ class VllmEngine:
         self._open: set[str] = set()
         self._crowd = Crowd()
         self._adapters: set[int] = set()
+        self._text: tuple[AsyncLLM, TextServer] | None = None
+        self._making_text = asyncio.Lock()
 
     @property
     def name(self) -> str:
@@ -187,6 +192,29 @@ class VllmEngine:
         with _translated():
             logprobs, _ = await self._score(tokens, adapter, tenant, 0)
         return logprobs
+
+    async def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:
+        engine = self._live()
+        check_loaded(request.adapter, self._adapters)
+        text = await self._text_server(engine)
+        with _translated():
+            async with aclosing(text.complete(request)) as parts:
+                async for part in parts:
+                    yield part
+
+    async def _text_server(self, engine: _Started) -> TextServer:
+        """Return what answers calls of OpenAI's API, made when the first comes: its libraries take a second."""
+
+        def make() -> TextServer:
+            from sampler_service.engine.vllm_text import TextServer  # noqa: PLC0415
+
+            check_text()
+            return TextServer(engine.llm, engine.info, self._options.tool_parser)
+
+        async with self._making_text:
+            if self._text is None or self._text[0] is not engine.llm:
+                self._text = engine.llm, await asyncio.to_thread(make)
+        return self._text[1]
 
     def _live(self) -> _Started:
         if self._started is None:

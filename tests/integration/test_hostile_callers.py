@@ -78,6 +78,7 @@ def _about(method, owned):
         "Sample": {"model": version, "prompt": _TOKENS, "params": {"max_tokens": 1}},
         "SampleStream": {"model": version, "prompt": _TOKENS, "params": {"max_tokens": 1}},
         "ComputeLogprobs": {"model": version, "tokens": _TOKENS},
+        "CompleteText": {"model": version, "endpoint": 2, "body": b'{"prompt": [1], "max_tokens": 1}'},
         "LoadVersion": {"model": version},
         "UnloadVersion": {"model": version},
         "FetchVersion": {"model": version},

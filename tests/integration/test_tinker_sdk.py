@@ -350,6 +350,11 @@ def test_bad_json_names_the_field(wire):
     assert wire.post("/create_model", content=b"{").json()["detail"]
 
 
+def test_openais_api_needs_vllm(wire):
+    answer = wire.post("/../../v1/completions", json={"model": "model", "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "UNIMPLEMENTED")
+
+
 def test_the_log_has_no_key(cluster, wire):
     wire.get("/sessions")
     wait_for(lambda: "/api/v1/sessions" in cluster.gateway.log.read_text())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import vllm
 from tiny_models import make_tiny_llama
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
@@ -15,11 +16,12 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
+from paceline.errors import Unsupported
 from sampler_service import __main__ as service
 from sampler_service.engine.base import EngineUnfit
 from sampler_service.engine.factory import create_engine
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.vllm_check import check_vllm
+from sampler_service.engine.vllm_check import check_text, check_vllm
 from sampler_service.engine.vllm_engine import _prepare_environment, engine_args
 from sampler_service.settings import SamplerSettings
 
@@ -95,3 +97,10 @@ def test_the_model_runner_is_the_one_that_was_tested_unless_another_is_asked_for
     _prepare_environment()
     options = replace(OPTIONS, model_path=make_tiny_llama(tmp_path / "tiny"))
     assert engine_args(options).create_engine_config().use_v2_model_runner is second
+
+
+def test_what_text_is_served_by_is_known_or_refused_in_a_sentence(monkeypatch):
+    check_text()
+    monkeypatch.setattr(OpenAIServingModels, "model_name", other)
+    with pytest.raises(Unsupported, match=r"another OpenAIServingModels\.model_name .* install the version"):
+        check_text()

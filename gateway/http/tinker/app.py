@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fastapi import APIRouter
 
+from gateway.http.models import Models
 from gateway.http.services import Services
 from gateway.http.tinker.api import DataPlane
 from gateway.http.tinker.catalog import Catalog
@@ -36,7 +37,8 @@ class TinkerApi:
         for kind in (*training.kinds, sampling.sample):
             self._futures.add(kind)
         downloads = Downloads(services, read_or_make_secret(state / "downloads.secret"))
-        catalog = Catalog(services, self._store, self.names, aliases, self._sessions, downloads)
+        self.models = Models(services, self.names, aliases)
+        catalog = Catalog(services, self._store, self.names, self.models, self._sessions, downloads)
         self.routes = APIRouter(prefix=PREFIX)
         self.routes.include_router(
             DataPlane(

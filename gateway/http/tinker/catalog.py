@@ -9,20 +9,19 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import RedirectResponse
 
+from gateway.http.models import Models
 from gateway.http.services import Services
 from gateway.http.tinker.api import tenant_of
 from gateway.http.tinker.downloads import ARCHIVE, Downloads
-from gateway.http.tinker.names import TYPES, Aliases, Names, split
+from gateway.http.tinker.names import TYPES, Names, split
 from gateway.http.tinker.sessions import Sessions
 from gateway.http.tinker.store import Model, Store
 from gateway.http.tinker.training import Body
 from paceline import codec, errors
 from paceline.layout import CheckpointPath
-from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, LoraConfig, Run
 
-_PAGE = 1000
 _MAX_LIMIT = 10_000
 _MIN_TTL, _MAX_TTL = 3600, 10 * 366 * 86400
 T = TypeVar("T")
@@ -44,12 +43,12 @@ class Catalog:
     """Answers from the trainer's lists, in Tinker's words."""
 
     def __init__(
-        self, services: Services, store: Store, names: Names, aliases: Aliases, sessions: Sessions, downloads: Downloads
+        self, services: Services, store: Store, names: Names, models: Models, sessions: Sessions, downloads: Downloads
     ) -> None:
         self._services = services
         self._store = store
         self._names = names
-        self._aliases = aliases
+        self._models = models
         self._sessions = sessions
         self._downloads = downloads
 
@@ -66,13 +65,11 @@ class Catalog:
         @router.get("/get_server_capabilities")
         async def get_server_capabilities(request: Request) -> dict[str, Any]:
             tenant = tenant_of(request)
-            info = await self._services.call(
-                tenant, sampler_pb.GetServerInfoRequest(), sampler_pb.GetServerInfoResponse
-            )
-            context = info.model.max_context_length
+            info = await self._models.describe(tenant)
+            context = info.max_context_length
             models = [
                 {"model_name": name, "max_context_length": context, "trainable": True, "sampleable": True}
-                for name in (info.model.name, *self._aliases.names)
+                for name in self._models.base_names(info)
             ]
             return {"supported_models": models}
 
@@ -100,9 +97,9 @@ class Catalog:
             tenant = tenant_of(request)
             listed = [*self._store.models(tenant)]
             known = {model.run_id for model in listed}
-            listed += [_as_model(run) for run in await self._runs(tenant) if run.run_id not in known]
+            listed += [_as_model(run) for run in await self._models.runs(tenant) if run.run_id not in known]
             page, cursor = _page(listed, limit, offset)
-            checkpoints = await self._checkpoints(tenant)
+            checkpoints = await self._models.checkpoints(tenant)
             runs = [self._training_run(model, checkpoints) for model in page]
             return {"training_runs": runs, "cursor": cursor}
 
@@ -113,7 +110,7 @@ class Catalog:
                 model = _as_model(await self._run(tenant, model_id))
             else:
                 model = self._names.model(tenant, model_id)
-            return self._training_run(model, await self._checkpoints(tenant, model.run_id))
+            return self._training_run(model, await self._models.checkpoints(tenant, model.run_id))
 
     def _add_checkpoints(self, router: APIRouter) -> None:
         @router.get("/checkpoints")
@@ -121,13 +118,13 @@ class Catalog:
             request: Request, limit: int = Query(100, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0)
         ) -> dict[str, Any]:
             tenant = tenant_of(request)
-            page, cursor = _page(await self._checkpoints(tenant), limit, offset)
+            page, cursor = _page(await self._models.checkpoints(tenant), limit, offset)
             return {"checkpoints": self._all_as_json(tenant, page), "cursor": cursor}
 
         @router.get("/training_runs/{model_id}/checkpoints")
         async def checkpoints_of(request: Request, model_id: str) -> dict[str, Any]:
             tenant = tenant_of(request)
-            found = await self._checkpoints(tenant, self._names.run_of(tenant, model_id))
+            found = await self._models.checkpoints(tenant, self._names.run_of(tenant, model_id))
             return {"checkpoints": self._all_as_json(tenant, found)}
 
         @router.delete("/training_runs/{model_id}/checkpoints/{folder}/{name}", status_code=204)
@@ -188,26 +185,6 @@ class Catalog:
     async def _run(self, tenant: str, run_id: str) -> Run:
         reply = await self._services.call(tenant, pb.GetRunRequest(run_id=run_id), pb.GetRunResponse)
         return codec.run_from_proto(reply.run)
-
-    async def _runs(self, tenant: str) -> list[Run]:
-        runs: list[Run] = []
-        request = pb.ListRunsRequest(page_size=_PAGE)
-        while True:
-            reply = await self._services.call(tenant, request, pb.ListRunsResponse)
-            runs += map(codec.run_from_proto, reply.runs)
-            if not reply.next_page_token:
-                return runs
-            request = pb.ListRunsRequest(page_size=_PAGE, page_token=reply.next_page_token)
-
-    async def _checkpoints(self, tenant: str, run_id: str = "") -> list[Checkpoint]:
-        found: list[Checkpoint] = []
-        request = pb.ListCheckpointsRequest(run_id=run_id, page_size=_PAGE)
-        while True:
-            reply = await self._services.call(tenant, request, pb.ListCheckpointsResponse)
-            found += map(codec.checkpoint_from_proto, reply.checkpoints)
-            if not reply.next_page_token:
-                return found
-            request = pb.ListCheckpointsRequest(run_id=run_id, page_size=_PAGE, page_token=reply.next_page_token)
 
     def _training_run(self, model: Model, checkpoints: Iterable[Checkpoint]) -> dict[str, Any]:
         mine = [checkpoint for checkpoint in checkpoints if checkpoint.run_id == model.run_id]

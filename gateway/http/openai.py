@@ -1,0 +1,138 @@
+"""OpenAI's API for sampling: the sampler answers in its words, from the weights that `model` names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+
+from gateway.http.models import Models
+from gateway.http.problems import problem_body
+from gateway.http.services import Services
+from gateway.http.tinker.api import tenant_of
+from paceline import codec, errors
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.types import CheckpointKind, ServedModel
+
+_SECONDS = 3600.0
+_OWNER = "paceline"
+Part = pb.CompleteTextResponse
+
+
+class OpenAiApi:
+    """The routes below /v1."""
+
+    def __init__(self, services: Services, models: Models) -> None:
+        self._services = services
+        self._models = models
+
+    def routes(self) -> APIRouter:
+        """Return them."""
+        router = APIRouter(prefix="/v1")
+
+        @router.get("/models")
+        async def models(request: Request) -> dict[str, Any]:
+            return {"object": "list", "data": await self._list(tenant_of(request))}
+
+        @router.get("/models/{name:path}")
+        async def model(request: Request, name: str) -> dict[str, Any]:
+            for entry in await self._list(tenant_of(request)):
+                if entry["id"] == name.partition("@")[0]:
+                    return {**entry, "id": name}
+            raise errors.ModelNotFound(f"no such model: {name[:100]}; GET /v1/models lists them", field="model")
+
+        @router.post("/completions")
+        async def completions(request: Request) -> Response:
+            return await self._complete(request, pb.TEXT_ENDPOINT_COMPLETIONS)
+
+        @router.post("/chat/completions")
+        async def chat_completions(request: Request) -> Response:
+            return await self._complete(request, pb.TEXT_ENDPOINT_CHAT_COMPLETIONS)
+
+        return router
+
+    async def _list(self, tenant: str) -> list[Mapping[str, Any]]:
+        """Return what can be sampled from: the base model, runs that have a version, sampler checkpoints."""
+        base = [_entry(name, 0) for name in self._models.base_names(await self._models.describe(tenant))]
+        runs = [
+            _entry(run.run_id, run.create_time.timestamp(), latest_version=run.latest_version)
+            for run in await self._models.runs(tenant)
+            if run.latest_version
+        ]
+        checkpoints = [
+            _entry(checkpoint.path, checkpoint.create_time.timestamp(), sha256=checkpoint.sha256)
+            for checkpoint in await self._models.checkpoints(tenant)
+            if checkpoint.kind is CheckpointKind.SAMPLER
+        ]
+        return [*base, *runs, *checkpoints]
+
+    async def _complete(self, request: Request, endpoint: pb.TextEndpoint.ValueType) -> Response:
+        content = await request.body()
+        name, streams = _read(content)
+        tenant = tenant_of(request)
+        ref = self._models.resolve(tenant, name)
+        message = pb.CompleteTextRequest(model=codec.model_ref_to_proto(ref), endpoint=endpoint, body=content)
+        route = "" if ref.is_base else str(ref)
+        async with AsyncExitStack() as open_until_read:
+            parts = await open_until_read.enter_async_context(
+                self._services.stream(tenant, message, Part, route=route, seconds=_SECONDS)
+            )
+            # What is refused is told by the status: the first part is awaited before anything is answered.
+            first = await anext(parts, None)
+            if first is None:
+                raise errors.EngineUnavailable("the sampler ended the answer before it began; try again")
+            headers = version_headers(codec.served_model_from_proto(first.model))
+            if not streams:
+                return Response(first.data, headers=headers, media_type="application/json")
+            held = open_until_read.pop_all()
+        return StreamingResponse(_events(first, parts, held), headers=headers, media_type="text/event-stream")
+
+
+def version_headers(model: ServedModel) -> dict[str, str]:
+    """Return the headers that say which weights an answer comes of."""
+    told = {
+        "Run": model.run_id,
+        "Version": str(model.version or ""),
+        "Checkpoint": model.checkpoint,
+        "Sha256": model.sha256,
+    }
+    return {"X-Paceline-Model": model.base_model} | {
+        f"X-Paceline-{name}": value for name, value in told.items() if value
+    }
+
+
+async def _events(first: Part, parts: AsyncIterator[Part], held: AsyncExitStack) -> AsyncIterator[bytes]:
+    """Yield server-sent events; an error in the middle is the last of them."""
+    async with held:
+        try:
+            yield b"data: " + first.data + b"\n\n"
+            async for part in parts:
+                yield b"data: " + part.data + b"\n\n"
+        except errors.PacelineError as error:
+            yield b"data: " + json.dumps(problem_body(error)).encode() + b"\n\n"
+            return
+        yield b"data: [DONE]\n\n"
+
+
+def _read(content: bytes) -> tuple[str, bool]:
+    """Return the model that a body names, and whether the answer is streamed. The sampler reads the rest."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise errors.UnreadableMessage("the body is not JSON") from error
+    if not isinstance(body, dict):
+        raise errors.UnreadableMessage("the body is no JSON object")
+    name, streams = body.get("model"), body.get("stream")
+    if not isinstance(name, str) or not name:
+        raise errors.MissingField("is not set; GET /v1/models lists what there is", field="model")
+    if streams not in (None, True, False):
+        raise errors.InvalidArgument("must be true or false", field="stream")
+    return name, bool(streams)
+
+
+def _entry(name: str, created: float, **more: object) -> Mapping[str, Any]:
+    return {"id": name, "object": "model", "created": int(created), "owned_by": _OWNER, **more}

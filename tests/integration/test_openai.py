@@ -1,0 +1,273 @@
+"""OpenAI's own client against vLLM, through the gateway's HTTP port."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import httpx
+import openai
+import pytest
+from cluster import Cluster
+from tiny_models import make_tiny_llama
+
+import paceline
+from gateway.keys import add_key
+from paceline import AdamParams, Datum, SamplingParams
+
+pytestmark = pytest.mark.services
+PROMPT = "Country: Peru\nCapital:"
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("openai")
+    cluster = Cluster.make(
+        folder / "state", make_tiny_llama(folder / "model"), engine="vllm", PACELINE_GATEWAY_HTTP_ALIASES="gpt-nothing"
+    )
+    with cluster.running():
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def address(cluster):
+    return f"http://{cluster.gateway.plan.environment['PACELINE_GATEWAY_HTTP_LISTEN']}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(cluster, address):
+    return openai.OpenAI(base_url=address, api_key=cluster.api_key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def run(cluster):
+    """A run with two versions, and a checkpoint of the second."""
+    with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
+        training = service.create_lora_training_client(rank=8, seed=1)
+        for _ in range(2):
+            training.forward_backward([Datum.from_completion(list(PROMPT.encode()), list(b" Lima"))])
+            training.optim_step(AdamParams(learning_rate=3e-2))
+            training.publish_weights(durable=True).result()
+        checkpoint = training.save_weights_for_sampler("mine").result().path
+        return training.run_id, checkpoint
+
+
+def greedy(client, model, **more):
+    return client.completions.create(model=model, prompt=PROMPT, max_tokens=6, temperature=0, **more)
+
+
+def test_models_are_the_base_model_runs_with_versions_and_checkpoints(client, run):
+    run_id, checkpoint = run
+    assert [model.id for model in client.models.list()] == ["model", "gpt-nothing", run_id, checkpoint]
+    assert client.models.retrieve(f"{run_id}@1").id == f"{run_id}@1"
+    assert client.models.retrieve(checkpoint).id == checkpoint
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_name_says_which_weights_answer_and_the_answer_says_which_did(cluster, client, run, service):
+    run_id, checkpoint = run
+
+    def tokens_of(**names):
+        sampling = service.create_sampling_client(**names)
+        params = SamplingParams(max_tokens=6, temperature=0)
+        return list(sampling.sample(list(PROMPT.encode()), 1, params).result().sequences[0].tokens)
+
+    asked = {
+        "model": {},
+        "gpt-nothing": {},
+        run_id: {"run_id": run_id},
+        f"{run_id}@newest": {"run_id": run_id},
+        f"{run_id}@1": {"run_id": run_id, "version": 1},
+        checkpoint: {"model_path": checkpoint},
+    }
+    versions = {}
+    for name, meant in asked.items():
+        raw = client.completions.with_raw_response.create(
+            model=name,
+            prompt=list(PROMPT.encode()),
+            max_tokens=6,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+        )
+        answer = raw.parse()
+        assert answer.model == name
+        assert answer.choices[0].token_ids == tokens_of(**meant), name
+        told = {key: value for key, value in raw.headers.items() if key.startswith("x-paceline")}
+        versions[name] = told.get("x-paceline-version"), told.get("x-paceline-checkpoint")
+        assert ("x-paceline-sha256" in told) == bool(meant)
+    assert versions == {
+        "model": (None, None),
+        "gpt-nothing": (None, None),
+        run_id: ("2", None),
+        f"{run_id}@newest": ("2", None),
+        f"{run_id}@1": ("1", None),
+        checkpoint: (None, checkpoint),
+    }
+
+
+def test_the_newest_version_moves_with_publishing(client, service):
+    training = service.create_lora_training_client(rank=4)
+    told = []
+    for _ in range(2):
+        training.publish_weights().result()
+        told.append(client.completions.with_raw_response.create(model=training.run_id, prompt="a", max_tokens=1))
+    assert [raw.headers["x-paceline-version"] for raw in told] == ["1", "2"]
+
+
+def test_a_chat_and_its_stream_say_the_same(client, run):
+    asked = {"model": run[0], "messages": MESSAGES, "max_completion_tokens": 8, "temperature": 0}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 8
+    assert whole.choices[0].finish_reason == "length"
+    assert len(whole.choices[0].logprobs.content) == 8
+    assert all(len(token.top_logprobs) == 3 for token in whole.choices[0].logprobs.content)
+
+
+def test_n_seed_stop_and_logprobs(client):
+    asked = {
+        "model": "model",
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "seed": 5,
+        "n": 3,
+        "logprobs": 2,
+        "extra_body": {"ignore_eos": True},
+    }
+    first, again = client.completions.create(**asked), client.completions.create(**asked)
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in again.choices]
+    assert len(set(texts)) == 3
+    assert all(len(choice.logprobs.tokens) == 12 for choice in first.choices)
+    free = greedy(client, "model").choices[0].text
+    stopped = greedy(client, "model", stop=[free[2]]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (free[: free.index(free[2])], "stop")
+
+
+def test_several_prompts_as_text_and_as_tokens(client):
+    texts = client.completions.create(model="model", prompt=["ab", "cd"], max_tokens=4, temperature=0)
+    tokens = client.completions.create(model="model", prompt=[list(b"ab"), list(b"cd")], max_tokens=4, temperature=0)
+    assert len(texts.choices) == 2
+    assert texts.usage.prompt_tokens in {4, 6}
+    assert len(tokens.choices) == 2
+
+
+def test_answers_are_of_a_schema(client):
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    answer = client.chat.completions.create(
+        model="model", messages=MESSAGES, response_format=schema, max_completion_tokens=60, seed=1
+    )
+    if answer.choices[0].finish_reason == "stop":
+        assert json.loads(answer.choices[0].message.content).keys() == {"ok"}
+    chosen = client.completions.create(
+        model="model", prompt="x", max_tokens=8, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert chosen.choices[0].text in {"yes", "no"}
+
+
+def test_a_tool_that_is_demanded_is_called(client):
+    answer = client.chat.completions.create(
+        model="model",
+        messages=MESSAGES,
+        tools=[TOOL],
+        tool_choice={"type": "function", "function": {"name": "look"}},
+        max_completion_tokens=200,
+        seed=1,
+    )
+    assert answer.choices[0].message.tool_calls[0].function.name == "look"
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "kind"),
+    [
+        ({"prompt": "x", "use_beam_search": True}, "use_beam_search", openai.BadRequestError),
+        ({"prompt": "x", "priority": 3}, "priority", openai.BadRequestError),
+        ({"prompt": "x", "n": 100000}, "n", openai.BadRequestError),
+        ({"prompt": "x", "temperature": -1}, "temperature", openai.BadRequestError),
+        ({"prompt": "x", "max_tokens": "many"}, "max_tokens", openai.BadRequestError),
+        ({"prompt": "x" * 100000}, "prompt", openai.BadRequestError),
+        ({"prompt": [10**6]}, "prompt", openai.BadRequestError),
+        ({"prompt": "x", "structured_outputs": {"regex": "(" * 10}}, "structured_outputs", openai.BadRequestError),
+        ({"prompt": "x", "model": "run-" + "0" * 32}, "run", openai.NotFoundError),
+        ({"prompt": "x", "model": "other"}, "model", openai.NotFoundError),
+        ({"prompt": "x", "model": "tinker://x"}, "model", openai.BadRequestError),
+        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", openai.UnprocessableEntityError),
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_name(client, body, field, kind):
+    with pytest.raises(kind, match=field):
+        client.post("/completions", body={"model": "model", "max_tokens": 2, **body}, cast_to=object)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": "hi"}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+            "text",
+        ),
+        ({"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
+        ({"messages": MESSAGES, "mm_processor_kwargs": {}}, "mm_processor_kwargs"),
+        ({}, "messages"),
+    ],
+)
+def test_what_a_chat_may_not_have_is_refused_by_its_name(client, body, field):
+    with pytest.raises(openai.APIStatusError, match=field) as refusal:
+        client.post("/chat/completions", body={"model": "model", **body}, cast_to=object)
+    assert refusal.value.status_code in {400, 422}
+
+
+def test_anothers_runs_and_checkpoints_look_absent(cluster, address, run):
+    key = add_key(cluster.state / "keys.json", "other", "other")
+    stranger = openai.OpenAI(base_url=address, api_key=key, max_retries=0)
+    assert [model.id for model in stranger.models.list()] == ["model", "gpt-nothing"]
+    for name in (run[0], f"{run[0]}@1", run[1]):
+        with pytest.raises(openai.NotFoundError):
+            greedy(stranger, name)
+
+
+def test_a_stream_that_is_left_ends_in_the_sampler(cluster, client, service):
+    stream = client.completions.create(
+        model="model", prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    from cluster import wait_for
+
+    def is_free():
+        used = {quota.name: quota.used for quota in service.whoami().quotas}
+        return used["completions"] == 0
+
+    wait_for(is_free)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"model": 1}', b'{"model": "model"}', b"[" * 10000])
+def test_a_body_that_is_none_is_refused_in_json(cluster, address, content):
+    answer = httpx.post(
+        f"{address}/completions", content=content, headers={"Authorization": f"Bearer {cluster.api_key}"}, timeout=60
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_no_prompt_is_in_the_logs(cluster, client):
+    secret = hashlib.sha256(b"secret").hexdigest()
+    client.completions.create(model="model", prompt=secret, max_tokens=1)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="model", prompt=secret, max_tokens=1, temperature=-5)
+    for service in (cluster.sampler, cluster.gateway):
+        assert secret not in service.log.read_text(errors="replace")
