@@ -85,16 +85,16 @@ class Door:
                 )
 
     def _admit(self, path: str, headers: dict[str, str]) -> Identity | None:
-        """Return who calls; None on a path that needs no key. Raises InvalidApiKey, MessageTooLarge."""
+        """Return who calls; None for a stranger on a path that needs no key. Raises InvalidApiKey, MessageTooLarge."""
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             raise _too_large(self._max_body_bytes)
-        if path in self._open or path.startswith(self._open_below):
-            return None
         token = token_of(headers)
         for authenticator in self._authenticators:
             if identity := authenticator.identify(token):
                 return identity
+        if path in self._open or path.startswith(self._open_below):
+            return None
         problem = "is not known" if token else "is missing"
         raise errors.InvalidApiKey(f"the API key {problem}; send `Authorization: Bearer <key>` or `X-API-Key: <key>`")
 

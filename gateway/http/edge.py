@@ -19,6 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.authenticators import Authenticator
 from gateway.http.door import Door
+from gateway.http.generate import GenerateApi
+from gateway.http.metaclaw import MetaClawApi
 from gateway.http.openai import OpenAiApi
 from gateway.http.problems import problem
 from gateway.http.services import Services
@@ -31,7 +33,7 @@ from paceline import errors
 from paceline.log import get_logger
 from paceline.waiting_bytes import WaitingBytes
 
-_OPEN = ("/health", "/healthz", f"{TINKER}/healthz", downloads.PREFIX)
+_OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz", downloads.PREFIX)
 _IDLE_SECONDS = 75
 """How long a connection may be without a request after an answer."""
 _HEAD_SECONDS = 20.0
@@ -56,7 +58,17 @@ class HttpEdge:
         self._tinker = TinkerApi(
             services, settings.http_state, aliases, settings.http_tokenizer, settings.max_message_bytes
         )
-        app = make_app(self._tinker.routes, OpenAiApi(services, self._tinker.models).routes())
+        models = self._tinker.models
+        metaclaw = MetaClawApi(services, models)
+        openai = OpenAiApi(services, models, metaclaw.chat_without_model)
+        app = make_app(
+            self._tinker.routes,
+            openai.routes(),
+            openai.calls("/v1"),
+            openai.calls("/weights/{weights}/v1"),
+            GenerateApi(services, models, openai).routes(),
+            metaclaw.routes(),
+        )
         door = Door(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN)
         self._server = _Server(_config(settings, door))
         self._serving: asyncio.Task[None] | None = None

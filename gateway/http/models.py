@@ -14,6 +14,8 @@ from paceline.types import Checkpoint, CheckpointKind, ModelRef, Run
 from paceline.types.v1 import model_pb2
 
 NEWEST = "newest"
+NAME = "name"
+"""Key of a run's metadata by which clients may call it."""
 _PAGE = 1000
 _VERSION = re.compile(r"[1-9][0-9]{0,14}")
 
@@ -25,12 +27,16 @@ class Models:
         self._services = services
         self._names = names
         self._aliases = aliases
+        self._name = ""
+        """The base model's; known once a sampler was asked."""
 
-    def resolve(self, tenant: str, name: str, field: str = "model") -> ModelRef:
+    async def resolve(self, tenant: str, name: str, field: str = "model") -> ModelRef:
         """Return the weights that a name stands for.
 
-        The base model by its name or an alias; a run (or a model of Tinker's API) for its newest version, with @newest
-        or @<number> behind it too; a sampler checkpoint by its path. Raises RunNotFound, InvalidPath, InvalidArgument.
+        The base model by its name or an alias; a run (its id, its metadata's `name`, or a model of Tinker's API) for
+        its newest version, with @newest or @<number> behind it too; a sampler checkpoint by its path.
+
+        Raises RunNotFound, ModelNotFound, InvalidPath, InvalidArgument.
         """
         if name.startswith((SCHEME, TINKER)):
             path = self._names.checkpoint(tenant, name, field)
@@ -38,19 +44,43 @@ class Models:
                 raise errors.InvalidPath("is training state; name a sampler checkpoint", field=field)
             return ModelRef(checkpoint=str(path))
         run, _, version = name.partition("@")
-        if run.startswith("run-") or ":train:" in run:
-            run_id = self._names.run_of(tenant, run)
-            if version in {"", NEWEST}:
-                return ModelRef(run_id=run_id)
-            if not _VERSION.fullmatch(version):
-                raise errors.InvalidArgument(f"has version {version[:20]!r}; it is a number or {NEWEST}", field=field)
-            return ModelRef(run_id=run_id, version=int(version))
-        return ModelRef(base=self._aliases.served(name))
+        run_id = await self._run_of(tenant, run)
+        if not run_id:
+            return ModelRef(base=await self.served(tenant, name, field))
+        if version in {"", NEWEST}:
+            return ModelRef(run_id=run_id)
+        if not _VERSION.fullmatch(version):
+            raise errors.InvalidArgument(f"has version {version[:20]!r}; it is a number or {NEWEST}", field=field)
+        return ModelRef(run_id=run_id, version=int(version))
+
+    async def served(self, tenant: str, name: str, field: str = "base_model") -> str:
+        """Return the base model's own name for any of its names, also with folders before it. Raises ModelNotFound."""
+        served = await self._served(tenant)
+        if name in {"", served, *self._aliases.names} or name.rstrip("/").rpartition("/")[2] == served:
+            return served
+        raise errors.ModelNotFound(f"no such model: {name[:100]}; {served} is served", field=field)
+
+    async def _served(self, tenant: str) -> str:
+        if not self._name:
+            self._name = (await self.describe(tenant)).name
+        return self._name
+
+    async def _run_of(self, tenant: str, name: str) -> str:
+        """Return the run that a name stands for; empty where it is none."""
+        if name.startswith("run-") or ":train:" in name:
+            return self._names.run_of(tenant, name)
+        if name in {await self._served(tenant), *self._aliases.names}:
+            return ""
+        runs = await self.runs(tenant)
+        return next((run.run_id for run in runs if run.user_metadata.get(NAME) == name), "")
 
     async def describe(self, tenant: str) -> model_pb2.ModelInfo:
         """Describe the base model, as samplers have it."""
-        info = await self._services.call(tenant, sampler_pb.GetServerInfoRequest(), sampler_pb.GetServerInfoResponse)
-        return info.model
+        return (await self.describe_sampler(tenant)).model
+
+    async def describe_sampler(self, tenant: str) -> sampler_pb.GetServerInfoResponse:
+        """Return what a sampler says of itself."""
+        return await self._services.call(tenant, sampler_pb.GetServerInfoRequest(), sampler_pb.GetServerInfoResponse)
 
     def base_names(self, info: model_pb2.ModelInfo) -> tuple[str, ...]:
         """Return the names of the base model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,14 +21,17 @@ from paceline.types import CheckpointKind, ServedModel
 _SECONDS = 3600.0
 _OWNER = "paceline"
 Part = pb.CompleteTextResponse
+WithoutModel = Callable[[str, dict[str, Any]], Awaitable[tuple[str, dict[str, Any]]]]
 
 
 class OpenAiApi:
     """The routes below /v1."""
 
-    def __init__(self, services: Services, models: Models) -> None:
+    def __init__(self, services: Services, models: Models, without_model: WithoutModel) -> None:
+        """Take `without_model` to say, of a tenant's chat that names no model, which is meant, and its whole body."""
         self._services = services
         self._models = models
+        self._without_model = without_model
 
     def routes(self) -> APIRouter:
         """Return them."""
@@ -45,6 +48,12 @@ class OpenAiApi:
                     return {**entry, "id": name}
             raise errors.ModelNotFound(f"no such model: {name[:100]}; GET /v1/models lists them", field="model")
 
+        return router
+
+    def calls(self, prefix: str) -> APIRouter:
+        """Return the routes that sample, below `/v1`, or a prefix that names the weights for clients that do not."""
+        router = APIRouter(prefix=prefix)
+
         @router.post("/completions")
         async def completions(request: Request) -> Response:
             return await self._complete(request, pb.TEXT_ENDPOINT_COMPLETIONS)
@@ -54,6 +63,20 @@ class OpenAiApi:
             return await self._complete(request, pb.TEXT_ENDPOINT_CHAT_COMPLETIONS)
 
         return router
+
+    async def complete_whole(
+        self, tenant: str, name: str, body: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the answer to a completion, whole, and the headers that say which weights it comes of."""
+        ref = await self._models.resolve(tenant, name)
+        message = pb.CompleteTextRequest(
+            model=codec.model_ref_to_proto(ref), endpoint=pb.TEXT_ENDPOINT_COMPLETIONS, body=json.dumps(body).encode()
+        )
+        route = "" if ref.is_base else str(ref)
+        async with self._services.stream(tenant, message, Part, route=route, seconds=_SECONDS) as parts:
+            async for part in parts:
+                return json.loads(part.data), version_headers(codec.served_model_from_proto(part.model))
+        raise errors.EngineUnavailable("the sampler ended the answer before it began; try again")
 
     async def _list(self, tenant: str) -> list[Mapping[str, Any]]:
         """Return what can be sampled from: the base model, runs that have a version, sampler checkpoints."""
@@ -72,9 +95,16 @@ class OpenAiApi:
 
     async def _complete(self, request: Request, endpoint: pb.TextEndpoint.ValueType) -> Response:
         content = await request.body()
-        name, streams = _read(content)
-        tenant = tenant_of(request)
-        ref = self._models.resolve(tenant, name)
+        body, tenant = read_object(content), tenant_of(request)
+        name, streams = request.path_params.get("weights") or body.get("model"), body.get("stream")
+        if name is None and endpoint == pb.TEXT_ENDPOINT_CHAT_COMPLETIONS:
+            name, body = await self._without_model(tenant, body)
+            content = json.dumps(body).encode()
+        if not isinstance(name, str) or not name:
+            raise errors.MissingField("is not set; GET /v1/models lists what there is", field="model")
+        if streams not in (None, True, False):
+            raise errors.InvalidArgument("must be true or false", field="stream")
+        ref = await self._models.resolve(tenant, name)
         message = pb.CompleteTextRequest(model=codec.model_ref_to_proto(ref), endpoint=endpoint, body=content)
         route = "" if ref.is_base else str(ref)
         async with AsyncExitStack() as open_until_read:
@@ -118,20 +148,15 @@ async def _events(first: Part, parts: AsyncIterator[Part], held: AsyncExitStack)
         yield b"data: [DONE]\n\n"
 
 
-def _read(content: bytes) -> tuple[str, bool]:
-    """Return the model that a body names, and whether the answer is streamed. The sampler reads the rest."""
+def read_object(content: bytes) -> dict[str, Any]:
+    """Parse a body. Raises UnreadableMessage unless it is a JSON object."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise errors.UnreadableMessage("the body is not JSON") from error
     if not isinstance(body, dict):
         raise errors.UnreadableMessage("the body is no JSON object")
-    name, streams = body.get("model"), body.get("stream")
-    if not isinstance(name, str) or not name:
-        raise errors.MissingField("is not set; GET /v1/models lists what there is", field="model")
-    if streams not in (None, True, False):
-        raise errors.InvalidArgument("must be true or false", field="stream")
-    return name, bool(streams)
+    return body
 
 
 def _entry(name: str, created: float, **more: object) -> Mapping[str, Any]:

@@ -1,0 +1,116 @@
+"""POST /generate as Atropos' environments expect it of a vLLM server: tokens in, tokens and logprobs out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isnan
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from gateway.http.models import Models
+from gateway.http.openai import OpenAiApi, read_object
+from gateway.http.services import Services
+from gateway.http.tinker.api import tenant_of
+from paceline import codec, errors
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.types import SamplingParams
+
+_SECONDS = 3600.0
+_PREFIX = "token_id:"
+"""What a token's name begins with where ids stand for texts."""
+
+
+class GenerateApi:
+    """The route, by itself and below the name of weights: its clients name no model."""
+
+    def __init__(self, services: Services, models: Models, openai: OpenAiApi) -> None:
+        self._services = services
+        self._models = models
+        self._openai = openai
+
+    def routes(self) -> APIRouter:
+        """Return them."""
+        router = APIRouter()
+
+        @router.post("/generate")
+        async def generate(request: Request) -> Response:
+            return await self._generate(request, "")
+
+        @router.post("/weights/{weights}/generate")
+        async def generate_from(request: Request, weights: str) -> Response:
+            return await self._generate(request, weights)
+
+        @router.get("/weights/{weights}/health")
+        async def health(request: Request, weights: str) -> dict[str, str]:
+            await self._models.resolve(tenant_of(request), weights, "weights")
+            return {"status": "ok"}
+
+        return router
+
+    async def _generate(self, request: Request, weights: str) -> Response:
+        given = read_object(await request.body())
+        name = weights or given.get("model")
+        if not isinstance(name, str) or not name:
+            raise errors.MissingField("is not set; call /weights/<model>/generate", field="model")
+        if given.pop("stream", False):
+            raise errors.Unsupported("is not served here; /v1/completions streams", field="stream")
+        prompt, logprobs, top = given.pop("prompt", None), given.get("logprobs"), given.pop("prompt_logprobs", None)
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids")
+        more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        body = {**given, **more, "model": name, "prompt": prompt}
+        answer, headers = await self._openai.complete_whole(tenant_of(request), name, body)
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        tokens = choices[0]["prompt_token_ids"]
+        reply: dict[str, Any] = {
+            "text": [choice["text"] for choice in choices],
+            "prompt": prompt if isinstance(prompt, str) else None,
+            "finish_reasons": [choice["finish_reason"] for choice in choices],
+            "prompt_token_ids": tokens,
+            "token_ids": [choice["token_ids"] for choice in choices],
+        }
+        if logprobs is not None:
+            reply["logprobs"] = [_positions(choice["logprobs"]) for choice in choices]
+        if top is not None:
+            reply["prompt_logprobs"] = await self._prompt_logprobs(tenant_of(request), name, tokens, top)
+        return JSONResponse(reply, headers=headers)
+
+    async def _prompt_logprobs(
+        self, tenant: str, name: str, tokens: Sequence[int], k: object
+    ) -> list[dict[str, float] | None]:
+        """Return of each token of a prompt its log-probability and those of the k likeliest; None for the first."""
+        if type(k) is not int or k < 0:
+            raise errors.InvalidArgument("must be a number of tokens", field="prompt_logprobs")
+        ref = await self._models.resolve(tenant, name)
+        message = pb.SampleRequest(
+            model=codec.model_ref_to_proto(ref),
+            prompt=codec.tensor_to_proto(np.array(tokens, np.int32)),
+            params=codec.sampling_params_to_proto(SamplingParams(max_tokens=1, temperature=0)),
+            prompt_logprobs=True,
+            topk_prompt_logprobs=max(k, 1),
+        )
+        route = "" if ref.is_base else str(ref)
+        reply = await self._services.call(tenant, message, pb.SampleResponse, route=route, seconds=_SECONDS)
+        result = codec.sample_result_from_proto(reply)
+        topk, own = result.topk_prompt_logprobs, result.prompt_logprobs
+        if topk is None or own is None:
+            raise errors.EngineUnavailable("the sampler did not score the prompt; try again")
+        found: list[dict[str, float] | None] = [None]
+        for row in range(1, len(tokens)):
+            pairs = zip(topk.token_ids[row][:k].tolist(), topk.logprobs[row][:k].tolist(), strict=True)
+            likeliest = {str(token): value for token, value in pairs if not isnan(value)}
+            found.append({str(tokens[row]): float(own[row])} | likeliest)
+        return found
+
+
+def _positions(logprobs: Mapping[str, Any]) -> list[list[dict[str, float]]]:
+    """Return of each sampled token a list of one object: its id and log-probability first, then the likeliest."""
+    rows = []
+    tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
+    for name, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True):
+        others = {other.removeprefix(_PREFIX): known for other, known in (top or {}).items()}
+        rows.append([{name.removeprefix(_PREFIX): value} | others])
+    return rows

@@ -1,0 +1,351 @@
+"""MetaClaw's remote training API, below /v1. A session is a run; what was saved is a checkpoint, or a version.
+
+Its JSON and its defaults are kept: losses are means over a datum's tokens whose advantage is not zero, summed over
+datums; AdamW has betas 0.9 and 0.999, eps 1e-8, weight decay 0.01, and gradients are clipped to norm 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import numpy as np
+from fastapi import APIRouter, Request
+from google.protobuf.message import Message
+from pydantic import Field
+
+from gateway.http.models import Models
+from gateway.http.services import Services
+from gateway.http.tinker.api import tenant_of
+from gateway.http.tinker.training import Body
+from paceline import codec, errors
+from paceline.client.batching import sendable
+from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import ModelRef, SamplingParams, StopReason
+from paceline.types.training import Array
+from paceline.types.v1 import datum_pb2, lora_pb2
+
+API = {"api": "metaclaw"}
+"""Metadata of runs that are sessions here."""
+_SECONDS = 600.0
+_MAX_SESSIONS = 4096
+_LOSSES = ("importance_sampling", "ppo", "cispo")
+_CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
+_CHAT = {"temperature": 0.7, "max_tokens": 4096, "top_k": 50, "top_p": 0.95}
+_VERSION = "0.1.0"
+Reply = TypeVar("Reply", bound=Message)
+
+
+class LoraCreate(Body):
+    """Request of lora/create."""
+
+    base_model: str = ""
+    rank: int = Field(32, ge=1, le=65536)
+
+
+class WireDatum(Body):
+    """One sequence."""
+
+    model_input_tokens: list[int]
+    target_tokens: list[int]
+    logprobs: list[float]
+    advantages: list[float]
+
+
+class ForwardBackward(Body):
+    """Request of train/forward_backward."""
+
+    session_id: str
+    datums: list[WireDatum]
+    loss_fn: str = "importance_sampling"
+
+
+class OptimStep(Body):
+    """Request of train/optim_step."""
+
+    session_id: str
+    learning_rate: float = 1e-4
+
+
+class WeightsSave(Body):
+    """Request of weights/save."""
+
+    session_id: str
+    name: str = ""
+
+
+class CheckpointSave(Body):
+    """Request of checkpoint/save."""
+
+    session_id: str
+    name: str
+
+
+class CheckpointLoad(Body):
+    """Request of checkpoint/load."""
+
+    session_id: str
+    path: str
+
+
+class Sample(Body):
+    """Request of sample."""
+
+    tokens: list[int]
+    num_samples: int = Field(1, ge=1, le=1_000_000)
+    temperature: float = 0.7
+    max_tokens: int = Field(2048, ge=1, le=2**31)
+    top_k: int = Field(50, ge=-1, le=2**31)
+    top_p: float = 0.95
+    stop: str | list[str] | None = None
+    session_id: str = ""
+    """Not MetaClaw's: which session to sample from; empty means the newest."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """A run whose commands are numbered here."""
+
+    attachment: int
+    next_seq_id: int
+    step: int
+    losses: list[float] = field(default_factory=list)
+    """Of the calls since the last step."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class MetaClawApi:
+    """The routes below /v1."""
+
+    def __init__(self, services: Services, models: Models) -> None:
+        self._services = services
+        self._models = models
+        self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
+
+    def routes(self) -> APIRouter:
+        """Return them."""
+        router = APIRouter(prefix="/v1")
+        self._add_state(router)
+        self._add_training(router)
+
+        @router.post("/sample")
+        async def sample(request: Request, body: Sample) -> dict[str, Any]:
+            return await self._sample(tenant_of(request), body)
+
+        return router
+
+    async def chat_without_model(self, tenant: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return what a chat samples from that names no model, the newest session, and its body with the defaults."""
+        newest = await self._newest(tenant)
+        has_version = newest is not None and newest.latest_version
+        return newest.run_id if has_version else await self._models.served(tenant, ""), _CHAT | body
+
+    def _add_state(self, router: APIRouter) -> None:
+        @router.get("/health")
+        async def health(request: Request) -> dict[str, Any]:
+            identity = request.state.identity
+            if identity is None:
+                return {"status": "healthy", "version": _VERSION}
+            info = await self._models.describe_sampler(identity.tenant)
+            newest = await self._newest(identity.tenant)
+            return {
+                "status": "unhealthy" if info.refusal else "healthy",
+                "gpu_count": None,
+                "model": info.model.name,
+                "step": newest.step if newest else 0,
+                "inference_backend": info.engine,
+                "version": _VERSION,
+            }
+
+        @router.post("/lora/create")
+        async def lora_create(request: Request, body: LoraCreate) -> dict[str, Any]:
+            message = pb.CreateRunRequest(
+                request_id=uuid4().hex,
+                base_model=await self._models.served(tenant_of(request), body.base_model),
+                lora=lora_pb2.LoraConfig(rank=body.rank),
+                user_metadata=API,
+            )
+            made = await self._services.call(tenant_of(request), message, pb.CreateRunResponse, seconds=_SECONDS)
+            return {
+                "session_id": made.run.run_id,
+                "status": "ready",
+                "model": made.run.base_model,
+                "rank": made.run.lora.rank,
+                "trainable_params": f"{made.run.trainable_parameters / 1e6:.2f}M",
+            }
+
+        @router.post("/weights/save")
+        async def weights_save(request: Request, body: WeightsSave) -> dict[str, Any]:
+            tenant, run_id = tenant_of(request), body.session_id
+            session = await self._session(tenant, run_id)
+            name = body.name or f"adapter_step_{session.step:04d}"
+            path = await self._save(tenant, run_id, name, pb.CHECKPOINT_KIND_SAMPLER)
+            # Sampled from at once, as its server swaps the adapter.
+            await self._send(tenant, run_id, pb.PublishWeightsRequest, pb.PublishWeightsResponse)
+            return {"status": "ok", "adapter_path": path, "step": session.step}
+
+        @router.post("/checkpoint/save")
+        async def checkpoint_save(request: Request, body: CheckpointSave) -> dict[str, str]:
+            path = await self._save(tenant_of(request), body.session_id, body.name, pb.CHECKPOINT_KIND_STATE)
+            return {"status": "ok", "path": path}
+
+        @router.post("/checkpoint/load")
+        async def checkpoint_load(request: Request, body: CheckpointLoad) -> dict[str, Any]:
+            def make(**place: Any) -> pb.LoadCheckpointRequest:
+                return pb.LoadCheckpointRequest(**place, path=body.path, with_optimizer=True)
+
+            tenant = tenant_of(request)
+            reply = await self._send(tenant, body.session_id, make, pb.LoadCheckpointResponse)
+            (await self._session(tenant, body.session_id)).step = reply.run.step
+            return {"status": "ok", "step": reply.run.step}
+
+    def _add_training(self, router: APIRouter) -> None:
+        @router.post("/train/forward_backward")
+        async def forward_backward(request: Request, body: ForwardBackward) -> dict[str, Any]:
+            if body.loss_fn not in _LOSSES:
+                raise errors.UnknownLoss(f"is not known; take one of {', '.join(_LOSSES)}", field="loss_fn")
+            data = [_datum(datum, f"datums[{index}]") for index, datum in enumerate(body.datums)]
+            config = {} if body.loss_fn == "importance_sampling" else _CLIPPED
+
+            def make(**place: Any) -> pb.ForwardBackwardRequest:
+                return pb.ForwardBackwardRequest(**place, data=data, loss_fn=body.loss_fn, loss_fn_config=config)
+
+            tenant = tenant_of(request)
+            reply = await self._send(tenant, body.session_id, make, pb.ForwardBackwardResponse)
+            loss = reply.metrics["loss:sum"] / len(data)
+            (await self._session(tenant, body.session_id)).losses.append(loss)
+            tokens = sum(max(1, int(np.count_nonzero(datum.advantages))) for datum in body.datums)
+            return {"status": "ok", "loss": loss, "total_tokens": tokens, "num_datums": len(data)}
+
+        @router.post("/train/optim_step")
+        async def optim_step(request: Request, body: OptimStep) -> dict[str, Any]:
+            def make(**place: Any) -> pb.OptimStepRequest:
+                return pb.OptimStepRequest(**place, adamw=pb.AdamwParams(learning_rate=body.learning_rate, **_ADAMW))
+
+            tenant = tenant_of(request)
+            reply = await self._send(tenant, body.session_id, make, pb.OptimStepResponse)
+            session = await self._session(tenant, body.session_id)
+            losses, session.losses, session.step = session.losses, [], reply.step
+            return {
+                "status": "ok",
+                "step": reply.step,
+                "grad_norm": reply.grad_norm,
+                "avg_loss": sum(losses) / len(losses) if losses else 0.0,
+                "learning_rate": reply.learning_rate,
+            }
+
+    async def _save(self, tenant: str, run_id: str, name: str, kind: pb.CheckpointKind.ValueType) -> str:
+        def make(**place: Any) -> pb.SaveCheckpointRequest:
+            return pb.SaveCheckpointRequest(**place, name=name, kind=kind, overwrite=True)
+
+        return (await self._send(tenant, run_id, make, pb.SaveCheckpointResponse)).checkpoint.path
+
+    async def _sample(self, tenant: str, body: Sample) -> dict[str, Any]:
+        ref = await self._sampled(tenant, body.session_id)
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop
+        with sendable("tokens"):
+            tokens = np.array(body.tokens, np.int64)
+        info = await self._models.describe_sampler(tenant)
+        left = info.model.max_context_length - len(tokens)
+        params = SamplingParams(
+            max_tokens=max(1, min(body.max_tokens, left)),
+            temperature=body.temperature,
+            top_k=max(body.top_k, 0),
+            top_p=body.top_p,
+            stop=stop or (),
+        )
+        message = sampler_pb.SampleRequest(
+            model=codec.model_ref_to_proto(ref),
+            prompt=codec.tensor_to_proto(tokens),
+            params=codec.sampling_params_to_proto(params),
+            num_samples=body.num_samples,
+        )
+        route = "" if ref.is_base else str(ref)
+        reply = await self._services.call(tenant, message, sampler_pb.SampleResponse, route=route, seconds=_SECONDS)
+        result = codec.sample_result_from_proto(reply)
+        return {
+            "sequences": [
+                {
+                    "tokens": sequence.tokens.tolist(),
+                    "logprobs": sequence.logprobs.tolist(),
+                    "stop_reason": "stop" if sequence.stop_reason is StopReason.STOP else "length",
+                }
+                for sequence in result.sequences
+            ],
+            "version": result.model.version,
+        }
+
+    async def _sampled(self, tenant: str, run_id: str) -> ModelRef:
+        """Return what a session samples from: its newest version; the base model as long as it has none."""
+        if run_id:
+            request = pb.GetRunRequest(run_id=run_id)
+            run = codec.run_from_proto((await self._services.call(tenant, request, pb.GetRunResponse)).run)
+        else:
+            newest = await self._newest(tenant)
+            if newest is None:
+                return ModelRef()
+            run = newest
+        return ModelRef(run_id=run.run_id) if run.latest_version else ModelRef()
+
+    async def _newest(self, tenant: str) -> Any:
+        """Return the newest run that is a session; None where there is none."""
+        runs = await self._models.runs(tenant)
+        return next((run for run in runs if API.items() <= run.user_metadata.items()), None)
+
+    async def _send(self, tenant: str, run_id: str, make: Callable[..., Message], reply: type[Reply]) -> Reply:
+        """Send the next command of a session. After a failure the run is asked anew how far it is."""
+        session = await self._session(tenant, run_id)
+        async with session.turn:
+            try:
+                with sendable("request"):
+                    message = make(run_id=run_id, seq_id=session.next_seq_id, attachment=session.attachment)
+                answer = await self._services.call(tenant, message, reply, seconds=_SECONDS)
+            except BaseException:
+                self._sessions.pop((tenant, run_id), None)
+                raise
+            session.next_seq_id += 1
+        return answer
+
+    async def _session(self, tenant: str, run_id: str) -> _Session:
+        """Attach to a run. Raises RunNotFound for one that is not the tenant's."""
+        key = tenant, run_id
+        if key not in self._sessions:
+            request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
+            reply = await self._services.call(tenant, request, pb.AttachRunResponse)
+            self._sessions[key] = _Session(reply.attachment, reply.run.last_seq_id + 1, reply.run.step)
+        self._sessions.move_to_end(key)
+        while len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return self._sessions[key]
+
+
+def _datum(datum: WireDatum, place: str) -> datum_pb2.Datum:
+    """Translate a datum: its loss is the mean over the tokens whose advantage is not zero."""
+    advantages = _floats(datum.advantages, f"{place}.advantages")
+    counted = advantages != 0
+    inputs: dict[str, Array] = {
+        "target_tokens": _tokens(datum.target_tokens, f"{place}.target_tokens"),
+        "logprobs": _floats(datum.logprobs, f"{place}.logprobs"),
+        "advantages": advantages / np.float32(max(1, counted.sum())),
+        "mask": counted.astype(np.uint8),
+    }
+    return datum_pb2.Datum(
+        model_input=codec.tensor_to_proto(_tokens(datum.model_input_tokens, f"{place}.model_input_tokens")),
+        loss_inputs={name: codec.tensor_to_proto(values) for name, values in inputs.items()},
+    )
+
+
+def _tokens(values: list[int], place: str) -> Array:
+    with sendable(place):
+        return np.array(values, np.int64)
+
+
+def _floats(values: list[float], place: str) -> Array:
+    with sendable(place), np.errstate(over="ignore"):
+        return np.array(values, np.float32)

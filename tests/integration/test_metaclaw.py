@@ -1,0 +1,204 @@
+"""A client written from MetaClaw's documented JSON, and one of Atropos' /generate, on vLLM."""
+
+from __future__ import annotations
+
+import httpx
+import numpy as np
+import pytest
+from cluster import Cluster
+from tiny_models import make_tiny_llama
+
+import paceline
+from gateway.keys import add_key
+from paceline import SamplingParams
+
+pytestmark = pytest.mark.services
+PROMPT, RESPONSE = list(b"Country: Peru"), list(b" Lima")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("metaclaw")
+    cluster = Cluster.make(folder / "state", make_tiny_llama(folder / "model"), engine="vllm")
+    with cluster.running():
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def address(cluster):
+    return "http://" + cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]
+
+
+@pytest.fixture
+def call(cluster, address):
+    with httpx.Client(headers={"Authorization": f"Bearer {cluster.api_key}"}, timeout=60) as client:
+
+        def post(where, *, status=200, **body):
+            answer = client.post(f"{address}{where}", json=body)
+            assert answer.status_code == status, answer.text
+            return answer.json()
+
+        yield post
+
+
+@pytest.fixture
+def session(call):
+    return call("/v1/lora/create", base_model="some/folder/model", rank=4)["session_id"]
+
+
+def datum(advantage=1.0, logprob=-4.0):
+    tokens = PROMPT + RESPONSE
+    return {
+        "model_input_tokens": tokens[:-1],
+        "target_tokens": tokens[1:],
+        "logprobs": [0.0] * (len(PROMPT) - 1) + [logprob] * len(RESPONSE),
+        "advantages": [0.0] * (len(PROMPT) - 1) + [advantage] * len(RESPONSE),
+    }
+
+
+def test_the_loop_trains_saves_samples_and_loads(call, session):
+    made = call("/v1/train/forward_backward", session_id=session, datums=[datum(), datum(-0.5)])
+    assert made.keys() == {"status", "loss", "total_tokens", "num_datums"}
+    assert (made["total_tokens"], made["num_datums"]) == (2 * len(RESPONSE), 2)
+    step = call("/v1/train/optim_step", session_id=session, learning_rate=1e-2)
+    assert step.keys() == {"status", "step", "grad_norm", "avg_loss", "learning_rate"}
+    assert (step["step"], step["learning_rate"], step["avg_loss"]) == (1, 1e-2, made["loss"])
+    saved = call("/v1/weights/save", session_id=session)
+    assert saved["adapter_path"].endswith("/sampler/adapter_step_0001")
+    state = call("/v1/checkpoint/save", session_id=session, name="one")
+    sample = call("/v1/sample", tokens=PROMPT, num_samples=3, max_tokens=4)
+    assert [len(one["tokens"]) == len(one["logprobs"]) for one in sample["sequences"]] == [True] * 3
+    assert {one["stop_reason"] for one in sample["sequences"]} <= {"stop", "length"}
+    assert sample["version"] == 1
+    call("/v1/train/forward_backward", session_id=session, datums=[datum()])
+    assert call("/v1/train/optim_step", session_id=session)["step"] == 2
+    assert call("/v1/checkpoint/load", session_id=session, path=state["path"])["step"] == 1
+    call("/v1/train/forward_backward", session_id=session, datums=[datum()])
+    assert call("/v1/train/optim_step", session_id=session)["step"] == 2
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
+def test_losses_are_means_over_the_tokens_that_have_an_advantage(cluster, call, session, loss_fn):
+    data = [datum(0.7, -5.5), datum(-0.3, -5.0)]
+    answer = call("/v1/train/forward_backward", session_id=session, datums=data, loss_fn=loss_fn)
+    with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
+        scores = (
+            service.create_sampling_client(base_model="model").compute_logprobs(PROMPT + RESPONSE).result().logprobs
+        )
+    logprobs = np.array(scores[len(PROMPT) :], np.float64)
+    wanted = []
+    for one in data:
+        advantage, old = one["advantages"][-1], one["logprobs"][-1]
+        ratio = np.exp(logprobs - old)
+        clipped = np.clip(ratio, 0.8, 1.2)
+        loss = {
+            "importance_sampling": -ratio * advantage,
+            "ppo": -np.minimum(ratio * advantage, clipped * advantage),
+            "cispo": -clipped * logprobs * advantage,
+        }[loss_fn]
+        wanted.append(loss.mean())
+    assert answer["loss"] == pytest.approx(np.mean(wanted), rel=1e-3)
+
+
+def test_several_sessions_live_beside_each_other(call):
+    one, other = (call("/v1/lora/create", base_model="model", rank=2)["session_id"] for _ in range(2))
+    for session, rate in ((one, 1e-2), (other, 0.0)):
+        call("/v1/train/forward_backward", session_id=session, datums=[datum()])
+        call("/v1/train/optim_step", session_id=session, learning_rate=rate)
+        call("/v1/weights/save", session_id=session, name="x")
+    versions = [
+        call("/v1/sample", tokens=PROMPT, max_tokens=1, session_id=session)["version"] for session in (one, other)
+    ]
+    assert versions == [1, 1]
+
+
+def test_what_is_wrong_is_told_by_a_status_and_a_field(call, session, address):
+    call("/v1/train/forward_backward", session_id=session, datums=[datum()], loss_fn="nothing", status=400)
+    call("/v1/train/forward_backward", session_id=session, datums=[], status=400)
+    call("/v1/train/optim_step", session_id="run-" + "0" * 32, status=404)
+    call("/v1/train/optim_step", session_id="../../etc", status=404)
+    call("/v1/checkpoint/save", session_id=session, name="../../x", status=400)
+    call("/v1/checkpoint/load", session_id=session, path="/etc/passwd", status=400)
+    call("/v1/lora/create", base_model="other", status=404)
+    call("/v1/sample", tokens=[], status=400)
+    assert call("/v1/lora/create", rank="x", status=400)["error"]["param"] == "rank"
+    assert httpx.post(f"{address}/v1/lora/create", json={}).status_code == 401
+    call("/v1/train/forward_backward", session_id=session, datums=[datum()])
+    assert call("/v1/train/optim_step", session_id=session)["step"] == 1
+
+
+def test_anothers_session_looks_absent(cluster, session, address):
+    key = add_key(cluster.state / "keys.json", "other", "other")
+    for path, body in (
+        ("train/optim_step", {}),
+        ("weights/save", {}),
+        ("checkpoint/save", {"name": "a"}),
+        ("sample", {"tokens": PROMPT, "max_tokens": 1}),
+    ):
+        answer = httpx.post(
+            f"{address}/v1/{path}", json={"session_id": session, **body}, headers={"Authorization": f"Bearer {key}"}
+        )
+        assert answer.status_code == 404, answer.text
+
+
+def test_health_is_open_and_tells_more_to_who_shows_a_key(cluster, address):
+    assert httpx.get(f"{address}/v1/health").json() == {"status": "healthy", "version": "0.1.0"}
+    told = httpx.get(f"{address}/v1/health", headers={"Authorization": f"Bearer {cluster.api_key}"}).json()
+    assert (told["model"], told["inference_backend"]) == ("model", "vllm")
+
+
+def test_a_chat_without_a_model_is_of_the_newest_session(call, session, address, cluster):
+    call("/v1/weights/save", session_id=session, name="chat")
+    answer = httpx.post(
+        f"{address}/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+        headers={"Authorization": f"Bearer {cluster.api_key}"},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-paceline-run"] == session
+
+
+def test_generate_answers_as_atropos_expects(cluster, call, service):
+    sampling = service.create_sampling_client(base_model="model")
+    greedy = sampling.sample(PROMPT, 1, SamplingParams(max_tokens=5, temperature=0)).result().sequences[0]
+    answer = call(
+        "/weights/model/generate",
+        prompt={"prompt_token_ids": PROMPT},
+        logprobs=0,
+        max_tokens=5,
+        temperature=0.0,
+        n=1,
+        prompt_logprobs=2,
+    )
+    tokens = [int(next(iter(position[0]))) for position in answer["logprobs"][0]]
+    logprobs = [next(iter(position[0].values())) for position in answer["logprobs"][0]]
+    assert tokens == greedy.tokens.tolist() == answer["token_ids"][0]
+    assert np.allclose(logprobs, greedy.logprobs, atol=1e-4)
+    assert answer["prompt_token_ids"] == PROMPT
+    assert answer["finish_reasons"] in (["length"], ["stop"])
+    scores = sampling.compute_logprobs(PROMPT).result().logprobs
+    told = answer["prompt_logprobs"]
+    assert told[0] is None
+    assert [row[str(token)] for row, token in zip(told[1:], PROMPT[1:], strict=True)] == pytest.approx(
+        list(scores[1:]), abs=1e-4
+    )
+
+
+def test_generate_by_a_run_s_name_moves_with_its_versions(call, service, address):
+    training = service.create_lora_training_client(rank=2, user_metadata={"name": "policy"})
+    call("/weights/policy/generate", prompt="a", status=404)
+    for version in ("1", "2"):
+        training.publish_weights().result()
+        answer = httpx.post(
+            f"{address}/weights/policy/generate",
+            json={"prompt": "a", "max_tokens": 1},
+            headers={"Authorization": f"Bearer {service.transport.connection.api_key}"},
+            timeout=60,
+        )
+        assert answer.headers["x-paceline-version"] == version
+    assert httpx.get(
+        f"{address}/weights/policy/health",
+        headers={"Authorization": f"Bearer {service.transport.connection.api_key}"},
+    ).is_success
+    call("/generate", prompt="a", status=400)
