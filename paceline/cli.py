@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from paceline import __version__
+from paceline.atropos.options import add_arguments, read_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,9 +40,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     up.add_argument("--max-lora-rank", type=int, default=32, help="largest rank of an adapter")
     up.add_argument("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
     up.add_argument("--until-eof", action="store_true", help="end when standard input does, too")
-    options = vars(parser.parse_args(arguments))
+    atropos = commands.add_parser(
+        "atropos",
+        help="train from an Atropos API server",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_arguments(atropos)
+    given = parser.parse_args(arguments)
+    if given.command == "atropos":
+        return _atropos(given)
+    options = vars(given)
     del options["command"]
     return _up(until_eof=options.pop("until_eof"), **options)
+
+
+def _atropos(given: argparse.Namespace) -> int:
+    from paceline.atropos.trainer import AtroposTrainer, say  # noqa: PLC0415
+    from paceline.client import ServiceClient  # noqa: PLC0415
+    from paceline.errors import PacelineError  # noqa: PLC0415
+
+    try:
+        with ServiceClient() as service:
+            AtroposTrainer(read_options(given), service, say).run()
+    except (PacelineError, ConnectionError, ValueError, FileExistsError) as failure:
+        say(f"paceline atropos: {failure}")
+        return 1
+    return 0
 
 
 def _up(*, until_eof: bool, **options: str) -> int:

@@ -11,7 +11,15 @@ import numpy as np
 from paceline import errors
 from paceline.types import Datum, LoraConfig, ModelInfo, Reduction
 from paceline.types.training import MASK_INPUTS, Array
-from trainer_service.engine.loss_specs import CLIP_HIGH, CLIP_LOW, MASK, SEQUENCE_RATIO_MASK, LossSpec, loss_spec
+from trainer_service.engine.loss_specs import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    MASK,
+    SEQUENCE_RATIO_MASK,
+    TEMPERATURE,
+    LossSpec,
+    loss_spec,
+)
 
 _DEFAULT_LORA = LoraConfig()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -152,6 +160,9 @@ def _check_values(datum: Datum, field: str, spec: LossSpec, model: ModelInfo) ->
     for name in sorted(spec.finite & inputs.keys()):
         if not np.isfinite(inputs[name][counted]).all():
             raise errors.NonFinite("holds NaN or infinity where the mask is 1", field=f"{field}.loss_inputs[{name}]")
+    if TEMPERATURE in inputs and (inputs[TEMPERATURE][counted] <= 0).any():
+        message = "holds a value that is not above 0; leave it out, or send 1, for tokens that were sampled greedily"
+        raise errors.OutOfRange(message, field=f"{field}.loss_inputs[{TEMPERATURE}]")
     weighted = counted & (inputs["advantages"] != 0) if "advantages" in inputs else counted
     for name in sorted(spec.nonpositive & inputs.keys()):
         if (inputs[name][weighted] > 0).any():

@@ -37,6 +37,7 @@ LOSS_INPUTS = (
     "reference_logprobs",
     "clip_low_threshold",
     "clip_high_threshold",
+    "temperature",
     "sequence_ratio_mask",
     "mask",
 )
@@ -59,8 +60,8 @@ class Datum(ComparedByValue):
     """Per-token inputs of the loss, each of shape [N]; which of them depends on the loss.
 
     target_tokens, weights, logprobs, advantages, reference_logprobs, clip_low_threshold, clip_high_threshold,
-    sequence_ratio_mask, mask. For cross_entropy target_tokens and weights may both be of shape [N, K]: K targets per
-    position, each with its weight.
+    temperature (the logits of a position are divided by it), sequence_ratio_mask, mask. For cross_entropy target_tokens
+    and weights may both be of shape [N, K]: K targets per position, each with its weight.
     """
 
     def __init__(self, model_input: ArrayLike, loss_inputs: Mapping[str, ArrayLike] | None = None) -> None:

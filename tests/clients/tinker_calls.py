@@ -132,7 +132,7 @@ def main():  # noqa: PLR0915
         output = training.optim_step(
             types.AdamParams(learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-8, grad_clip_norm=1.0)
         ).result()
-        assert output.metrics["learning_rate"] == 1e-3, output.metrics
+        assert output.metrics["optim/learning_rate"] == 1e-3, output.metrics
 
     for loss in ("importance_sampling", "ppo", "cispo", "dro"):
 

@@ -131,7 +131,7 @@ def test_commands_that_come_out_of_order_and_twice_execute_in_order_and_once(wir
                       headers={"Content-Encoding": "zstd"}).json()  # fmt: skip
     again = optim_step(wire, model_id, 2).json()
     assert again["request_id"] == step["request_id"]
-    assert fetch(wire, step["request_id"]).json()["metrics"]["step"] == 1
+    assert fetch(wire, step["request_id"]).json()["metrics"]["optim/step"] == 1
     for one in (first, last):
         assert fetch(wire, one["request_id"]).headers["content-type"] == "application/x-protobuf"
     assert fetch(wire, first["request_id"]).content != fetch(wire, last["request_id"]).content
@@ -150,7 +150,7 @@ def test_a_gap_waits_longer_than_the_trainer_does(wire):
     step = optim_step(wire, model_id, 2).json()
     threading.Event().wait(3)  # the trainer refuses it after 2 seconds
     wire.post("/forward_backward", content=forward_backward(model_id, 1))
-    assert fetch(wire, step["request_id"]).json()["metrics"]["step"] == 1
+    assert fetch(wire, step["request_id"]).json()["metrics"]["optim/step"] == 1
 
 
 def test_what_is_refused_here_takes_its_number(wire):
@@ -161,7 +161,7 @@ def test_what_is_refused_here_takes_its_number(wire):
     failure = fetch(wire, refused["request_id"]).json()
     assert failure["category"] == "user"
     assert "importance_sampling" in failure["error"]
-    assert fetch(wire, step["request_id"]).json()["metrics"]["step"] == 1
+    assert fetch(wire, step["request_id"]).json()["metrics"]["optim/step"] == 1
 
 
 def test_futures_outlive_the_gateway(cluster, wire):
@@ -173,7 +173,7 @@ def test_futures_outlive_the_gateway(cluster, wire):
     cluster.gateway.start()
     assert fetch(wire, done["request_id"]).content == result
     wire.post("/forward_backward", content=forward_backward(model_id, 2))
-    assert fetch(wire, waiting["request_id"]).json()["metrics"]["step"] == 1
+    assert fetch(wire, waiting["request_id"]).json()["metrics"]["optim/step"] == 1
 
 
 def test_training_goes_on_when_the_trainer_was_killed_in_the_middle(cluster, sdk):
@@ -186,7 +186,7 @@ def test_training_goes_on_when_the_trainer_was_killed_in_the_middle(cluster, sdk
             steps[0].result()
             cluster.trainer.kill()
             cluster.trainer.start()
-    assert [step.result().metrics["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [step.result().metrics["optim/step"] for step in steps] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_checkpoint_of_either_client_is_loaded_by_the_other(cluster, sdk, tmp_path):

@@ -178,3 +178,18 @@ def test_thresholds_of_a_position_hold_beside_the_settings_of_the_others(engine)
 def test_the_sum_is_the_default(engine):
     data = make_data(LENGTHS)
     assert train(engine, data=data).metrics == passed(engine, data, reduction=Reduction.SUM)[0].metrics
+
+
+def test_the_temperature_of_a_datum_divides_its_logits_alone(engine):
+    plain = make_data(LENGTHS)
+    warm = [Datum(datum.model_input, dict(datum.loss_inputs)) for datum in plain]
+    warm[1].loss_inputs["temperature"] = np.full(LENGTHS[1], 0.5, np.float32)
+    warm[2].loss_inputs["temperature"] = np.ones(LENGTHS[2], np.float32)
+    before, _ = passed(engine, plain)
+    after, gradient = passed(engine, warm)
+    for index, (one, other) in enumerate(zip(before.loss_fn_outputs, after.loss_fn_outputs, strict=True)):
+        assert np.array_equal(one["logprobs"], other["logprobs"]) == (index != 1), index
+    alone, alone_gradient = passed(engine, warm[1:2])
+    np.testing.assert_allclose(alone.loss_fn_outputs[0]["logprobs"], after.loss_fn_outputs[1]["logprobs"], rtol=1e-5)
+    _, other_gradient = passed(engine, [warm[0], *warm[2:]])
+    assert_equal_gradients({name: alone_gradient[name] + other_gradient[name] for name in gradient}, gradient)

@@ -137,3 +137,25 @@ def test_the_log_softmax_is_float32_whatever_the_head_computes_in(inputs):
     expected = head(hidden.bfloat16()).double().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     assert result.dtype == torch.float32
     torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(("adapter", "frozen"), [(False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("several", [False, True])
+def test_logits_are_divided_by_the_temperature_of_their_position(inputs, adapter, frozen, several):
+    hidden, targets, _ = inputs
+    generator = torch.Generator().manual_seed(3)
+    if several:
+        targets = torch.randint(0, VOCAB, (POSITIONS, 2), generator=generator)
+    temperatures = torch.rand(POSITIONS, generator=generator) + 0.3
+    upstream = torch.randn(targets.shape, generator=generator)
+    head = make_head(adapter=adapter, frozen=frozen)
+    logprobs = target_logprobs(head, hidden, targets, 5, (), temperatures)
+    (gradient,) = torch.autograd.grad((logprobs * upstream).sum(), hidden)
+
+    exact = hidden.detach().double().requires_grad_()
+    wide = head.double()
+    logits = wide(exact) / temperatures.double()[:, None]
+    wanted = logits.log_softmax(-1).gather(1, targets.reshape(POSITIONS, -1)).reshape(targets.shape)
+    (slope,) = torch.autograd.grad((wanted * upstream.double()).sum(), exact)
+    torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(gradient.double(), slope, rtol=1e-4, atol=1e-4)

@@ -11,6 +11,9 @@ from paceline.errors import NonFinite, OutOfRange, UnknownField, UnknownLoss
 MASK = "mask"
 """Loss input that every loss takes: uint8, shape [N]; 0 leaves the position out of loss, gradient and output."""
 
+TEMPERATURE = "temperature"
+"""Loss input that every loss takes: float32, shape [N], above 0; the position's logits are divided by it."""
+
 SEQUENCE_RATIO_MASK = "sequence_ratio_mask"
 """Loss input of gspo: uint8, shape [N]; counted positions where it is 0 stay out of the mean of the log ratio."""
 
@@ -53,7 +56,7 @@ class LossSpec:
     @property
     def optional(self) -> tuple[str, ...]:
         """Inputs that a datum may leave out."""
-        return (*self.required_with, *self.overrides, *self.masks, MASK)
+        return (*self.required_with, *self.overrides, *self.masks, MASK, TEMPERATURE)
 
     def resolve_config(self, config: Mapping[str, float]) -> dict[str, float]:
         """Fill in defaults. Raises UnknownField, NonFinite or OutOfRange, naming the setting."""
@@ -75,7 +78,8 @@ class LossSpec:
 
     def fills(self, config: Mapping[str, float]) -> dict[str, float]:
         """Return the optional inputs that are read, with the value that they have where a datum lacks them."""
-        return {name: config[name] for name in self.overrides} | dict.fromkeys(self.masks, 1.0)
+        thresholds = {name: config[name] for name in self.overrides}
+        return thresholds | dict.fromkeys((*self.masks, TEMPERATURE), 1.0)
 
 
 def _check_setting(spec: LossSpec, name: str, value: float) -> None:
@@ -101,7 +105,9 @@ def _policy_loss(
         required=("target_tokens", "logprobs", "advantages"),
         required_with=optional,
         settings=settings,
-        finite=frozenset({"logprobs", "advantages", *optional, *({CLIP_LOW, CLIP_HIGH} & settings.keys())}),
+        finite=frozenset(
+            {"logprobs", "advantages", TEMPERATURE, *optional, *({CLIP_LOW, CLIP_HIGH} & settings.keys())}
+        ),
         nonpositive=frozenset({"logprobs", *optional}),
         masks=masks,
     )
@@ -117,7 +123,7 @@ _CROSS_ENTROPY = LossSpec(
     required=("target_tokens", "weights"),
     required_with={},
     settings={},
-    finite=frozenset({"weights"}),
+    finite=frozenset({"weights", TEMPERATURE}),
     nonpositive=frozenset(),
     multi=frozenset({"target_tokens", "weights"}),
 )

@@ -14,6 +14,7 @@ from paceline.types.training import Array
 from trainer_service.engine.base_model import hidden_states, output_head, own_logits
 from trainer_service.engine.jobs import Job, Totals
 from trainer_service.engine.logprobs import chosen_logprobs, has_part, target_logprobs
+from trainer_service.engine.loss_specs import TEMPERATURE
 from trainer_service.engine.losses import TokenLoss
 from trainer_service.engine.packing import Pack, Segment
 from trainer_service.engine.pass_mode import PassMode
@@ -90,7 +91,9 @@ class PassRunner:
             logits = own_logits(self._model, input_ids)
             return [
                 chosen_logprobs(
-                    logits.index_select(0, part.pack.counted + part.start), part.pack.loss_inputs["target_tokens"]
+                    logits.index_select(0, part.pack.counted + part.start),
+                    part.pack.loss_inputs["target_tokens"],
+                    part.pack.loss_inputs.get(TEMPERATURE),
                 )
                 for (part,) in groups
             ]
@@ -112,7 +115,8 @@ class PassRunner:
             _span(part, start, tuple(len(segment.counted) for segment in part.pack.segments))
             for part, start in zip(rows, starts, strict=False)
         ]
-        return target_logprobs(output_head(self._model), counted, targets, self._chunk, spans)
+        temperatures = _temperatures(rows)
+        return target_logprobs(output_head(self._model), counted, targets, self._chunk, spans, temperatures)
 
     def _with_heads_alike(self, rows: Sequence[_Rows]) -> list[list[_Rows]]:
         """Group what the head can compute at once: as many targets per position; an adapter there, or none."""
@@ -122,6 +126,15 @@ class PassRunner:
             width = part.pack.loss_inputs["target_tokens"].shape[1:]
             groups.setdefault((has_part(head, part.job.run_id), width), []).append(part)
         return list(groups.values())
+
+
+def _temperatures(rows: Sequence[_Rows]) -> Tensor | None:
+    """Return what each position's logits are divided by; None where that is 1 everywhere."""
+    given = [part.pack.loss_inputs.get(TEMPERATURE) for part in rows]
+    if all(each is None for each in given):
+        return None
+    ones = [torch.ones_like(part.pack.weights) for part in rows]
+    return torch.cat([one if each is None else each for each, one in zip(given, ones, strict=True)])
 
 
 def _side_by_side(packs: Sequence[tuple[Job, Pack]]) -> list[_Rows]:

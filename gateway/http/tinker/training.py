@@ -253,7 +253,9 @@ class Training:
 
         reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.OptimStepResponse)
         names = ("step", "grad_norm", "learning_rate", "tokens", "milliseconds")
-        return Result.of({"metrics": {name: float(getattr(reply, name)) for name in names}, "type": "optim_step"})
+        # Recipes log them beside their own, of which `step` is one.
+        metrics = {f"optim/{name}": float(getattr(reply, name)) for name in names}
+        return Result.of({"metrics": metrics, "type": "optim_step"})
 
     async def _save_weights(self, tenant: str, request: SaveWeights) -> Result:
         return await self._save(tenant, request, pb.CHECKPOINT_KIND_STATE, "save_weights")

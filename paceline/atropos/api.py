@@ -1,0 +1,65 @@
+"""The Atropos API server (`run-api`), as its trainer calls it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+_TIMEOUT = 60.0
+_POLL_SECONDS = 1.0
+
+
+class AtroposApi:
+    """Registers and pulls batches."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address.rstrip("/")
+
+    def wait(self, seconds: float) -> None:
+        """Return once the server answers. Raises ConnectionError after a time."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                self._call("/info")
+            except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+                if time.monotonic() > end:
+                    message = f"no Atropos API server answers at {self._address}; start run-api, or give --atropos-url"
+                    raise ConnectionError(message) from error
+                time.sleep(_POLL_SECONDS)
+            else:
+                return
+
+    def register(self, **facts: object) -> None:
+        """Say what trainer this is, so that environments begin."""
+        answer = self._call("/register", facts)
+        if "uuid" not in answer:
+            raise ConnectionError(f"the Atropos API server refused the trainer: {str(answer)[:200]}")
+
+    def next_batch(self) -> list[dict[str, Any]]:
+        """Wait for a batch, which the server then has no more, and return its groups."""
+        while True:
+            try:
+                answer = self._call("/batch")
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                answer = {}
+            if answer.get("status") == "error":
+                raise ConnectionError(f"the Atropos API server has no trainer: {answer.get('message', '')}")
+            if answer.get("batch"):
+                batch: list[dict[str, Any]] = answer["batch"]
+                return batch
+            time.sleep(_POLL_SECONDS)
+
+    def _call(self, path: str, body: object = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip"}
+        request = urllib.request.Request(f"{self._address}{path}", data, headers)  # noqa: S310 # the user's own address
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:  # noqa: S310
+            content = answer.read()
+            if answer.headers.get("Content-Encoding") == "gzip":
+                content = gzip.decompress(content)
+        found: dict[str, Any] = json.loads(content)
+        return found

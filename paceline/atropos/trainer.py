@@ -1,0 +1,240 @@
+"""The loop: pull a batch, train on it, publish, and say how it went."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline import errors
+from paceline.atropos.api import AtroposApi
+from paceline.atropos.groups import TrainingBatch, logprob_metrics, make_batch, micro_batches
+from paceline.atropos.options import Options
+from paceline.atropos.progress import Progress, PulledBatch
+from paceline.client import ServiceClient, TrainingClient
+from paceline.client.futures import PacelineFuture
+from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.types import (
+    AdafactorParams,
+    Adam8bitParams,
+    AdamCpuParams,
+    AdamParams,
+    ForwardBackwardOutput,
+    OptimizerParams,
+    OptimStepOutput,
+)
+
+_SERVER_SECONDS = 60.0
+_ADAMW = {"beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+"""torch's defaults, which the example trainer has."""
+_MAX_NORM = 1.0
+
+
+class AtroposTrainer:
+    """Trains one run."""
+
+    def __init__(self, options: Options, service: ServiceClient, say: Callable[[str], None]) -> None:
+        self._options, self._service, self._say = options, service, say
+        self._api = AtroposApi(options.atropos_url)
+        self._progress = Progress(options.state)
+        self._log = Log(options)
+
+    def run(self) -> None:
+        """Train until `training_steps`. Raises PacelineError, ConnectionError, ValueError."""
+        options = self._options
+        self._check_bridge()
+        training = self._training_client()
+        step = self._service.get_run(training.run_id).step
+        name = f"/weights/{options.run_name}/v1"
+        self._say(f"run {training.run_id} at step {step}; environments sample from <gateway's HTTP address>{name}")
+        self._api.wait(_SERVER_SECONDS)
+        self._api.register(
+            wandb_group=options.wandb_group,
+            wandb_project=options.wandb_project,
+            batch_size=options.batch_size * options.gradient_accumulation_steps,
+            max_token_len=options.seq_len,
+            checkpoint_dir=str(options.save_path or ""),
+            save_checkpoint_interval=options.checkpoint_interval or options.training_steps,
+            starting_step=step,
+            num_steps=options.training_steps,
+        )
+        while step < options.training_steps or self._progress.pulled():
+            training, step = self._step(training, step)
+        self._finish(training)
+
+    def _step(self, training: TrainingClient, step: int) -> tuple[TrainingClient, int]:
+        """Train on the batch that was pulled, or on the next one; return the run's step after it."""
+        start = time.perf_counter()
+        pulled = self._progress.pulled()
+        run = self._service.get_run(training.run_id)
+        if pulled is None:
+            groups = self._api.next_batch()
+            pulled = PulledBatch(step + 1, run.last_seq_id, groups)
+            self._progress.pull(pulled)
+        fetched = time.perf_counter()
+        batch = make_batch(pulled.groups, self._options.seq_len)
+        metrics = self._train(training, pulled, batch, run.last_seq_id - pulled.after_seq_id)
+        self._progress.done()
+        metrics |= {"time/fetch": fetched - start, "time/step": time.perf_counter() - fetched}
+        self._log.add(pulled.step, metrics)
+        self._say(
+            f"step {pulled.step}: loss {metrics.get('loss', float('nan')):.4f}, "
+            f"alignment {metrics.get('alignment/diff_abs_mean', float('nan')):.2g}, {metrics['time/step']:.2f} s"
+        )
+        return training, self._service.get_run(training.run_id).step
+
+    def _train(
+        self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch, taken: int
+    ) -> dict[str, float]:
+        """Send a step's commands but the first `taken`, which the run has had from a process before this one."""
+        calls = micro_batches(batch.sequences, self._options.batch_size)
+        if not calls:
+            raise ValueError(
+                "no sequence of the batch has the sampler's log-probabilities; see the environment's config"
+            )
+        passes: list[PacelineFuture[ForwardBackwardOutput] | None] = []
+        low, high = 1.0 - self._options.clip_eps, 1.0 + self._options.clip_eps
+        config = {"clip_low_threshold": low, "clip_high_threshold": high}
+        for number, call in enumerate(calls):
+            data = [each.datum for each in call]
+            passes.append(None if number < taken else training.forward_backward(data, "grpo", config))
+        optimized: PacelineFuture[OptimStepOutput] | None = None
+        if taken <= len(calls):
+            optimized = training.optim_step(self._optimizer(pulled.step))
+        metrics: dict[str, float] = {"skipped_sequences": float(batch.skipped)}
+        outputs = [one.result() for one in passes if one is not None]
+        sequences = [each for one, call in zip(passes, calls, strict=True) if one is not None for each in call]
+        if outputs:
+            logprobs = [tensors["logprobs"] for output in outputs for tensors in output.loss_fn_outputs]
+            metrics["loss"] = sum(output.metrics["loss:sum"] for output in outputs)
+            metrics |= logprob_metrics(sequences, logprobs)
+        if optimized is not None:
+            done = optimized.result()
+            metrics |= {"grad_norm": done.grad_norm, "lr": done.learning_rate, "tokens": float(done.tokens)}
+        metrics |= self._publish(training, pulled.step)
+        return metrics
+
+    def _publish(self, training: TrainingClient, step: int) -> dict[str, float]:
+        """Publish and save what this step is due."""
+        start, options = time.perf_counter(), self._options
+        is_last = step == options.training_steps
+        if step % options.vllm_restart_interval == 0 or is_last:
+            training.publish_weights(durable=True, wait_for="any").result()
+        synced = time.perf_counter()
+        if options.checkpoint_interval and step % options.checkpoint_interval == 0 and not is_last:
+            training.save_state(f"step-{step}", overwrite=True).result()
+        return {"time/sync": synced - start}
+
+    def _finish(self, training: TrainingClient) -> None:
+        training.save_state("final", overwrite=True).result()
+        weights = training.save_weights_for_sampler("final", overwrite=True).result().path
+        self._say(f"saved {weights}")
+        if self._options.save_path is not None:
+            self._say(f"downloaded to {self._service.download_checkpoint(weights, self._options.save_path / 'final')}")
+        self._log.close(self._say)
+
+    def _optimizer(self, step: int) -> OptimizerParams:
+        options = self._options
+        rate = options.lr * min(1.0, step / options.warmup_steps) if options.warmup_steps > 0 else options.lr
+        if options.optimizer == "adafactor":
+            return AdafactorParams(
+                learning_rate=rate,
+                scale_parameter=options.adafactor_scale_parameter,
+                relative_step=options.adafactor_relative_step,
+                grad_clip_norm=_MAX_NORM,
+            )
+        kinds = {"adamw": AdamParams, "adamw_8bit": Adam8bitParams, "adamw_cpu": AdamCpuParams}
+        return kinds[options.optimizer](learning_rate=rate, grad_clip_norm=_MAX_NORM, **_ADAMW)
+
+    def _training_client(self) -> TrainingClient:
+        """Go on with the run that was begun, or begin one, whose first version environments sample from."""
+        run_id, options = self._progress.run_id(), self._options
+        if run_id:
+            return self._service.get_training_client(run_id)
+        metadata, model = {"name": options.run_name, "by": "paceline atropos"}, self._model()
+        if options.is_lora:
+            training = self._service.create_lora_training_client(
+                model,
+                options.lora_r,
+                alpha=options.lora_alpha,
+                dropout=options.lora_dropout,
+                layers=options.lora_layer_indices,
+                target_modules=options.lora_target_modules,
+                user_metadata=metadata,
+            )
+        else:
+            training = self._service.create_full_training_client(model, user_metadata=metadata)
+        training.publish_weights(durable=True, wait_for="any").result()
+        self._progress.begin(training.run_id)
+        return training
+
+    def _model(self) -> str:
+        """Return the served name of the model that was asked for. Raises ModelNotFound."""
+        served = [supported.model.name for supported in self._service.get_server_capabilities().models]
+        for name in served:
+            if self._options.model.rstrip("/").rpartition("/")[2] in {"", name}:
+                return name
+        raise errors.ModelNotFound(f"no such base model; {', '.join(served)} is served", field="--model")
+
+    def _check_bridge(self) -> None:
+        """See that versions reach the sampler as `--weight-bridge-mode` says. Raises Unsupported."""
+        transport = self._service.transport
+        info = transport.query(transport.sampler.GetServerInfo, sampler_pb.GetServerInfoRequest()).result()
+        wanted = self._options.bridge
+        if wanted and info.bridge != wanted:
+            mode = self._options.weight_bridge_mode
+            message = f"{mode} needs a sampler of bridge {wanted}, and this one has {info.bridge}; start it with "
+            raise errors.Unsupported(message + f"`paceline up --bridge {wanted}`", field="--weight-bridge-mode")
+
+
+class Log:
+    """Where metrics go: a file, Weights & Biases, and at the end a summary."""
+
+    def __init__(self, options: Options) -> None:
+        self._is_benchmark = options.benchmark
+        self._times: dict[str, list[float]] = {"time/step": [], "time/sync": [], "time/fetch": []}
+        self._file = None
+        if options.log_dir is not None:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+            self._file = (options.log_dir / "metrics.jsonl").open("a")
+        self._wandb: Any = _wandb(options) if options.use_wandb else None
+        self._start = time.perf_counter()
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Log a step."""
+        for name, values in self._times.items():
+            values.append(metrics.get(name, 0.0))
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
+
+    def close(self, say: Callable[[str], None]) -> None:
+        """End, with the summary if it was asked for."""
+        if self._file is not None:
+            self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        if self._is_benchmark:
+            steps = len(self._times["time/step"])
+            say(f"benchmark: {time.perf_counter() - self._start:.1f} s in all, {steps} steps")
+            for name, values in self._times.items():
+                average = sum(values) / max(1, steps)
+                say(f"benchmark: {name.removeprefix('time/')} {average:.3f} s on average, {sum(values):.1f} s in all")
+
+
+def _wandb(options: Options) -> Any:
+    try:
+        import wandb  # noqa: PLC0415
+    except ImportError as error:
+        raise errors.Unsupported("Weights & Biases is not installed: pip install wandb", field="--use-wandb") from error
+    return wandb.init(project=options.wandb_project or None, group=options.wandb_group or None)
+
+
+def say(line: str) -> None:
+    """Print a line for people."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
