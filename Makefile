@@ -6,7 +6,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-clients test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared models chaos power-cuts fuzz images clean
+.PHONY: help proto demo up test test-clients test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models chaos power-cuts fuzz images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -67,6 +67,9 @@ bench-runs: proto ## Time eight runs in joint passes beside one after the other 
 
 bench-publish: proto ## Time publishing beside PEFT and vLLM's own HTTP server, under load
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/publish.py
+
+bench-http: proto ## Time Tinker's SDK over HTTP beside the gRPC client, and heartbeats under load
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/http_edge.py
 
 bench-shared: proto ## Measure what one copy of the base model saves and costs, and writes in place
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/shared.py

@@ -43,12 +43,14 @@ def read_body(content: bytes, endpoint: TextEndpoint, max_context_length: int) -
         raise errors.UnreadableMessage("the body is not JSON") from error
     if not isinstance(body, dict):
         raise errors.UnreadableMessage("the body is no JSON object")
+    if b"\\ud" in content.lower() and not _is_text(body):
+        raise errors.UnreadableMessage("the body holds text that is no Unicode: half of a surrogate pair")
     given = {name: value for name, value in body.items() if value is not None and name not in _MEANINGLESS}
     for name in given:
         if name not in _FIELDS[endpoint]:
             raise errors.UnknownField("is not served; leave it out", field=name[:80])
     if given.get("echo") and given.get("logprobs") is not None:
-        raise errors.Unsupported("has no log-probabilities beside it; ask for those by ComputeLogprobs", field="echo")
+        raise errors.Unsupported("cannot be had with logprobs; leave one of the two out", field="echo")
     _check_format(given)
     _check_messages(given.get("messages", []))
     _check_template_kwargs(given.get("chat_template_kwargs", {}))
@@ -59,6 +61,14 @@ def read_body(content: bytes, endpoint: TextEndpoint, max_context_length: int) -
             f"has {length} characters; the context is {max_context_length} tokens", field=field
         )
     return given
+
+
+def _is_text(body: dict[str, Any]) -> bool:
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_format(given: dict[str, Any]) -> None:

@@ -8,10 +8,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import grpc
+import httpx
 import numpy as np
 import psutil
 from cluster import Cluster
 from fuzz_cases import Case, CaseMaker, path_of
+from fuzz_http import HttpCase, HttpCaseMaker
 
 import paceline
 from gateway.keys import add_key
@@ -29,6 +31,7 @@ SETTINGS = {
 }
 _IN_FLIGHT = 256
 _SECONDS = 3.0
+_HTTP_SECONDS = 60.0
 _STEPS = 6
 _REFUSED = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
 _CLIENT_GAVE_UP = "Internal error from Core"
@@ -67,13 +70,22 @@ class Fuzz:
         credential = (self.cluster.state / "credential").read_text().strip()
         trainer = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_TRAINER"]
         sampler = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_SAMPLERS"]
-        async with open_channel(self.cluster.address) as front, open_channel(trainer) as t, open_channel(sampler) as s:
+        http = HttpCaseMaker(self.seed, await self._http_names(key))
+        async with (
+            self._http(key) as edge,
+            open_channel(self.cluster.address) as front,
+            open_channel(trainer) as t,
+            open_channel(sampler) as s,
+        ):
             own = (("authorization", f"Bearer {key}"),)
             peer = tuple(peer_metadata(credential))
             numbers = iter(range(first, first + cases))
 
             async def work() -> None:
                 for number in numbers:
+                    if number % 6 == 5:
+                        await self._request(edge, http.make(number), outcome)
+                        continue
                     case = maker.make(number)
                     # Services take what the gateway would pass on, and what it would not.
                     package = case.method.containing_service.full_name
@@ -96,6 +108,37 @@ class Fuzz:
             if service.process.poll() is not None:
                 outcome.failures.append(f"{service.plan.name} ended:\n{service.tail()}")
         return outcome
+
+    def _http(self, key: str) -> httpx.AsyncClient:
+        address = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]
+        limits = httpx.Limits(max_connections=32)
+        return httpx.AsyncClient(
+            base_url=f"http://{address}", headers={"X-API-Key": key}, limits=limits, timeout=_HTTP_SECONDS
+        )
+
+    async def _http_names(self, key: str) -> list[str]:
+        """Make a session and a model, and return their names."""
+        async with self._http(key) as edge:
+            made = await edge.post("/api/v1/create_session", json={})
+            session = made.json()["session_id"]
+            body = {"session_id": session, "model_seq_id": 0, "base_model": "model", "lora_config": {"rank": 2}}
+            future = (await edge.post("/api/v1/create_model", json=body)).json()
+            await edge.post("/api/v1/retrieve_future", json=future)
+        return [session, future["model_id"], f"tinker://{future['model_id']}/weights/a", f"{session}:sample:0", "model"]
+
+    async def _request(self, edge: httpx.AsyncClient, case: HttpCase, outcome: Outcome) -> None:
+        """Send a request: the answer says what was wrong, in JSON, and is never that of a server that does not know."""
+        request = edge.build_request(case.method, case.path, content=case.content, headers=case.headers)
+        try:
+            answer = await edge.send(request)
+        except httpx.TransportError as error:
+            outcome.failures.append(f"http case {case.number}, {case.method} {case.path[:80]}: {error!r}")
+            return
+        outcome.codes[f"HTTP {answer.status_code}"] += 1
+        is_known = answer.status_code < 500 or answer.status_code in {503, 504}
+        if not is_known or (answer.status_code >= 400 and "detail" not in answer.text):
+            text = f"{case.method} {case.path[:80]}: {answer.status_code} {answer.text[:200]}"
+            outcome.failures.append(f"http case {case.number}, {text}")
 
     async def _own_names(self, key: str) -> list[str]:
         async with paceline.ServiceClient(self.cluster.address, key) as service:

@@ -69,6 +69,8 @@ class Door:
             except errors.PacelineError as error:
                 await answer.fail(problem(error), scope, receive)
             except Exception:
+                if answer.status:  # told, and logged, inside
+                    return
                 error_id = uuid4().hex
                 _log.exception("uncaught", path=scope["path"][:_MAX_PATH], error_id=error_id)
                 message = f"internal error; the service's log has it under {error_id}"
@@ -93,7 +95,7 @@ class Door:
         for authenticator in self._authenticators:
             if identity := authenticator.identify(token):
                 return identity
-        if path in self._open or path.startswith(self._open_below):
+        if path.startswith(self._open_below) or (path in self._open and not token):
             return None
         problem = "is not known" if token else "is missing"
         raise errors.InvalidApiKey(f"the API key {problem}; send `Authorization: Bearer <key>` or `X-API-Key: <key>`")
@@ -116,6 +118,7 @@ class _Body:
         self._max_bytes = max_bytes
         self._received = 0
         self._is_whole = False
+        self._deadline = asyncio.get_running_loop().time() + _BODY_SECONDS
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +130,7 @@ class _Body:
         if self._is_whole:
             return await self._receive()
         try:
-            async with asyncio.timeout(_BODY_SECONDS):
+            async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError as error:
             raise errors.TimedOut(f"the body did not arrive within {_BODY_SECONDS:g} s") from error

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
+from uuid import uuid4
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
@@ -56,7 +57,7 @@ class HttpEdge:
         self._settings = settings
         aliases = Aliases(settings.http_aliases)
         self._tinker = TinkerApi(
-            services, settings.http_state, aliases, settings.http_tokenizer, settings.max_message_bytes
+            services, waiting_bytes, settings.http_state, aliases, settings.http_tokenizer, settings.max_message_bytes
         )
         models = self._tinker.models
         metaclaw = MetaClawApi(services, models)
@@ -173,8 +174,18 @@ def make_app(*apis: APIRouter) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        place = ".".join(part for part in map(str, first["loc"]) if part != "body" and not part.isdecimal())
         return problem(errors.InvalidArgument(str(first["msg"]), field=place))
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        error_id = uuid4().hex
+        _log.error("uncaught", path=request.url.path[:96], error_id=error_id, exc_info=error)
+        return problem(errors.Internal(f"internal error; the service's log has it under {error_id}"))
+
+    @app.exception_handler(UnicodeEncodeError)
+    async def no_text(request: Request, error: UnicodeEncodeError) -> Response:
+        return problem(errors.UnreadableMessage("the request holds text that is no Unicode: half of a surrogate pair"))
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:

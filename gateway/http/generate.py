@@ -10,6 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from gateway.http.leaving import while_connected
 from gateway.http.models import Models
 from gateway.http.openai import OpenAiApi, read_object
 from gateway.http.services import Services
@@ -60,9 +61,12 @@ class GenerateApi:
         prompt, logprobs, top = given.pop("prompt", None), given.get("logprobs"), given.pop("prompt_logprobs", None)
         if isinstance(prompt, dict):
             prompt = prompt.get("prompt_token_ids")
+        if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
+            raise errors.InvalidArgument("is one prompt: text, or prompt_token_ids", field="prompt")
         more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         body = {**given, **more, "model": name, "prompt": prompt}
-        answer, headers = await self._openai.complete_whole(tenant_of(request), name, body)
+        whole = self._openai.complete_whole(tenant_of(request), name, body)
+        answer, headers = await while_connected(request, whole)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         tokens = choices[0]["prompt_token_ids"]
         reply: dict[str, Any] = {

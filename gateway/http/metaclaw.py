@@ -16,12 +16,12 @@ from uuid import uuid4
 import numpy as np
 from fastapi import APIRouter, Request
 from google.protobuf.message import Message
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.http.leaving import while_connected
 from gateway.http.models import Models
 from gateway.http.services import Services
 from gateway.http.tinker.api import tenant_of
-from gateway.http.tinker.training import Body
 from paceline import codec, errors
 from paceline.client.batching import sendable
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
@@ -40,6 +40,12 @@ _ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "grad
 _CHAT = {"temperature": 0.7, "max_tokens": 4096, "top_k": 50, "top_p": 0.95}
 _VERSION = "0.1.0"
 Reply = TypeVar("Reply", bound=Message)
+
+
+class Body(BaseModel):
+    """A request; a field that is not known is refused, since it would change nothing."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class LoraCreate(Body):
@@ -136,7 +142,7 @@ class MetaClawApi:
 
         @router.post("/sample")
         async def sample(request: Request, body: Sample) -> dict[str, Any]:
-            return await self._sample(tenant_of(request), body)
+            return await while_connected(request, self._sample(tenant_of(request), body))
 
         return router
 
@@ -214,7 +220,9 @@ class MetaClawApi:
             config = {} if body.loss_fn == "importance_sampling" else _CLIPPED
 
             def make(**place: Any) -> pb.ForwardBackwardRequest:
-                return pb.ForwardBackwardRequest(**place, data=data, loss_fn=body.loss_fn, loss_fn_config=config)
+                return pb.ForwardBackwardRequest(
+                    **place, data=data, loss_fn=body.loss_fn, loss_fn_config=config, refuse_non_finite=True
+                )
 
             tenant = tenant_of(request)
             reply = await self._send(tenant, body.session_id, make, pb.ForwardBackwardResponse)

@@ -71,8 +71,9 @@ class Models:
             return self._names.run_of(tenant, name)
         if name in {await self._served(tenant), *self._aliases.names}:
             return ""
-        runs = await self.runs(tenant)
-        return next((run.run_id for run in runs if run.user_metadata.get(NAME) == name), "")
+        named = [run for run in await self.runs(tenant) if run.user_metadata.get(NAME) == name]
+        published = [run for run in named if run.latest_version]
+        return next((run.run_id for run in (*published, *named)), "")
 
     async def describe(self, tenant: str) -> model_pb2.ModelInfo:
         """Describe the base model, as samplers have it."""

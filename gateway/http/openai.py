@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
+from gateway.http.leaving import while_connected
 from gateway.http.models import Models
 from gateway.http.problems import problem_body
 from gateway.http.services import Services
@@ -37,10 +38,6 @@ class OpenAiApi:
         """Return them."""
         router = APIRouter(prefix="/v1")
 
-        @router.get("/models")
-        async def models(request: Request) -> dict[str, Any]:
-            return {"object": "list", "data": await self._list(tenant_of(request))}
-
         @router.get("/models/{name:path}")
         async def model(request: Request, name: str) -> dict[str, Any]:
             for entry in await self._list(tenant_of(request)):
@@ -53,6 +50,14 @@ class OpenAiApi:
     def calls(self, prefix: str) -> APIRouter:
         """Return the routes that sample, below `/v1`, or a prefix that names the weights for clients that do not."""
         router = APIRouter(prefix=prefix)
+
+        @router.get("/models")
+        async def models(request: Request) -> dict[str, Any]:
+            name = request.path_params.get("weights")
+            if name is None:
+                return {"object": "list", "data": await self._list(tenant_of(request))}
+            await self._models.resolve(tenant_of(request), name)
+            return {"object": "list", "data": [_entry(name, 0)]}
 
         @router.post("/completions")
         async def completions(request: Request) -> Response:
@@ -107,6 +112,11 @@ class OpenAiApi:
         ref = await self._models.resolve(tenant, name)
         message = pb.CompleteTextRequest(model=codec.model_ref_to_proto(ref), endpoint=endpoint, body=content)
         route = "" if ref.is_base else str(ref)
+        with _named_as_the_caller_does():
+            answer = self._answer(tenant, message, route, streams=bool(streams))
+            return await (answer if streams else while_connected(request, answer))
+
+    async def _answer(self, tenant: str, message: pb.CompleteTextRequest, route: str, *, streams: bool) -> Response:
         async with AsyncExitStack() as open_until_read:
             parts = await open_until_read.enter_async_context(
                 self._services.stream(tenant, message, Part, route=route, seconds=_SECONDS)
@@ -133,6 +143,17 @@ def version_headers(model: ServedModel) -> dict[str, str]:
     return {"X-Paceline-Model": model.base_model} | {
         f"X-Paceline-{name}": value for name, value in told.items() if value
     }
+
+
+@contextmanager
+def _named_as_the_caller_does() -> Iterator[None]:
+    """Name `model` in errors about any part of it."""
+    try:
+        yield
+    except errors.PacelineError as error:
+        if error.field.startswith("model."):
+            error.field = "model"
+        raise
 
 
 async def _events(first: Part, parts: AsyncIterator[Part], held: AsyncExitStack) -> AsyncIterator[bytes]:

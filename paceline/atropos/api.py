@@ -7,6 +7,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 _TIMEOUT = 60.0
@@ -19,9 +20,9 @@ class AtroposApi:
     def __init__(self, address: str) -> None:
         self._address = address.rstrip("/")
 
-    def wait(self, seconds: float) -> None:
-        """Return once the server answers. Raises ConnectionError after a time."""
-        end = time.monotonic() + seconds
+    def wait(self, seconds: float, say: Callable[[str], None]) -> None:
+        """Return once the server answers; say so where that takes a while. Raises ConnectionError after a time."""
+        end, told = time.monotonic() + seconds, False
         while True:
             try:
                 self._call("/info")
@@ -29,6 +30,9 @@ class AtroposApi:
                 if time.monotonic() > end:
                     message = f"no Atropos API server answers at {self._address}; start run-api, or give --atropos-url"
                     raise ConnectionError(message) from error
+                if not told:
+                    told = True
+                    say(f"waiting up to {seconds:g} s for the Atropos API server (run-api) at {self._address}")
                 time.sleep(_POLL_SECONDS)
             else:
                 return

@@ -75,7 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", "--model-name", dest="model", default="", help="base model; empty: the one that is served")
     add("--run-name", default="atropos", help="environments sample from <gateway>/weights/<run name>/v1")
     add("--atropos-url", default="http://localhost:8000", help="address of the Atropos API server (run-api)")
-    add("--state", type=Path, default=Path(".paceline/atropos"), help="directory of what a restart goes on from")
+    add(
+        "--state",
+        type=Path,
+        default=None,
+        help="directory of what a restart goes on from; .paceline/atropos/<run name>",
+    )
     add("--lr", type=float, default=1e-5, help="learning rate")
     add("--training-steps", type=_count, default=10, help="optimizer steps")
     add("--batch-size", type=_count, default=2, help="sequences in one forward_backward")
@@ -113,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def read_options(given: argparse.Namespace) -> Options:
     """Return the options of parsed arguments."""
     values = {name: getattr(given, name) for name in Options.__dataclass_fields__}
+    values["state"] = given.state or Path(".paceline/atropos") / given.run_name
     values["lora_target_modules"] = tuple(values["lora_target_modules"])
     return Options(**values)
 

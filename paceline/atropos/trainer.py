@@ -45,11 +45,11 @@ class AtroposTrainer:
         """Train until `training_steps`. Raises PacelineError, ConnectionError, ValueError."""
         options = self._options
         self._check_bridge()
+        self._api.wait(_SERVER_SECONDS, self._say)
         training = self._training_client()
         step = self._service.get_run(training.run_id).step
         name = f"/weights/{options.run_name}/v1"
-        self._say(f"run {training.run_id} at step {step}; environments sample from <gateway's HTTP address>{name}")
-        self._api.wait(_SERVER_SECONDS)
+        self._say(f"run {training.run_id} at step {step}; environments sample from {name} of the gateway's HTTP port")
         self._api.register(
             wandb_group=options.wandb_group,
             wandb_project=options.wandb_project,
@@ -152,6 +152,10 @@ class AtroposTrainer:
         """Go on with the run that was begun, or begin one, whose first version environments sample from."""
         run_id, options = self._progress.run_id(), self._options
         if run_id:
+            name = self._service.get_run(run_id).user_metadata.get("name", "")
+            if name != options.run_name:
+                message = f"{options.state} has run {run_id}, whose name is {name}; give another --state, or its name"
+                raise errors.InvalidArgument(message, field="--run-name")
             return self._service.get_training_client(run_id)
         metadata, model = {"name": options.run_name, "by": "paceline atropos"}, self._model()
         if options.is_lora:

@@ -146,5 +146,5 @@ def sendable(field: str) -> Iterator[None]:
     """Turn what protobuf says of a value that does not fit its field into InvalidArgument."""
     try:
         yield
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, OverflowError) as problem:
         raise errors.InvalidArgument(f"cannot be sent: {problem}", field=field) from problem

@@ -64,7 +64,7 @@ def status_message(error: PacelineError) -> str:
 
 def _clip(text: str, most: int) -> str:
     encoded = text.encode("utf-8", "replace")
-    return text if len(encoded) <= most else encoded[: most - 3].decode("utf-8", "ignore") + "..."
+    return encoded.decode() if len(encoded) <= most else encoded[: most - 3].decode("utf-8", "ignore") + "..."
 
 
 def _fitting(metadata: Mapping[str, str]) -> dict[str, str]:

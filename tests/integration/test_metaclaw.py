@@ -202,3 +202,16 @@ def test_generate_by_a_run_s_name_moves_with_its_versions(call, service, address
         headers={"Authorization": f"Bearer {service.transport.connection.api_key}"},
     ).is_success
     call("/generate", prompt="a", status=400)
+
+
+def test_a_name_stays_with_the_run_that_has_published(call, service, tmp_path):
+    training = service.create_lora_training_client(rank=2, user_metadata={"name": "kept"})
+    training.publish_weights().result()
+    path = training.save_state("a").result().path
+    service.create_training_client_from_state(path)
+    assert call("/weights/kept/generate", prompt="a", max_tokens=1)["text"]
+
+
+def test_a_field_that_is_not_known_is_refused(call, session):
+    refusal = call("/v1/train/optim_step", session_id=session, lr=1e-3, status=400)
+    assert refusal["error"]["param"] == "lr"

@@ -8,7 +8,7 @@ import json
 import httpx
 import openai
 import pytest
-from cluster import Cluster
+from cluster import Cluster, wait_for
 from tiny_models import make_tiny_llama
 
 import paceline
@@ -246,7 +246,6 @@ def test_a_stream_that_is_left_ends_in_the_sampler(cluster, client, service):
     )
     next(iter(stream))
     stream.close()
-    from cluster import wait_for
 
     def is_free():
         used = {quota.name: quota.used for quota in service.whoami().quotas}
@@ -255,7 +254,30 @@ def test_a_stream_that_is_left_ends_in_the_sampler(cluster, client, service):
     wait_for(is_free)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"model": 1}', b'{"model": "model"}', b"[" * 10000])
+def test_an_answer_whose_caller_leaves_ends_in_the_sampler(cluster, address, service):
+    body = {"model": "model", "prompt": "x", "max_tokens": 400, "n": 8, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{address}/completions", json=body, headers={"Authorization": f"Bearer {cluster.api_key}"}, timeout=0.3
+        )
+    wait_for(lambda: {quota.name: quota.used for quota in service.whoami().quotas}["completions"] == 0)
+    lines = [line for line in cluster.gateway.log.read_text().splitlines() if "/v1/completions" in line]
+    assert "status=200" not in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"model": 1}',
+        b'{"model": "model"}',
+        b"[" * 10000,
+        b'{"model": "model", "prompt": "x", "stop": ["\\ud800"]}',
+    ],
+)
 def test_a_body_that_is_none_is_refused_in_json(cluster, address, content):
     answer = httpx.post(
         f"{address}/completions", content=content, headers={"Authorization": f"Bearer {cluster.api_key}"}, timeout=60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from uuid import uuid4
@@ -9,6 +10,7 @@ from uuid import uuid4
 import compatibility_page
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tinker
 import zstandard
@@ -280,6 +282,47 @@ def test_retrieve_futures_tells_of_samples_that_are_done(wire):
     assert told == asked
 
 
+def test_a_sample_that_is_posted_again_is_the_same_sample(wire):
+    session_id, _ = open_model(wire)
+    sampler_id = post(
+        wire, "/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="model"
+    )["sampling_session_id"]
+    body = {"sampling_session_id": sampler_id, "seq_id": 3, "prompt": {"chunks": [{"tokens": PROMPT}]}}
+    first, again = (wire.post("/asample", json=body) for _ in range(2))
+    assert first.json() == again.json()
+    assert wire.post("/asample", json={**body, "num_samples": 2}).status_code == 422
+
+
+def test_a_number_is_one_sampler_s(wire):
+    session_id, model_id = open_model(wire)
+    make = {"session_id": session_id, "sampling_session_seq_id": 7, "base_model": "model"}
+    assert wire.post("/create_sampling_session", json=make).is_success
+    assert wire.post("/create_sampling_session", json=make).is_success
+    saved = wire.post(
+        "/save_weights_for_sampler", json={"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 7}
+    )
+    assert "REQUEST_ID_REUSED" in fetch(wire, saved.json()["request_id"]).json()["error"]
+
+
+def test_a_shape_alone_costs_no_memory(cluster, wire):
+    from tinker.proto import tinker_public_pb2 as pb
+
+    _, model_id = open_model(wire)
+    datum = pb.Datum(model_input=[pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=bytes(4)))])
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(pb.Tensor(dense=b"", dtype=pb.DTYPE_INT64, shape=[16 << 20]))
+    sparse = pb.SparseCsr(crow_indices=bytes(16))
+    datum.loss_fn_inputs["weights"].CopyFrom(pb.Tensor(sparse_csr=sparse, dtype=pb.DTYPE_FLOAT32, shape=[1, 16 << 20]))
+    before = psutil.Process(cluster.gateway.process.pid).memory_info().rss
+    for seq_id, drop in ((1, "weights"), (2, "target_tokens")):
+        one = pb.Datum()
+        one.CopyFrom(datum)
+        del one.loss_fn_inputs[drop]
+        body = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=[one] * 50, loss_fn="cross_entropy")
+        asked = wire.post("/forward_backward", content=body.SerializeToString()).json()
+        assert fetch(wire, asked["request_id"]).json()["category"] == "user"
+    assert psutil.Process(cluster.gateway.process.pid).memory_info().rss - before < 300 << 20
+
+
 def test_a_sample_that_is_cancelled_ends(wire):
     session_id, _ = open_model(wire)
     sampler_id = post(
@@ -328,10 +371,12 @@ def test_no_path_answers_without_a_key(address, key):
         (b"\xff" * 100, {}, 400),
         (b"no zstd", {"Content-Encoding": "zstd"}, 400),
         (zstandard.compress(bytes(64 << 20)), {"Content-Encoding": "zstd"}, 413),
+        (zstandard.compress(b"one") + zstandard.compress(b"two"), {"Content-Encoding": "zstd"}, 400),
+        (zstandard.compress(b"cut off" * 99)[:-4], {"Content-Encoding": "zstd"}, 400),
         (b"x" * 100, {"Content-Encoding": "br"}, 400),
         (bytes(33 << 20), {}, 413),
     ],
-    ids=["empty", "garbage", "no zstd", "a bomb", "brotli", "too large"],
+    ids=["empty", "garbage", "no zstd", "a bomb", "two frames", "a cut frame", "brotli", "too large"],
 )
 def test_a_body_that_is_none_is_refused_in_json(wire, content, headers, status):
     try:
@@ -341,6 +386,42 @@ def test_a_body_that_is_none_is_refused_in_json(wire, content, headers, status):
         return
     assert answer.status_code in {status, 404}
     assert answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/retrieve_futures", {"target": {"sampling_session_id": "SAMPLER"}, "timeout": float("nan")}),
+        ("/asample", {"sampling_session_id": "SAMPLER", "seq_id": 2**63, "prompt": {"chunks": []}}),
+        ("/optim_step", {"model_id": "MODEL", "seq_id": 10**40, "adam_params": {}}),
+        ("/create_session", {"display_name": "\ud800"}),
+        ("/get_info", {"model_id": "\ud800"}),
+    ],
+)
+def test_numbers_and_texts_that_are_none_are_refused(wire, path, body):
+    session_id, model_id = open_model(wire)
+    sampler_id = post(
+        wire, "/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="model"
+    )["sampling_session_id"]
+    content = json.dumps(body).replace("SAMPLER", sampler_id).replace("MODEL", model_id).replace("\\\\", "\\")
+    answer = wire.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+
+
+def test_a_sample_with_settings_that_fit_no_field_fails_by_itself(wire):
+    session_id, _ = open_model(wire)
+    sampler_id = post(
+        wire, "/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="model"
+    )["sampling_session_id"]
+    asked = post(
+        wire,
+        "/asample",
+        sampling_session_id=sampler_id,
+        seq_id=0,
+        prompt={"chunks": [{"tokens": PROMPT}]},
+        sampling_params={"stop": [-1]},
+    )
+    assert fetch(wire, asked["request_id"]).json()["category"] == "user"
 
 
 def test_bad_json_names_the_field(wire):

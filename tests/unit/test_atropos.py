@@ -166,4 +166,4 @@ def test_batches_are_waited_for_and_may_be_compressed():
 
 def test_a_server_that_is_away_is_told_by_its_address():
     with pytest.raises(ConnectionError, match="--atropos-url"):
-        AtroposApi("http://127.0.0.1:9").wait(0.0)
+        AtroposApi("http://127.0.0.1:9").wait(0.0, print)

@@ -87,6 +87,7 @@ def _sparse(shape, crow, col):
         ("weights", _sparse([2, 2], [0, 2], [0, 1]), errors.InvalidShape),
         ("weights", _sparse([2], [0, 1, 2], [0, 1]), errors.InvalidShape),
         ("weights", _sparse([10**9, 10**9], [0], []), errors.InvalidShape),
+        ("weights", _sparse([1, 1 << 30], [0, 0], []), errors.OutOfRange),
         ("weights", _sparse([-1, 2], [0], []), errors.InvalidShape),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import zstandard
@@ -13,10 +14,11 @@ from pydantic import Field
 from gateway.http.problems import problem
 from gateway.http.tinker.futures import JSON, Futures, Kind, Result, Work
 from gateway.http.tinker.names import Aliases, Names
-from gateway.http.tinker.sampling import Asample, Sampling, with_seed
+from gateway.http.tinker.sampling import Asample, Sampling
 from gateway.http.tinker.sessions import SessionOver, Sessions
 from gateway.http.tinker.store import Sampler, Store
 from gateway.http.tinker.training import (
+    MAX_NUMBER,
     Body,
     CreateModel,
     LoadWeights,
@@ -68,7 +70,7 @@ class CreateSamplingSession(Body):
     """Request of create_sampling_session."""
 
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: int = Field(ge=0, le=MAX_NUMBER)
     base_model: str | None = None
     model_path: str | None = None
 
@@ -90,15 +92,15 @@ class Target(Body):
     """Whose futures are meant."""
 
     sampling_session_id: str
-    cloned_sampler_id: int = Field(0, ge=0)
+    cloned_sampler_id: int = Field(0, ge=0, le=MAX_NUMBER)
 
 
 class RetrieveFutures(Body):
     """Request of retrieve_futures."""
 
     target: Target
-    prev_cursor: int = 0
-    timeout: float | None = None
+    prev_cursor: int = Field(0, ge=0, le=2**63)
+    timeout: float | None = Field(None, allow_inf_nan=False)
 
 
 class DataPlane:
@@ -168,6 +170,9 @@ class DataPlane:
         @router.post("/create_session")
         async def create_session(request: Request, body: CreateSession) -> dict[str, Any]:
             metadata = {"tags": list(body.tags), "user_metadata": body.user_metadata}
+            json.dumps(
+                metadata, ensure_ascii=False
+            ).encode()  # raises UnicodeEncodeError for what could not be told again
             session_id = await self._sessions.open(tenant_of(request), metadata, body.display_name)
             return {"session_id": session_id, "type": "create_session"}
 
@@ -301,7 +306,7 @@ class DataPlane:
             sampler = self._sampling.sampler(tenant_of(request), body.sampling_session_id)
             request_id = f"{sampler.sampler_id}:{body.seq_id}"
             sequence_ids = [f"{request_id}:{index}" for index in range(min(body.num_samples, 65536))]
-            kind, seeded = self._sampling.sample, with_seed(body)
+            kind, seeded = self._sampling.sample, self._sampling.with_seed(request_id, body)
             return await self._accept(
                 request, kind, request_id, sampler.session_id, seeded, sample_sequence_ids=sequence_ids
             )
@@ -360,10 +365,11 @@ def _decompressed(content: bytes, encoding: str, max_bytes: int) -> bytes:
     if encoding != "zstd":
         raise errors.UnreadableMessage(f"content-encoding {encoding[:40]} is not taken; send zstd or none")
     try:
-        with zstandard.ZstdDecompressor().stream_reader(content) as reader:
-            plain = reader.read(max_bytes + 1)
+        size = zstandard.frame_content_size(content)
+        if size > max_bytes:
+            raise errors.MessageTooLarge(f"the body is {size} bytes once it is decompressed; at most {max_bytes}")
+        # One whole frame, and nothing after it.
+        return zstandard.ZstdDecompressor().decompress(content, max_output_size=max_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise errors.UnreadableMessage("the body is not zstd") from error
-    if len(plain) > max_bytes:
-        raise errors.MessageTooLarge(f"the body is above {max_bytes} bytes once it is decompressed; send less")
-    return plain
+        message = f"the body is not one whole frame of zstd, of at most {max_bytes} bytes once it is decompressed"
+        raise errors.UnreadableMessage(message) from error

@@ -19,6 +19,7 @@ from gateway.http.tinker.sessions import Sessions
 from gateway.http.tinker.store import Store
 from gateway.http.tinker.training import Training
 from gateway.http.tinker.unserved import unserved
+from paceline.waiting_bytes import WaitingBytes
 
 PREFIX = "/api/v1"
 
@@ -26,14 +27,22 @@ PREFIX = "/api/v1"
 class TinkerApi:
     """The routes, and what runs beside them."""
 
-    def __init__(self, services: Services, state: Path, aliases: Aliases, tokenizer: str, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        services: Services,
+        waiting_bytes: WaitingBytes,
+        state: Path,
+        aliases: Aliases,
+        tokenizer: str,
+        max_body_bytes: int,
+    ) -> None:
         """Open the files of `state`. Raises InvalidArgument where they are none of ours."""
         self._store = Store(state / "tinker.sqlite")
-        self._futures = Futures(self._store)
+        self._futures = Futures(self._store, waiting_bytes)
         self._sessions = Sessions(self._store, self._futures)
         self.names = Names(self._store)
         training = Training(services, self._store, self.names, aliases, self._sessions, max_body_bytes)
-        sampling = Sampling(services, self._store, aliases)
+        sampling = Sampling(services, self._store, aliases, read_or_make_secret(state / "seeds.secret"))
         for kind in (*training.kinds, sampling.sample):
             self._futures.add(kind)
         downloads = Downloads(services, read_or_make_secret(state / "downloads.secret"))

@@ -21,6 +21,7 @@ from paceline import errors
 from paceline.client.retry import is_retryable
 from paceline.log import get_logger
 from paceline.rpc.status import status_message
+from paceline.waiting_bytes import WaitingBytes
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 KEPT_SECONDS = 3600.0
@@ -28,6 +29,10 @@ KEPT_SECONDS = 3600.0
 _KEPT_IN_MEMORY_SECONDS = 60.0
 _MAX_DELAY = 5.0
 _FIRST_DELAY = 0.1
+_COPIES = 3
+"""How often a request is in memory while it is under way: parsed, translated, and on its way."""
+_MAX_PRESENT = 1024
+"""Copies of samplers whose work that is done is told of; those that were asked for longest ago are let go."""
 _log = get_logger(__name__)
 T = TypeVar("T")
 
@@ -65,6 +70,8 @@ class Work:
     session_id: str
     kind: str
     digest: bytes
+    size: int
+    """Bytes that it counts as while it is under way."""
     queue_state: str = "active"
     queue_state_reason: str = ""
     result: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -100,8 +107,10 @@ class _Completions:
 class Futures:
     """Runs what is posted and keeps its results."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, waiting_bytes: WaitingBytes) -> None:
+        """Take what counts each tenant's bytes, among which work is until it is done."""
         self._store = store
+        self._waiting_bytes = waiting_bytes
         self._kinds: dict[str, Kind[Any]] = {}
         self._works: dict[str, Work] = {}
         """What is under way, or was done a moment ago."""
@@ -115,7 +124,8 @@ class Futures:
     async def resume(self) -> None:
         """Begin again what an earlier gateway did not finish."""
         for stored in self._store.unfinished():
-            work = Work(stored.request_id, stored.tenant, stored.session_id, stored.kind, stored.digest)
+            size = _COPIES * len(stored.request or b"")
+            work = Work(stored.request_id, stored.tenant, stored.session_id, stored.kind, stored.digest, size)
             try:
                 request = self._kinds[stored.kind].load(stored.request or b"")
             except Exception:  # of a release that wrote it otherwise
@@ -140,7 +150,9 @@ class Futures:
             if known.tenant != tenant or known.digest != digest:
                 raise errors.RequestIdReused(f"{request_id[:120]} was another request; use the next number")
             return
-        work = Work(request_id, tenant, session_id, kind.name, digest)
+        size = _COPIES * len(body)
+        self._waiting_bytes.check(tenant, size)
+        work = Work(request_id, tenant, session_id, kind.name, digest, size)
         self._begin(work, request)
         await self._store.add_future(StoredFuture(request_id, tenant, session_id, kind.name, digest, body, time()))
 
@@ -173,6 +185,7 @@ class Futures:
     ) -> tuple[list[tuple[str, Result]], int]:
         """Return what of a sampler's copy was done after a cursor, waiting for it, and the next cursor."""
         done = self._done_of(tenant, sampler_id, clone)
+        after = min(after, done.last)
         done.entries = [entry for entry in done.entries if entry[0] > after]
         if not done.entries:
             done.more.clear()
@@ -185,6 +198,8 @@ class Futures:
         key = f"{tenant}/{sampler_id}/{clone}"
         if key not in self._completions:
             # Cursors of an earlier gateway are below these.
+            while len(self._completions) >= _MAX_PRESENT:
+                del self._completions[next(iter(self._completions))]
             done = self._completions[key] = _Completions(int(time() * 1e6))
             for stored in self._store.finished(f"{sampler_id}:"):
                 if stored.tenant == tenant and clone_of(stored.request_id) == clone and stored.media is not None:
@@ -197,6 +212,7 @@ class Futures:
 
     def _begin(self, work: Work, request: Any) -> None:
         self._works[work.request_id] = work
+        self._waiting_bytes.add(work.tenant, work.size)
         work.task = asyncio.create_task(self._run(work, request))
 
     async def _run(self, work: Work, request: Any) -> None:
@@ -213,6 +229,9 @@ class Futures:
                 is_limit = isinstance(error, errors.QuotaExceeded)
                 work.queue_state = "paused_rate_limit" if is_limit else "paused_capacity"
                 work.queue_state_reason = status_message(error)
+            except (ValueError, OverflowError) as refusal:  # text that is no Unicode, a number that fits no field
+                result = Result.of_error(errors.InvalidArgument(f"cannot be sent: {str(refusal)[:200]}"))
+                break
             except Exception:
                 _log.exception("uncaught", kind=work.kind, request=work.request_id)
                 result = Result.of_error(errors.Internal("internal error; the gateway's log tells of it"))
@@ -232,6 +251,8 @@ class Futures:
         if work.result.done():
             return
         work.result.set_result(result)
+        if work.task is not None:
+            self._waiting_bytes.remove(work.tenant, work.size)
         self._note_completion(work, result)
         saving = asyncio.create_task(self._store.settle_future(work.request_id, result.media, result.body))
         self._saving.add(saving)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
+import hmac
 from typing import Any
 
 from pydantic import Field
@@ -57,7 +58,9 @@ class Asample(Body):
 class Sampling:
     """What asample does."""
 
-    def __init__(self, services: Services, store: Store, aliases: Aliases) -> None:
+    def __init__(self, services: Services, store: Store, aliases: Aliases, secret: bytes) -> None:
+        """Take a secret that seeds follow from."""
+        self._secret = secret
         self._services = services
         self._store = store
         self._aliases = aliases
@@ -74,6 +77,17 @@ class Sampling:
         if sampler is None or sampler.tenant != tenant:
             raise errors.RunNotFound("no such sampling session; create one", field="sampling_session_id")
         return sampler
+
+    def with_seed(self, request_id: str, request: Asample) -> Asample:
+        """Return the request with a seed, the same for a request id: repeated, it is the same and gives the same.
+
+        Nobody can guess it: it follows from a secret of the operating system's.
+        """
+        if request.sampling_params.seed is not None:
+            return request
+        drawn = hmac.digest(self._secret, request_id.encode(), hashlib.sha256)
+        params = request.sampling_params.model_copy(update={"seed": int.from_bytes(drawn[:8], "little") % _MAX_SEED})
+        return request.model_copy(update={"sampling_params": params})
 
     async def served_model(self, tenant: str) -> str:
         """Return the name of the base model that is sampled from."""
@@ -105,14 +119,6 @@ class Sampling:
         if sampler.run_id:
             return ModelRef(run_id=sampler.run_id, version=sampler.version)
         return ModelRef(base=self._aliases.served(sampler.base_model))
-
-
-def with_seed(request: Asample) -> Asample:
-    """Return the request with a seed, so that it gives the same samples again when it is repeated."""
-    if request.sampling_params.seed is not None:
-        return request
-    params = request.sampling_params.model_copy(update={"seed": secrets.randbelow(_MAX_SEED)})
-    return request.model_copy(update={"sampling_params": params})
 
 
 def _params(params: Params) -> SamplingParams:

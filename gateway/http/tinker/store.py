@@ -12,7 +12,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import time
 from typing import Any, TypeVar
@@ -248,7 +248,7 @@ class Store:
         await self.write("UPDATE models SET ended = ? WHERE model_id = ?", time(), model_id)
 
     async def add_sampler(self, sampler: Sampler) -> None:
-        """Keep a new sampler; the same again changes nothing."""
+        """Keep a new sampler; the same again changes nothing. Raises RequestIdReused for another of its id."""
         await self.write(
             "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             sampler.sampler_id,
@@ -261,6 +261,10 @@ class Store:
             sampler.model_path,
             sampler.clones,
         )
+        kept = self.sampler(sampler.sampler_id)
+        if kept is None or replace(kept, clones=0) != replace(sampler, clones=0):
+            message = f"{sampler.sampler_id[:120]} is another sampler; use the next number"
+            raise errors.RequestIdReused(message, field="sampling_session_seq_id")
 
     async def add_clone(self, sampler_id: str) -> int:
         """Count another copy of a sampler; return its number, from 1."""
@@ -293,6 +297,7 @@ class Store:
     async def forget_futures(self, before: float) -> None:
         """Let go results of before a moment (seconds since the epoch)."""
         await self.write("DELETE FROM futures WHERE done < ?", before)
+        await self.do(lambda connection: connection.execute("PRAGMA incremental_vacuum(16384)").fetchall())
 
     async def keep_checkpoint_metadata(self, path: str, tenant: str, metadata: Mapping[str, str]) -> None:
         """Keep what a client attached to a checkpoint, in place of what was attached before."""
@@ -353,7 +358,9 @@ class _Job:
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only before the first table; so that a file shrinks again
     connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA journal_size_limit = {64 << 20}")
     connection.execute("PRAGMA synchronous = NORMAL")
     return connection
 

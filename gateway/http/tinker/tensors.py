@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -20,7 +21,7 @@ _FLOAT32, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
 _DTYPES = {_FLOAT32: "<f4", _INT64: "<i8", _INT32: "<i4", _BFLOAT16: "<u2"}
 _WIRE = {_FLOAT32: tensor_pb2.DTYPE_FLOAT32, _INT64: tensor_pb2.DTYPE_INT64, _INT32: tensor_pb2.DTYPE_INT32}
 _MAX_DENSE = 64 << 20
-"""Bytes of a sparse array once it is dense."""
+"""Bytes of a request's sparse arrays once they are dense."""
 _UNKNOWN_LOGPROB = -99999.0
 
 
@@ -28,10 +29,11 @@ def forward_backward_request(
     message: pb.ForwardBackwardRequest, run_id: str, seq_id: int
 ) -> trainer_pb.ForwardBackwardRequest:
     """Translate a batch. Raises InvalidArgument and its kin, and Unsupported for images."""
+    room = _Room(_MAX_DENSE)
     return trainer_pb.ForwardBackwardRequest(
         run_id=run_id,
         seq_id=seq_id,
-        data=[_datum(datum, message.loss_fn, f"data[{index}]") for index, datum in enumerate(message.data)],
+        data=[_datum(datum, message.loss_fn, f"data[{index}]", room) for index, datum in enumerate(message.data)],
         loss_fn=message.loss_fn,
         loss_fn_config=_config(message),
         forward_only=message.forward_only,
@@ -47,31 +49,46 @@ def _config(message: pb.ForwardBackwardRequest) -> Mapping[str, float]:
     return config
 
 
-def _datum(datum: pb.Datum, loss_fn: str, field: str) -> datum_pb2.Datum:
+@dataclass(slots=True)
+class _Room:
+    """Bytes that a request's sparse arrays may still grow to: a shape of a few bytes can mean any number."""
+
+    left: int
+
+    def take(self, size: int, field: str) -> None:
+        """Take bytes before they are allocated. Raises OutOfRange."""
+        if size > self.left:
+            raise errors.OutOfRange(f"needs {size} bytes once it is dense; {self.left} are left of 64 MiB", field=field)
+        self.left -= size
+
+
+def _datum(datum: pb.Datum, loss_fn: str, field: str, room: _Room) -> datum_pb2.Datum:
     for index, chunk in enumerate(datum.model_input):
         if chunk.WhichOneof("chunk") is None:
             message = "is an image, audio or empty; this server takes tokens (encoded_text)"
             raise errors.Unsupported(message, field=f"{field}.model_input[{index}]")
     tokens = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
-    inputs = {name: _tensor(name, tensor, f"{field}.{name}") for name, tensor in datum.loss_fn_inputs.items()}
+    inputs = {name: _tensor(name, tensor, f"{field}.{name}", room) for name, tensor in datum.loss_fn_inputs.items()}
     shape = [len(tokens) // 4]
     if loss_fn == "cross_entropy" and "weights" not in inputs and "target_tokens" in inputs:
-        targets = tuple(inputs["target_tokens"].shape)
-        if all(extent >= 0 for extent in targets) and prod(targets) * 4 <= _MAX_DENSE:
-            inputs["weights"] = codec.tensor_to_proto(np.ones(targets, np.float32), field)
+        targets = inputs["target_tokens"]
+        # Of as many elements as there are: a shape alone may name any number.
+        elements = len(targets.data) // (8 if targets.dtype == tensor_pb2.DTYPE_INT64 else 4)
+        ones = np.ones(elements, "<f4").tobytes()
+        inputs["weights"] = tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_FLOAT32, shape=targets.shape, data=ones)
     return datum_pb2.Datum(
         model_input=tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_INT32, shape=shape, data=tokens), loss_inputs=inputs
     )
 
 
-def _tensor(name: str, tensor: pb.Tensor, field: str) -> tensor_pb2.Tensor:
+def _tensor(name: str, tensor: pb.Tensor, field: str, room: _Room) -> tensor_pb2.Tensor:
     """Translate an array; a dense one whose dtype both have keeps its bytes."""
     if tensor.dtype not in _DTYPES:
         raise errors.InvalidDtype(f"is {tensor.dtype}; send float32, int64, int32 or bfloat16", field=f"{field}.dtype")
     is_dense = tensor.WhichOneof("layout") != "sparse_csr"
     if is_dense and tensor.dtype in _WIRE and name not in MASK_INPUTS:
         return tensor_pb2.Tensor(dtype=_WIRE[tensor.dtype], shape=tensor.shape, data=tensor.dense)
-    array = _dense(tensor, field) if is_dense else _from_csr(tensor, field)
+    array = _dense(tensor, field) if is_dense else _from_csr(tensor, field, room)
     if name in MASK_INPUTS:
         return codec.tensor_to_proto((array != 0).astype(np.uint8), field)
     return codec.tensor_to_proto(array, field)
@@ -94,13 +111,13 @@ def _dense(tensor: pb.Tensor, field: str) -> Array:
     return values.reshape(shape)
 
 
-def _from_csr(tensor: pb.Tensor, field: str) -> Array:
+def _from_csr(tensor: pb.Tensor, field: str, room: _Room) -> Array:
     """Return a sparse matrix with its zeros."""
     sparse, shape = tensor.sparse_csr, tuple(tensor.shape)
     values = _elements(sparse.values, tensor.dtype, field)
     rows, columns = _elements(sparse.crow_indices, _INT64, field), _elements(sparse.col_indices, _INT64, field)
-    if len(shape) != 2 or any(extent < 0 for extent in shape) or prod(shape) * values.itemsize > _MAX_DENSE:
-        raise errors.InvalidShape(f"is {list(shape)}; a sparse array has two dimensions and 64 MiB", field=field)
+    if len(shape) != 2 or any(extent < 0 for extent in shape):
+        raise errors.InvalidShape(f"is {list(shape)[:8]}; a sparse array has two dimensions", field=field)
     counts = np.diff(rows)
     is_sound = (
         rows.size == shape[0] + 1
@@ -111,6 +128,7 @@ def _from_csr(tensor: pb.Tensor, field: str) -> Array:
     )
     if not is_sound:
         raise errors.InvalidShape("has indices that are none of its shape", field=field)
+    room.take(prod(shape) * values.itemsize, field)
     dense = np.zeros(shape, values.dtype)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return dense

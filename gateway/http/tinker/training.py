@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -27,6 +28,8 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types.v1 import lora_pb2
 
 _SECONDS = 600.0
+MAX_NUMBER = 10**15 - 2
+"""Highest number of a command, a model or a sampler."""
 _log = get_logger(__name__)
 Request = TypeVar("Request", bound=BaseModel)
 Reply = TypeVar("Reply", bound=Message)
@@ -63,7 +66,7 @@ class CreateModel(Body):
     """Request of create_model."""
 
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: int = Field(ge=0, le=MAX_NUMBER)
     base_model: str = ""
     user_metadata: dict[str, Any] | None = None
     lora_config: Lora | None = None
@@ -74,9 +77,9 @@ class LoadWeights(Body):
     """Request of load_weights: into a model, or making one."""
 
     model_id: str | None = None
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: int | None = Field(None, ge=1, le=MAX_NUMBER)
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: int | None = Field(None, ge=0, le=MAX_NUMBER)
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     path: str
@@ -100,7 +103,7 @@ class OptimStep(Body):
     """Request of optim_step."""
 
     model_id: str
-    seq_id: int = Field(ge=1)
+    seq_id: int = Field(ge=1, le=MAX_NUMBER)
     adam_params: Adam | None = None
     optimizer_params: dict[str, Any] | None = None
 
@@ -109,7 +112,7 @@ class SaveWeights(Body):
     """Request of save_weights, save_weights_external and, with a path, of save_weights_for_sampler."""
 
     model_id: str
-    seq_id: int = Field(ge=1)
+    seq_id: int = Field(ge=1, le=MAX_NUMBER)
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
@@ -120,7 +123,7 @@ class SaveWeights(Body):
 class SaveForSampler(SaveWeights):
     """Request of save_weights_for_sampler; without a path the weights become a version and a sampler."""
 
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: int | None = Field(None, ge=0, le=MAX_NUMBER)
     kind: str = "snapshot"
 
 
@@ -314,7 +317,8 @@ class Training:
         run_id, number = model.run_id, model.first_seq_id + seq_id - 1
         try:
             with sendable("request"):
-                message = make(run_id, number)
+                # In a thread: a batch may take a while, and others' requests do not.
+                message = await asyncio.to_thread(make, run_id, number)
             if (size := message.ByteSize()) > self._max_message_bytes:
                 raise errors.MessageTooLarge(f"is {size} bytes; at most {self._max_message_bytes} are taken")
         except errors.PacelineError:
