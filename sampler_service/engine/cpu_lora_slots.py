@@ -203,7 +203,15 @@ def lay_out(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Slots, Slots]:
 
 def _can_pack(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     fits = a[0].shape[3] % _TILE == 0 and all(one.shape[2] % _TILE == one.shape[3] % 2 == 0 for one in b)
-    return fits and check_cpu_sgl_kernel(_TILE, _TILE, a[0].dtype)
+    return fits and check_cpu_sgl_kernel(_TILE, _TILE, a[0].dtype) and _onednn_may_use_amx()
+
+
+def _onednn_may_use_amx() -> bool:
+    """Whether DNNL_MAX_CPU_ISA leaves AMX to oneDNN, which vLLM's kernels call. Where it does not, they abort.
+
+    oneDNN tells of float16 alone, which every CPU with AMX computes: it is refused where the limit is below AMX's.
+    """
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 _Views = list[tuple[Tensor, Tensor]]
