@@ -59,6 +59,11 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     """HTTP connections that are open at the same time; each request that waits for a result takes one."""
     http_state: Path = Path(".paceline/http")
     """Directory of what the HTTP APIs keep across restarts: sessions, names, results that were not fetched."""
+    http_public_url: str = Field("", pattern=r"^(https?://[^\s/]+\S*)?$")
+    """Address by which clients reach the HTTP APIs, as https://host:port, where a proxy stands before them.
+
+    Addresses for downloads begin with it; empty: with what the client called.
+    """
     http_aliases: Annotated[tuple[str, ...], NoDecode] = ()
     """Names under which HTTP clients know the base model too, separated by commas."""
     http_tokenizer: str = ""

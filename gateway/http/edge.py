@@ -57,7 +57,13 @@ class HttpEdge:
         self._settings = settings
         aliases = Aliases(settings.http_aliases)
         self._tinker = TinkerApi(
-            services, waiting_bytes, settings.http_state, aliases, settings.http_tokenizer, settings.max_message_bytes
+            services,
+            waiting_bytes,
+            settings.http_state,
+            aliases,
+            settings.http_tokenizer,
+            settings.http_public_url,
+            settings.max_message_bytes,
         )
         models = self._tinker.models
         metaclaw = MetaClawApi(services, models)

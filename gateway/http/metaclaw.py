@@ -325,7 +325,10 @@ class MetaClawApi:
         key = tenant, run_id
         if key not in self._sessions:
             request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
-            reply = await self._services.call(tenant, request, pb.AttachRunResponse)
+            try:
+                reply = await self._services.call(tenant, request, pb.AttachRunResponse)
+            except errors.RunNotFound as error:
+                raise errors.RunNotFound("no such session; make one by /v1/lora/create", field="session_id") from error
             self._sessions[key] = _Session(reply.attachment, reply.run.last_seq_id + 1, reply.run.step)
         self._sessions.move_to_end(key)
         while len(self._sessions) > _MAX_SESSIONS:

@@ -6,6 +6,7 @@ the adapter that was leased for it, the tenant's salt for the prefix cache, and 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -62,7 +63,7 @@ class TextServer:
         self._info = info
         shared: dict[str, Any] = {"enable_auto_tools": bool(tool_parser), "tool_parser": tool_parser or None}
         template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
-        renderer = OnlineRenderer(llm.model_config, llm.renderer, request_logger=None, **template, **shared)
+        renderer = OnlineRenderer(engine.model_config, llm.renderer, request_logger=None, **template, **shared)
         self._chat = OpenAIServingChat(
             engine, models, "assistant", online_renderer=renderer, request_logger=None, **template, **shared
         )
@@ -139,6 +140,9 @@ class _Engine:
     def __init__(self, llm: AsyncLLM, info: ModelInfo) -> None:
         self._llm = llm
         self._info = info
+        # The engine's context has room for one token more, by which it scores sequences of the full length.
+        self.model_config = copy.copy(llm.model_config)
+        self.model_config.max_model_len = info.max_context_length
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -156,12 +160,10 @@ class _Engine:
         try:
             check_tokens(self._info, tokens, "prompt", room=1)
             await check_constraint_of(params)
-            # The engine's context has room for one token more, by which it scores sequences of the full length.
-            params.max_tokens = min(params.max_tokens or 1, self._info.max_context_length - len(tokens))
             params.logprobs = params.logprobs or 0  # of what is sampled, so that NaN is seen
             lora = lora_request(request.adapter) if request.adapter else None
             prompt["cache_salt"] = request.tenant or None
-            async with request.place(len(tokens), params.n, params.max_tokens):
+            async with request.place(len(tokens), params.n, params.max_tokens or 1):
                 outputs = self._llm.generate(prompt, params, request_id, lora_request=lora)
                 async with aclosing(outputs) as source:
                     async for output in source:

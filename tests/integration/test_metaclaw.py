@@ -115,7 +115,8 @@ def test_several_sessions_live_beside_each_other(call):
 def test_what_is_wrong_is_told_by_a_status_and_a_field(call, session, address):
     call("/v1/train/forward_backward", session_id=session, datums=[datum()], loss_fn="nothing", status=400)
     call("/v1/train/forward_backward", session_id=session, datums=[], status=400)
-    call("/v1/train/optim_step", session_id="run-" + "0" * 32, status=404)
+    absent = call("/v1/train/optim_step", session_id="run-" + "0" * 32, status=404)
+    assert absent["error"]["param"] == "session_id"
     call("/v1/train/optim_step", session_id="../../etc", status=404)
     call("/v1/checkpoint/save", session_id=session, name="../../x", status=400)
     call("/v1/checkpoint/load", session_id=session, path="/etc/passwd", status=400)

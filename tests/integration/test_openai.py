@@ -211,6 +211,14 @@ def test_what_is_not_served_is_refused_by_its_name(client, body, field, kind):
         client.post("/completions", body={"model": "model", "max_tokens": 2, **body}, cast_to=object)
 
 
+def test_prompt_and_answer_fill_the_context_that_the_model_has_and_no_more(client):
+    ask = {"model": "model", "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+    assert client.completions.create(prompt=[120] * 500, **ask).usage.total_tokens == 512
+    with pytest.raises(openai.BadRequestError, match="512") as refusal:
+        client.completions.create(prompt=[120] * 600, **ask)
+    assert "513" not in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [

@@ -257,6 +257,15 @@ def test_anothers_things_look_absent(wire, stranger):
     assert path in mine
 
 
+def test_a_sampler_of_a_checkpoint_that_is_none_is_refused_before_it_samples(wire):
+    session_id, model_id = open_model(wire)
+    make = {"session_id": session_id, "sampling_session_seq_id": 0}
+    path = f"tinker://{model_id}/sampler_weights/nothing"
+    refused = wire.post("/create_sampling_session", json={**make, "model_path": path})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "CHECKPOINT_NOT_FOUND")
+    assert wire.post("/create_sampling_session", json={**make, "base_model": "model"}).is_success
+
+
 def test_retrieve_futures_tells_of_samples_that_are_done(wire):
     session_id, _ = open_model(wire)
     sampler_id = post(

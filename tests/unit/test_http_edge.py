@@ -1,12 +1,18 @@
-"""The HTTP port by itself: heads that do not come, and what a gateway without FastAPI says."""
+"""The HTTP port by itself: heads that do not come, addresses that it gives, and a gateway without FastAPI."""
 
 from __future__ import annotations
 
 import asyncio
 
+import pytest
 import uvicorn
+from pydantic import ValidationError
+from starlette.requests import Request
 
 from gateway.http import edge
+from gateway.http.tinker.downloads import Downloads
+from gateway.settings import GatewaySettings
+from paceline.layout import CheckpointPath
 
 
 async def _answer(scope, receive, send):
@@ -34,3 +40,21 @@ async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch):
     finally:
         server.should_exit = True
         await serving
+
+
+@pytest.mark.parametrize(
+    ("public_url", "start"),
+    [("", "http://called:8000/"), ("https://weights.example", "https://weights.example/")],
+)
+def test_addresses_of_files_begin_as_clients_reach_the_port(public_url, start):
+    scope = {"type": "http", "method": "GET", "scheme": "http", "path": "/", "headers": [(b"host", b"called:8000")]}
+    path = CheckpointPath.parse(f"paceline://run-{'0' * 32}/sampler/one")
+    address, _ = Downloads(None, b"secret", public_url).address(Request(scope), "tenant", path, "a.safetensors")
+    assert address.startswith(start)
+    assert "//" not in address.removeprefix(start)
+
+
+@pytest.mark.parametrize("public_url", ["weights.example", "ftp://weights.example", "https://"])
+def test_a_public_address_that_is_none_is_refused(public_url):
+    with pytest.raises(ValidationError, match="http_public_url"):
+        GatewaySettings(http_public_url=public_url)

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from pydantic import Field
 
 from gateway.http.problems import problem
+from gateway.http.tinker.downloads import Downloads
 from gateway.http.tinker.futures import JSON, Futures, Kind, Result, Work
 from gateway.http.tinker.names import Aliases, Names
 from gateway.http.tinker.sampling import Asample, Sampling
@@ -117,6 +118,7 @@ class DataPlane:
         aliases: Aliases,
         max_body_bytes: int,
         tokenizer: str,
+        downloads: Downloads,
     ) -> None:
         """Take `tokenizer`: where clients load the tokenizer from; empty means by the model's name."""
         self._store = store
@@ -128,6 +130,7 @@ class DataPlane:
         self._aliases = aliases
         self._max_body_bytes = max_body_bytes
         self._tokenizer = tokenizer
+        self._downloads = downloads
 
     def routes(self) -> APIRouter:
         """Return the routes below /api/v1."""
@@ -278,6 +281,7 @@ class DataPlane:
                 if path.kind is not CheckpointKind.SAMPLER:
                     message = "is training state; sample from what save_weights_for_sampler gave (sampler_weights)"
                     raise errors.InvalidPath(message, field="model_path")
+                await self._downloads.files(tenant, path)  # raises CheckpointNotFound
                 checkpoint = str(path)
                 model = self._store.model_of_run(path.run_id)
                 base_model = base_model or (model.base_model if model else served)

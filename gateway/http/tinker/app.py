@@ -34,6 +34,7 @@ class TinkerApi:
         state: Path,
         aliases: Aliases,
         tokenizer: str,
+        public_url: str,
         max_body_bytes: int,
     ) -> None:
         """Open the files of `state`. Raises InvalidArgument where they are none of ours."""
@@ -45,7 +46,7 @@ class TinkerApi:
         sampling = Sampling(services, self._store, aliases, read_or_make_secret(state / "seeds.secret"))
         for kind in (*training.kinds, sampling.sample):
             self._futures.add(kind)
-        downloads = Downloads(services, read_or_make_secret(state / "downloads.secret"))
+        downloads = Downloads(services, read_or_make_secret(state / "downloads.secret"), public_url)
         self.models = Models(services, self.names, aliases)
         catalog = Catalog(services, self._store, self.names, self.models, self._sessions, downloads)
         self.routes = APIRouter(prefix=PREFIX)
@@ -60,6 +61,7 @@ class TinkerApi:
                 aliases,
                 max_body_bytes,
                 tokenizer,
+                downloads,
             ).routes()
         )
         self.routes.include_router(catalog.routes())

@@ -45,7 +45,9 @@ class Grant:
 class Downloads:
     """Signs addresses, and gives what they name."""
 
-    def __init__(self, services: Services, secret: bytes) -> None:
+    def __init__(self, services: Services, secret: bytes, public_url: str) -> None:
+        """Take where clients reach this gateway; empty means as they called it."""
+        self._public_url = public_url
         self._services = services
         self._secret = secret
 
@@ -53,7 +55,8 @@ class Downloads:
         """Return where a file of a checkpoint can be fetched, as the caller reaches this gateway, and until when."""
         expires = datetime.now(UTC) + _VALID
         token = self._sign(Grant(tenant, str(path), expires.timestamp()))
-        return f"{str(request.base_url).rstrip('/')}{PREFIX}{token}/{quote(file)}", expires
+        base = (self._public_url or str(request.base_url)).rstrip("/")
+        return f"{base}{PREFIX}{token}/{quote(file)}", expires
 
     async def files(self, tenant: str, path: CheckpointPath) -> dict[str, int]:
         """Return the files of a checkpoint and their sizes. Raises CheckpointNotFound."""

@@ -317,8 +317,9 @@ class Training:
         run_id, number = model.run_id, model.first_seq_id + seq_id - 1
         try:
             with sendable("request"):
-                # In a thread: a batch may take a while, and others' requests do not.
-                message = await asyncio.to_thread(make, run_id, number)
+                # A batch in a thread: it may take a while, and others' requests do not.
+                is_batch = reply is pb.ForwardBackwardResponse
+                message = await asyncio.to_thread(make, run_id, number) if is_batch else make(run_id, number)
             if (size := message.ByteSize()) > self._max_message_bytes:
                 raise errors.MessageTooLarge(f"is {size} bytes; at most {self._max_message_bytes} are taken")
         except errors.PacelineError:
