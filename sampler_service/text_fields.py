@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline import errors
+from paceline.json_body import read_object
 from sampler_service.engine.text import TextEndpoint
 
 _BOTH = frozenset(
@@ -37,12 +38,7 @@ def read_body(content: bytes, endpoint: TextEndpoint, max_context_length: int) -
     """Parse a body and check what it has. Raises UnreadableMessage, UnknownField, InvalidArgument, SequenceTooLong."""
     if _depth(content) > _MAX_DEPTH:
         raise errors.InvalidArgument(f"is nested deeper than {_MAX_DEPTH}", field="body")
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise errors.UnreadableMessage("the body is not JSON") from error
-    if not isinstance(body, dict):
-        raise errors.UnreadableMessage("the body is no JSON object")
+    body = read_object(content)
     if b"\\ud" in content.lower() and not _is_text(body):
         raise errors.UnreadableMessage("the body holds text that is no Unicode: half of a surrogate pair")
     given = {name: value for name, value in body.items() if value is not None and name not in _MEANINGLESS}

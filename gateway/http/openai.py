@@ -16,6 +16,7 @@ from gateway.http.problems import problem_body
 from gateway.http.services import Services
 from gateway.http.tinker.api import tenant_of
 from paceline import codec, errors
+from paceline.json_body import read_object
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import CheckpointKind, ServedModel
 
@@ -167,17 +168,6 @@ async def _events(first: Part, parts: AsyncIterator[Part], held: AsyncExitStack)
             yield b"data: " + json.dumps(problem_body(error)).encode() + b"\n\n"
             return
         yield b"data: [DONE]\n\n"
-
-
-def read_object(content: bytes) -> dict[str, Any]:
-    """Parse a body. Raises UnreadableMessage unless it is a JSON object."""
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise errors.UnreadableMessage("the body is not JSON") from error
-    if not isinstance(body, dict):
-        raise errors.UnreadableMessage("the body is no JSON object")
-    return body
 
 
 def _entry(name: str, created: float, **more: object) -> Mapping[str, Any]:

@@ -92,6 +92,12 @@ def open_model(wire, session_id=None):
     return session_id, fetch(wire, made["request_id"]).json()["model_id"]
 
 
+def open_sampler(wire, session_id):
+    """A sampling session of the base model."""
+    body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "model"}
+    return post(wire, "/create_sampling_session", **body)["sampling_session_id"]
+
+
 def optim_step(wire, model_id, seq_id, learning_rate=1e-3):
     params = {"learning_rate": learning_rate}
     return wire.post("/optim_step", json={"model_id": model_id, "seq_id": seq_id, "adam_params": params})
@@ -268,9 +274,7 @@ def test_a_sampler_of_a_checkpoint_that_is_none_is_refused_before_it_samples(wir
 
 def test_retrieve_futures_tells_of_samples_that_are_done(wire):
     session_id, _ = open_model(wire)
-    sampler_id = post(
-        wire, "/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="model"
-    )["sampling_session_id"]
+    sampler_id = open_sampler(wire, session_id)
     target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": 0}
     asked = {
         post(
@@ -293,9 +297,7 @@ def test_retrieve_futures_tells_of_samples_that_are_done(wire):
 
 def test_a_sample_that_is_posted_again_is_the_same_sample(wire):
     session_id, _ = open_model(wire)
-    sampler_id = post(
-        wire, "/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="model"
-    )["sampling_session_id"]
+    sampler_id = open_sampler(wire, session_id)
     body = {"sampling_session_id": sampler_id, "seq_id": 3, "prompt": {"chunks": [{"tokens": PROMPT}]}}
     first, again = (wire.post("/asample", json=body) for _ in range(2))
     assert first.json() == again.json()
@@ -334,9 +336,7 @@ def test_a_shape_alone_costs_no_memory(cluster, wire):
 
 def test_a_sample_that_is_cancelled_ends(wire):
     session_id, _ = open_model(wire)
-    sampler_id = post(
-        wire, "/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="model"
-    )["sampling_session_id"]
+    sampler_id = open_sampler(wire, session_id)
     asked = post(
         wire,
         "/asample",
@@ -409,9 +409,7 @@ def test_a_body_that_is_none_is_refused_in_json(wire, content, headers, status):
 )
 def test_numbers_and_texts_that_are_none_are_refused(wire, path, body):
     session_id, model_id = open_model(wire)
-    sampler_id = post(
-        wire, "/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="model"
-    )["sampling_session_id"]
+    sampler_id = open_sampler(wire, session_id)
     content = json.dumps(body).replace("SAMPLER", sampler_id).replace("MODEL", model_id).replace("\\\\", "\\")
     answer = wire.post(path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
@@ -419,9 +417,7 @@ def test_numbers_and_texts_that_are_none_are_refused(wire, path, body):
 
 def test_a_sample_with_settings_that_fit_no_field_fails_by_itself(wire):
     session_id, _ = open_model(wire)
-    sampler_id = post(
-        wire, "/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="model"
-    )["sampling_session_id"]
+    sampler_id = open_sampler(wire, session_id)
     asked = post(
         wire,
         "/asample",
