@@ -12,7 +12,7 @@ from tiny_models import make_tiny_llama
 from paceline import errors
 from paceline.rpc.channel import open_channel
 
-KILLS = 9
+KILLS = 12
 MOST_JOURNAL_BYTES = 65_536
 """All commands of a run take several times this, those since its last snapshots a fraction."""
 
@@ -39,7 +39,7 @@ async def test_runs_that_are_killed_over_and_over_end_byte_identical_to_runs_tha
     for run in runs:
         journal = sum(path.stat().st_size for path in (run / "journal").iterdir())
         assert journal < MOST_JOURNAL_BYTES, "snapshots bound the journal, of which each life begins a segment"
-        assert len(list((run / "snapshots").iterdir())) <= 2
+        assert len(list((run / "snapshots").iterdir())) in {1, 2}
 
 
 async def test_a_command_that_the_engine_dies_of_is_refused_and_the_run_goes_on(chaos):

@@ -19,7 +19,7 @@ from paceline.rpc.status import error_from_rpc
 from paceline.types import AdamParams, ModelRef
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
-_CASES = 5_000
+_CASES = 20_000
 _TOKENS = codec.tensor_to_proto(np.arange(1, 5, dtype=np.int32))
 
 

@@ -6,7 +6,7 @@ from kept_volume import Kept
 from power_cut_run import Cut, PowerCuts
 from tiny_models import make_tiny_llama
 
-CUTS = 16
+CUTS = 24
 
 pytestmark = [pytest.mark.services, pytest.mark.asyncio(loop_scope="module")]
 

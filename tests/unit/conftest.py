@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import pytest
 from engine_cases import MAKERS
+from known_certificates import known_certificates
+
+_CERTIFY = {"test_certificate", "test_models_table", "test_adapter_groups", "test_fused_layers", "test_borrowed_base"}
+"""Files whose tests are about what an engine finds of a model when it loads it."""
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """A tiny model of each architecture, by name."""
     return {name: make(tmp_path_factory.mktemp(name)) for name, make in MAKERS.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _certificates_are_known(request):
+    if request.path.stem in _CERTIFY:
+        yield
+        return
+    with known_certificates():
+        yield
