@@ -22,6 +22,7 @@ _TRAINER = (
     "GetServerInfo",
     "GetUsage",
     "GetTokenizer",
+    "RenderConversations",
     "CreateRun",
     "GetRun",
     "AttachRun",

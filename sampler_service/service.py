@@ -209,6 +209,7 @@ class SamplerService:
             engine=self._engine.name,
             engine_version=self._engine.version,
             bridge=settings.bridge,
+            serves="models" if settings.whole_models else "adapters",
             max_active_versions=settings.max_active_versions,
             max_num_samples=settings.max_num_samples,
             sampler_id=settings.name_for_trainer,

@@ -54,6 +54,7 @@ class ServerInfo:
     engine: str
     engine_version: str
     bridge: str
+    serves: str
     max_active_versions: int
     max_num_samples: int
     sampler_id: str
@@ -88,6 +89,7 @@ class SamplerServicer(Base):
             engine=info.engine,
             engine_version=info.engine_version,
             bridge=info.bridge,
+            serves=info.serves,
             max_active_versions=info.max_active_versions,
             max_num_samples=info.max_num_samples,
             sampler_id=info.sampler_id,

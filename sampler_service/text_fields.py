@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
 from paceline import errors
-from paceline.json_body import read_object
+from paceline.chat import check_length, check_messages, read_chat_body
 from sampler_service.engine.text import TextEndpoint
 
 _BOTH = frozenset(
@@ -29,18 +27,11 @@ _MEANINGLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_i
 _FORMATS = ("text", "json_object", "json_schema")
 _CONSTRAINTS = frozenset({"json", "regex", "choice", "json_object"})
 _SCALARS = (str, int, float, bool, type(None))
-_TEXT_PER_TOKEN = 32
-"""Characters that a token stands for at most, on average: longer texts are refused before they are tokenized."""
-_MAX_DEPTH = 64
 
 
 def read_body(content: bytes, endpoint: TextEndpoint, max_context_length: int) -> dict[str, Any]:
     """Parse a body and check what it has. Raises UnreadableMessage, UnknownField, InvalidArgument, SequenceTooLong."""
-    if _depth(content) > _MAX_DEPTH:
-        raise errors.InvalidArgument(f"is nested deeper than {_MAX_DEPTH}", field="body")
-    body = read_object(content)
-    if b"\\ud" in content.lower() and not _is_text(body):
-        raise errors.UnreadableMessage("the body holds text that is no Unicode: half of a surrogate pair")
+    body = read_chat_body(content)
     given = {name: value for name, value in body.items() if value is not None and name not in _MEANINGLESS}
     for name in given:
         if name not in _FIELDS[endpoint]:
@@ -48,23 +39,11 @@ def read_body(content: bytes, endpoint: TextEndpoint, max_context_length: int) -
     if given.get("echo") and given.get("logprobs") is not None:
         raise errors.Unsupported("cannot be had with logprobs; leave one of the two out", field="echo")
     _check_format(given)
-    _check_messages(given.get("messages", []))
+    check_messages(given.get("messages", []))
     _check_template_kwargs(given.get("chat_template_kwargs", {}))
-    length = sum(map(len, _texts([given.get("messages"), given.get("prompt"), given.get("tools")])))
-    if length > _TEXT_PER_TOKEN * max_context_length:
-        field = "messages" if endpoint is TextEndpoint.CHAT_COMPLETIONS else "prompt"
-        raise errors.SequenceTooLong(
-            f"has {length} characters; the context is {max_context_length} tokens", field=field
-        )
+    field = "messages" if endpoint is TextEndpoint.CHAT_COMPLETIONS else "prompt"
+    check_length(field, [given.get("messages"), given.get("prompt"), given.get("tools")], max_context_length)
     return given
-
-
-def _is_text(body: dict[str, Any]) -> bool:
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check_format(given: dict[str, Any]) -> None:
@@ -77,47 +56,9 @@ def _check_format(given: dict[str, Any]) -> None:
         raise errors.InvalidArgument(f"takes {', '.join(sorted(_CONSTRAINTS))}", field="structured_outputs")
 
 
-def _depth(content: bytes) -> int:
-    """Count brackets that are open at a time at most, those in strings too."""
-    depth = deepest = 0
-    for byte in content:
-        if byte in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif byte in b"]}":
-            depth -= 1
-    return deepest
-
-
-def _check_messages(messages: Any) -> None:
-    """See that messages are text: nothing is fetched for a caller."""
-    if not isinstance(messages, list):
-        raise errors.InvalidArgument("must be a list of messages", field="messages")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise errors.InvalidArgument("must be an object", field=f"messages[{index}]")
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        for part in parts:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise errors.Unsupported("takes text alone", field=f"messages[{index}].content")
-
-
 def _check_template_kwargs(given: Any) -> None:
     if not isinstance(given, dict):
         raise errors.InvalidArgument("must be an object", field="chat_template_kwargs")
     for name, value in given.items():
         if name in {"chat_template", "tokenize"} or not isinstance(value, _SCALARS):
             raise errors.UnknownField("is not served; leave it out", field=f"chat_template_kwargs.{name[:80]}")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for part in value:
-            yield from _texts(part)
-    elif isinstance(value, dict):
-        for name, part in value.items():
-            yield name
-            yield from _texts(part)

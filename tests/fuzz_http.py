@@ -34,6 +34,8 @@ _FIELDS = {
     "/v1/checkpoint/load": ("session_id", "path"),
     "/v1/sample": ("tokens", "num_samples", "temperature", "max_tokens", "top_k", "top_p", "stop", "session_id"),
     "/generate": ("prompt", "logprobs", "model", "max_tokens"),
+    "/train": ("model", "conversations", "pairs", "learning_rate", "batch_size", "optimizer", "lora"),
+    "/checkpoint": ("model", "name"),
     "/weights/x/generate": ("prompt", "logprobs", "prompt_logprobs"),
 }
 """POST paths and what their bodies have. What waits for a result for half a minute is not among them."""
@@ -49,6 +51,7 @@ _GETS = (
     "/v1/models",
     "/v1/models/{0}",
     "/weights/{0}/health",
+    "/train/status?model={0}",
     "/{0}",
 )
 _TEXTS = ("", "x", "\0", "ä" * 40, "../../etc/passwd", "%2e%2e%2f", "😀", "a" * 5000, "run-", "tinker://a/weights/b",
@@ -83,6 +86,8 @@ class HttpCaseMaker:
             return HttpCase(number, rng.choice(("GET", "DELETE")), rng.choice(_GETS).format(*texts), {}, b"")
         if rng.random() < 0.15:
             return self._forward_backward(rng, number)
+        if rng.random() < 0.05:
+            return self._train(rng, number)
         path, fields = rng.choice(list(_FIELDS.items()))
         body = {name: self._value(rng, 0) for name in fields if rng.random() < 0.8}
         if rng.random() < 0.1:
@@ -92,6 +97,16 @@ class HttpCaseMaker:
             content = _damaged(rng, content)
         headers = {"Content-Type": rng.choice(("application/json", "text/plain", "x"))} if rng.random() < 0.2 else {}
         return HttpCase(number, "POST", path, headers, content)
+
+    def _train(self, rng: random.Random, number: int) -> HttpCase:
+        """Conversations that look right at first."""
+        roles = ("system", "user", "assistant", "tool", self._text(rng))
+        messages = [
+            {"role": rng.choice(roles), "content": rng.choice((self._text(rng), self._value(rng, 2)))}
+            for _ in range(rng.choice((1, 2, 3, 60)))
+        ]
+        body = {"model": rng.choice(("a", "b", "c")), "conversations": [messages], "lora": {"rank": 2}}
+        return HttpCase(number, "POST", "/train", {}, json.dumps(body).encode("utf-8", "surrogatepass"))
 
     def _forward_backward(self, rng: random.Random, number: int) -> HttpCase:
         content = rng.randbytes(rng.choice((0, 1, 40, 3000)))

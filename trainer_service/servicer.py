@@ -17,11 +17,12 @@ from paceline.pages import page_of
 from paceline.rpc.identity import current_identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
-from paceline.types import Checkpoint, CheckpointKind, RunParameters, RunState
+from paceline.types import Checkpoint, CheckpointKind, ModelInfo, RunParameters, RunState
 from paceline.weights.v1.weight_service_pb2 import Agreement
 from trainer_service.checkpoints import download
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import Commands
+from trainer_service.conversations import ConversationRenderer
 from trainer_service.engine.loss_specs import LOSS_SPECS
 from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.engine.process import EngineProcess
@@ -69,6 +70,7 @@ class TrainerServicer(TrainerServiceServicer):
         self._agreements = agreements
         self._quotas = quotas
         self._tokenizer_files = tokenizer_files
+        self._conversations = ConversationRenderer(settings.model)
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
@@ -86,10 +88,16 @@ class TrainerServicer(TrainerServiceServicer):
         return pb.GetUsageResponse(quotas=map(codec.quota_to_proto, quotas))
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
-        model = self._engine.describe()
-        if request.base_model not in {"", model.name}:
-            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        self._model(request.base_model)
         return pb.GetTokenizerResponse(files=self._tokenizer_files)
+
+    async def RenderConversations(
+        self, request: pb.RenderConversationsRequest, context: Context
+    ) -> pb.RenderConversationsResponse:
+        longest = self._model(request.base_model).max_context_length
+        found = await asyncio.to_thread(self._conversations.render, request.conversations, longest)
+        rendered = [pb.RenderedConversation(data=map(codec.datum_to_proto, data)) for data in found]
+        return pb.RenderConversationsResponse(conversations=rendered)
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         if request.HasField("like_checkpoint"):
@@ -176,6 +184,13 @@ class TrainerServicer(TrainerServiceServicer):
         """Return what is known of samplers with the base model, and with versions of the caller's own runs."""
         mine = {"", *(run.run_id for run in self._registry.owned_by(current_identity()))}
         return [agreement for agreement in self._agreements.all() if agreement.model.run_id in mine]
+
+    def _model(self, name: str) -> ModelInfo:
+        """Return the base model; empty names the one that is served."""
+        model = self._engine.describe()
+        if name not in {"", model.name}:
+            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        return model
 
     def _run(self, run_id: str) -> RunRecord:
         return self._registry.get(run_id, current_identity())

@@ -22,6 +22,7 @@ from gateway.authenticators import Authenticator
 from gateway.http.door import Door
 from gateway.http.generate import GenerateApi
 from gateway.http.metaclaw import MetaClawApi
+from gateway.http.online.api import OnlineApi
 from gateway.http.openai import OpenAiApi
 from gateway.http.problems import problem
 from gateway.http.services import Services
@@ -67,6 +68,7 @@ class HttpEdge:
         )
         models = self._tinker.models
         metaclaw = MetaClawApi(services, models)
+        self._online = OnlineApi(services, models, settings.http_state)
         openai = OpenAiApi(services, models, metaclaw.chat_without_model)
         app = make_app(
             self._tinker.routes,
@@ -75,6 +77,7 @@ class HttpEdge:
             openai.calls("/weights/{weights}/v1"),
             GenerateApi(services, models, openai).routes(),
             metaclaw.routes(),
+            self._online.routes(),
         )
         door = Door(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN)
         self._server = _Server(_config(settings, door))
@@ -84,6 +87,7 @@ class HttpEdge:
         """Listen. Raises InvalidArgument where the address cannot be had."""
         listening = _bind(self._settings.http_listen)
         await self._tinker.start()
+        await self._online.start()
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         await self._server.is_up.wait()
         host, port = listening.getsockname()[:2]
@@ -95,6 +99,7 @@ class HttpEdge:
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self._tinker.stop()
+        await self._online.stop()
 
 
 def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:

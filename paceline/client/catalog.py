@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline import codec
 from paceline.client.batching import sendable
 from paceline.client.download import download
 from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto
 from paceline.client.transport import Connected, blocking
+from paceline.codec.conversations import counted_from, requests_to_render
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Checkpoint, CheckpointKind, Run
+from paceline.types import Checkpoint, CheckpointKind, Datum, Run
 
 _PAGE_SIZE = 1000
 
@@ -32,6 +36,29 @@ class Catalog(Connected):
         return Account(reply.tenant, reply.key_name, tuple(map(codec.quota_from_proto, reply.quotas)))
 
     whoami = blocking(whoami_async)
+
+    async def render_conversations_async(
+        self, conversations: Sequence[Mapping[str, Any]], base_model: str = ""
+    ) -> list[list[Datum]]:
+        """Write conversations by the model's chat template; return the data of each, for cross_entropy.
+
+        A conversation is a dict: `messages`, as in OpenAI's chat API, and `tools` where the template has them. The loss
+        is on the assistant's responses alone, less those with `weight` 0. An empty `base_model` means the one that is
+        served. Errors: InvalidArgument, UnknownField, SequenceTooLong, Unsupported, EmptyBatch, ModelNotFound.
+        """
+        with sendable("conversations"):
+            bodies = [json.dumps(dict(conversation)).encode() for conversation in conversations]
+        rendered: list[list[Datum]] = []
+        for first, request in requests_to_render(bodies, base_model):
+            with counted_from(first):
+                reply = await self.transport.query(self.transport.trainer.RenderConversations, request)
+            rendered += [
+                [codec.datum_from_proto(datum, "conversations") for datum in conversation.data]
+                for conversation in reply.conversations
+            ]
+        return rendered
+
+    render_conversations = blocking(render_conversations_async)
 
     async def list_runs_async(self) -> list[Run]:
         """List all runs, newest first."""

@@ -20,6 +20,7 @@ from paceline.types import AdamParams, ModelRef
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
 _CASES = 20_000
+_CONVERSATION = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 _TOKENS = codec.tensor_to_proto(np.arange(1, 5, dtype=np.int32))
 
 
@@ -49,7 +50,9 @@ def stranger(cluster):
     return add_key(cluster.state / "keys.json", "stranger", "stranger")
 
 
-_ABOUT_NOTHING = frozenset({"GetServerInfo", "GetTokenizer", "GetCapabilities", "GetUsage", "WhoAmI"})
+_ABOUT_NOTHING = frozenset(
+    {"GetServerInfo", "GetTokenizer", "RenderConversations", "GetCapabilities", "GetUsage", "WhoAmI"}
+)
 """Methods whose requests name nothing that a tenant owns."""
 _LISTS = frozenset({"ListRuns", "ListCheckpoints", "ListVersions"})
 
@@ -83,6 +86,7 @@ def _about(method, owned):
         "UnloadVersion": {"model": version},
         "FetchVersion": {"model": version},
         **{name: {} for name in _ABOUT_NOTHING},
+        "RenderConversations": {"conversations": [_CONVERSATION]},
     }[method.name]
     return method.input_type._concrete_class(**fields)
 

@@ -80,6 +80,7 @@ SERVICE_METHODS = frozenset(
         "get_training_client",
         "list_checkpoints",
         "list_runs",
+        "render_conversations",
         "set_checkpoint_ttl",
         "whoami",
     ]

@@ -1,27 +1,19 @@
-"""What the Tinker API has to remember across restarts of the gateway: sessions, models, samplers, futures.
-
-One SQLite file. A write returns when it is in the file, which a killed process does not lose; writes that come together
-are one transaction.
-"""
+"""What the Tinker API has to remember across restarts of the gateway: sessions, models, samplers, futures."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import queue
 import sqlite3
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import time
-from typing import Any, TypeVar
+from typing import Any
 
+from gateway.http.database import Database
 from paceline import errors
 
 FORMAT = 1
-_MOST_TOGETHER = 256
-T = TypeVar("T")
 
 _TABLES = """
 CREATE TABLE sessions (session_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, seen REAL NOT NULL,
@@ -105,53 +97,12 @@ class StoredFuture:
     result: bytes | None = None
 
 
-class Store:
-    """The file. Reads are quick and on the calling thread; writes are awaited."""
+class Store(Database):
+    """The file."""
 
     def __init__(self, path: Path) -> None:
         """Open or make the file. Raises InvalidArgument where it is of a later format, or no such file."""
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            self._read = _connect(path)
-            self._prepare()
-            self._write = _connect(path)
-        except sqlite3.DatabaseError as error:
-            message = f"{path} cannot be used ({error}); move it away to begin with an empty one"
-            raise errors.InvalidArgument(message, field="http_state") from error
-        path.chmod(0o600)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="tinker-store", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Finish what was asked for and close the file."""
-        self._jobs.put(None)
-        self._thread.join()
-        self._read.close()
-        self._write.close()
-
-    def _prepare(self) -> None:
-        (found,) = self._read.execute("PRAGMA user_version").fetchone()
-        if found > FORMAT:
-            message = f"is of format {found}, and this release reads {FORMAT}; start the release that wrote it"
-            raise errors.InvalidArgument(message, field="http_state")
-        if found == 0:
-            self._read.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
-
-    async def write(self, sql: str, *values: object) -> int:
-        """Run a statement that changes something; return how many rows it changed. Raises DiskFull."""
-        return await self.do(lambda connection: connection.execute(sql, values).rowcount)
-
-    async def do(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run statements in one transaction. Raises DiskFull."""
-        loop = asyncio.get_running_loop()
-        job = _Job(work, loop, loop.create_future())
-        self._jobs.put(job)
-        return await job.outcome  # type: ignore[no-any-return]
-
-    def rows(self, sql: str, *values: object) -> list[sqlite3.Row]:
-        """Return what a query finds."""
-        return self._read.execute(sql, values).fetchall()
+        super().__init__(path, FORMAT, _TABLES)
 
     def session(self, session_id: str) -> Session | None:
         """Return a session, if there is one."""
@@ -302,67 +253,6 @@ class Store:
     async def keep_checkpoint_metadata(self, path: str, tenant: str, metadata: Mapping[str, str]) -> None:
         """Keep what a client attached to a checkpoint, in place of what was attached before."""
         await self.write("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", path, tenant, json.dumps(metadata))
-
-    def _work(self) -> None:
-        while True:
-            jobs = [self._jobs.get()]
-            while len(jobs) < _MOST_TOGETHER and not self._jobs.empty():
-                jobs.append(self._jobs.get())
-            asked = [job for job in jobs if job is not None]
-            if asked:
-                self._run(asked)
-            if len(asked) < len(jobs):
-                return
-
-    def _run(self, jobs: list[_Job]) -> None:
-        """Run jobs in one transaction; one that fails leaves the others as they are."""
-        outcomes: list[tuple[_Job, Any, BaseException | None]] = []
-        try:
-            self._write.execute("BEGIN IMMEDIATE")
-            for job in jobs:
-                self._write.execute("SAVEPOINT job")
-                try:
-                    outcomes.append((job, job.work(self._write), None))
-                except Exception as error:  # told to whoever asked
-                    self._write.execute("ROLLBACK TO job")
-                    outcomes.append((job, None, error))
-                self._write.execute("RELEASE job")
-            self._write.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self._write.in_transaction:
-                self._write.execute("ROLLBACK")
-            full = errors.DiskFull(f"the gateway cannot write its http_state: {error}")
-            outcomes = [(job, None, full) for job in jobs]
-        for job, value, failure in outcomes:
-            job.tell(value, failure)
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    work: Callable[[sqlite3.Connection], Any]
-    loop: asyncio.AbstractEventLoop
-    outcome: asyncio.Future[Any]
-
-    def tell(self, value: Any, error: BaseException | None) -> None:
-        def settle() -> None:
-            if self.outcome.done():
-                return
-            if error is None:
-                self.outcome.set_result(value)
-            else:
-                self.outcome.set_exception(error)
-
-        self.loop.call_soon_threadsafe(settle)
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only before the first table; so that a file shrinks again
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute(f"PRAGMA journal_size_limit = {64 << 20}")
-    connection.execute("PRAGMA synchronous = NORMAL")
-    return connection
 
 
 def _session(row: sqlite3.Row) -> Session:

@@ -1,0 +1,133 @@
+"""A SQLite file of the HTTP APIs.
+
+A write returns when it is in the file, which a killed process does not lose; writes that come together are one
+transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline import errors
+
+_MOST_TOGETHER = 256
+T = TypeVar("T")
+
+
+class Database:
+    """The file. Reads are quick and on the calling thread; writes are awaited."""
+
+    def __init__(self, path: Path, version: int, tables: str, *, survives_power_cuts: bool = False) -> None:
+        """Open the file, or make it with these tables. Raises InvalidArgument for a later format, or no such file."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._read = _connect(path)
+            self._prepare(version, tables)
+            self._write = _connect(path)
+            if survives_power_cuts:
+                self._write.execute("PRAGMA synchronous = FULL")
+        except sqlite3.DatabaseError as error:
+            message = f"{path} cannot be used ({error}); move it away to begin with an empty one"
+            raise errors.InvalidArgument(message, field="http_state") from error
+        path.chmod(0o600)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=path.stem, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish what was asked for and close the file."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._read.close()
+        self._write.close()
+
+    def _prepare(self, version: int, tables: str) -> None:
+        (found,) = self._read.execute("PRAGMA user_version").fetchone()
+        if found > version:
+            message = f"is of format {found}, and this release reads {version}; start the release that wrote it"
+            raise errors.InvalidArgument(message, field="http_state")
+        if found == 0:
+            self._read.executescript(f"BEGIN; {tables} PRAGMA user_version = {version}; COMMIT;")
+
+    async def write(self, sql: str, *values: object) -> int:
+        """Run a statement that changes something; return how many rows it changed. Raises DiskFull."""
+        return await self.do(lambda connection: connection.execute(sql, values).rowcount)
+
+    async def do(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run statements in one transaction. Raises DiskFull."""
+        loop = asyncio.get_running_loop()
+        job = _Job(work, loop, loop.create_future())
+        self._jobs.put(job)
+        return await job.outcome  # type: ignore[no-any-return]
+
+    def rows(self, sql: str, *values: object) -> list[sqlite3.Row]:
+        """Return what a query finds."""
+        return self._read.execute(sql, values).fetchall()
+
+    def _work(self) -> None:
+        while True:
+            jobs = [self._jobs.get()]
+            while len(jobs) < _MOST_TOGETHER and not self._jobs.empty():
+                jobs.append(self._jobs.get())
+            asked = [job for job in jobs if job is not None]
+            if asked:
+                self._run(asked)
+            if len(asked) < len(jobs):
+                return
+
+    def _run(self, jobs: list[_Job]) -> None:
+        """Run jobs in one transaction; one that fails leaves the others as they are."""
+        outcomes: list[tuple[_Job, Any, BaseException | None]] = []
+        try:
+            self._write.execute("BEGIN IMMEDIATE")
+            for job in jobs:
+                self._write.execute("SAVEPOINT job")
+                try:
+                    outcomes.append((job, job.work(self._write), None))
+                except Exception as error:  # told to whoever asked
+                    self._write.execute("ROLLBACK TO job")
+                    outcomes.append((job, None, error))
+                self._write.execute("RELEASE job")
+            self._write.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._write.in_transaction:
+                self._write.execute("ROLLBACK")
+            full = errors.DiskFull(f"the gateway cannot write its http_state: {error}")
+            outcomes = [(job, None, full) for job in jobs]
+        for job, value, failure in outcomes:
+            job.tell(value, failure)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    work: Callable[[sqlite3.Connection], Any]
+    loop: asyncio.AbstractEventLoop
+    outcome: asyncio.Future[Any]
+
+    def tell(self, value: Any, error: BaseException | None) -> None:
+        def settle() -> None:
+            if self.outcome.done():
+                return
+            if error is None:
+                self.outcome.set_result(value)
+            else:
+                self.outcome.set_exception(error)
+
+        self.loop.call_soon_threadsafe(settle)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only before the first table; so that a file shrinks again
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA journal_size_limit = {64 << 20}")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection

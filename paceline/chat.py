@@ -1,0 +1,80 @@
+"""Conversations as JSON, in the shape of OpenAI's chat API: what is checked before a template sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from paceline import errors
+from paceline.json_body import read_object
+
+_MAX_DEPTH = 64
+_CHARACTERS_PER_TOKEN = 32
+"""That a token stands for at most, on average: longer texts are refused before they are tokenized."""
+
+
+def read_chat_body(content: bytes) -> dict[str, Any]:
+    """Parse a body whose texts go to a tokenizer. Raises UnreadableMessage, InvalidArgument."""
+    if _depth(content) > _MAX_DEPTH:
+        raise errors.InvalidArgument(f"is nested deeper than {_MAX_DEPTH}", field="body")
+    body = read_object(content)
+    if b"\\ud" in content.lower() and not _is_text(body):
+        raise errors.UnreadableMessage("the body holds text that is no Unicode: half of a surrogate pair")
+    return body
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return messages, which are text: nothing is fetched for a caller. Raises InvalidArgument, Unsupported."""
+    if not isinstance(messages, list):
+        raise errors.InvalidArgument("must be a list of messages", field="messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise errors.InvalidArgument("must be an object", field=f"messages[{index}]")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        for part in parts:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise errors.Unsupported("takes text alone", field=f"messages[{index}].content")
+    return messages
+
+
+def check_length(field: str, value: Any, max_context_length: int) -> int:
+    """Return how many characters a value has, which can fit a context of so many tokens. Raises SequenceTooLong."""
+    length = sum(map(len, _texts(value)))
+    if length > _CHARACTERS_PER_TOKEN * max_context_length:
+        message = f"has {length} characters; the context is {max_context_length} tokens"
+        raise errors.SequenceTooLong(message, field=field)
+    return length
+
+
+def _is_text(body: dict[str, Any]) -> bool:
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _depth(content: bytes) -> int:
+    """Count brackets that are open at a time at most, those in strings too."""
+    depth = deepest = 0
+    for byte in content:
+        if byte in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif byte in b"]}":
+            depth -= 1
+    return deepest
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield name
+            yield from _texts(part)
