@@ -92,21 +92,13 @@ class Proxy(grpc.GenericRpcHandler):
     async def _following(
         self, call: grpc.aio.Call, upstream: Upstream, key: RouteKey | None, context: Context
     ) -> AsyncIterator[None]:
-        upstream.in_flight += 1
         try:
-            yield
-            if trailing := tuple(await call.trailing_metadata()):
-                context.set_trailing_metadata(trailing)
+            with self._router.following(call, upstream, key):
+                yield
+                if trailing := tuple(await call.trailing_metadata()):
+                    context.set_trailing_metadata(trailing)
         except grpc.aio.AioRpcError as failure:
-            if key and failure.code() is grpc.StatusCode.UNAVAILABLE:
-                self._router.forget(key, upstream)
             await _pass_failure(failure, upstream, context)
-        else:
-            if key:
-                self._router.remember(key, upstream)
-        finally:
-            upstream.in_flight -= 1
-            call.cancel()
 
     def _metadata(self, context: Context) -> tuple[Metadata, RouteKey | None]:
         tenant = current_identity().tenant

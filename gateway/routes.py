@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import grpc
 
 from gateway.upstream import Upstream
 from paceline import errors
@@ -37,6 +40,24 @@ class Router:
             raise errors.Unsupported(f"no service behind the gateway has {method}")
         holders: set[Upstream] = self._holders.get(key, set()) if key else set()
         return min(self.samplers, key=lambda sampler: (not sampler.ready, self._load(sampler, sampler in holders)))
+
+    @contextmanager
+    def following(self, call: grpc.aio.Call, upstream: Upstream, key: RouteKey | None) -> Iterator[None]:
+        """Count a call while the block lasts, which ends it, and note whether its sampler answered from its version."""
+        upstream.in_flight += 1
+        try:
+            yield
+        except (grpc.aio.AioRpcError, errors.Unavailable) as failure:
+            is_away = not isinstance(failure, grpc.aio.AioRpcError) or failure.code() is grpc.StatusCode.UNAVAILABLE
+            if key and is_away:
+                self.forget(key, upstream)
+            raise
+        else:
+            if key:
+                self.remember(key, upstream)
+        finally:
+            upstream.in_flight -= 1
+            call.cancel()
 
     def remember(self, key: RouteKey, sampler: Upstream) -> None:
         """Note that a sampler holds a version: it has just answered from it."""

@@ -91,7 +91,7 @@ class Database:
                 self._write.execute("SAVEPOINT job")
                 try:
                     outcomes.append((job, job.work(self._write), None))
-                except Exception as error:  # told to whoever asked
+                except Exception as error:  # the caller's, who is told
                     self._write.execute("ROLLBACK TO job")
                     outcomes.append((job, None, error))
                 self._write.execute("RELEASE job")

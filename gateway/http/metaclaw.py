@@ -307,7 +307,7 @@ class MetaClawApi:
         return next((run for run in runs if API.items() <= run.user_metadata.items()), None)
 
     async def _send(self, tenant: str, run_id: str, make: Callable[..., Message], reply: type[Reply]) -> Reply:
-        """Send the next command of a session. After a failure the run is asked anew how far it is."""
+        """Send the next command of a session. After a failure the next one attaches again and goes on from there."""
         session = await self._session(tenant, run_id)
         async with session.turn:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import grpc
@@ -54,7 +54,7 @@ class Services:
         async with self._place(tenant, len(body)):
             method, upstream, key = await self._choose(tenant, request, route)
             call = upstream.unary(method)(body, timeout=seconds, metadata=self._metadata(tenant, route))
-            with self._following(upstream, key, call):
+            with self._router.following(call, upstream, key), _told(upstream):
                 return reply.FromString(await call)
 
     @asynccontextmanager
@@ -72,7 +72,7 @@ class Services:
                     async for message in call:
                         yield reply.FromString(message)
 
-            with self._following(upstream, key, call):
+            with self._router.following(call, upstream, key):
                 yield replies()
 
     @asynccontextmanager
@@ -94,23 +94,6 @@ class Services:
         upstream = self._router.choose(method, key)
         await upstream.wait_until_ready(_PATIENCE_SECONDS)
         return method, upstream, key
-
-    @contextmanager
-    def _following(self, upstream: Upstream, key: tuple[str, str] | None, call: Any) -> Iterator[None]:
-        upstream.in_flight += 1
-        try:
-            with _told(upstream):
-                yield
-        except errors.Unavailable:
-            if key:
-                self._router.forget(key, upstream)
-            raise
-        else:
-            if key:
-                self._router.remember(key, upstream)
-        finally:
-            upstream.in_flight -= 1
-            call.cancel()
 
     def _metadata(self, tenant: str, route: str) -> Sequence[tuple[str, str]]:
         request_id = get_contextvars().get("request_id") or uuid4().hex

@@ -24,12 +24,8 @@ ENV = Path(__file__).with_name("atropos_env.py")
 
 
 @pytest.fixture(scope="module")
-def packages():
-    folder = ROOT / ".venv" / "clients" / "atropos"
-    if not folder.exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        subprocess.run([*command, "-r", str(ROOT / "requirements" / "atropos.txt")], check=True)
-    return folder
+def packages(client_packages):
+    return client_packages("atropos")
 
 
 @pytest.fixture(scope="module")

@@ -35,12 +35,8 @@ def cluster(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def packages():
-    folder = ROOT / ".venv" / "clients" / "cookbook"
-    if not folder.exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        subprocess.run([*command, "-r", str(ROOT / "requirements" / "clients.txt")], check=True)
-    return folder
+def packages(client_packages):
+    return client_packages("clients")
 
 
 class Loop:

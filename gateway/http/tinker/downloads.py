@@ -1,4 +1,4 @@
-"""Checkpoints as files that whoever has the address may fetch, until it expires: the address is signed."""
+"""Checkpoints as files, at signed addresses that need no key and expire."""
 
 from __future__ import annotations
 

@@ -89,14 +89,14 @@ class LoadWeights(Body):
 
 
 class Adam(Body):
-    """Settings of a step."""
+    """Settings of a step; the trainer's defaults, which are Tinker's, stand for what is left out."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    grad_clip_norm: float | None = None
 
 
 class OptimStep(Body):
@@ -252,7 +252,9 @@ class Training:
             if request.adam_params is None:
                 _check_optimizer(Optimizer(type=str((request.optimizer_params or {}).get("type", "none"))))
             adam = request.adam_params or Adam.model_validate(request.optimizer_params)
-            return pb.OptimStepRequest(run_id=run_id, seq_id=seq_id, adamw=pb.AdamwParams(**adam.model_dump()))
+            return pb.OptimStepRequest(
+                run_id=run_id, seq_id=seq_id, adamw=pb.AdamwParams(**adam.model_dump(exclude_none=True))
+            )
 
         reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.OptimStepResponse)
         names = ("step", "grad_norm", "learning_rate", "tokens", "milliseconds")
