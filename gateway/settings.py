@@ -58,7 +58,7 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     http_max_connections: int = Field(8192, ge=1)
     """HTTP connections that are open at the same time; each request that waits for a result takes one."""
     http_state: Path = Path(".paceline/http")
-    """Directory of what the HTTP APIs keep across restarts: sessions, names, results that were not fetched."""
+    """Directory of what the HTTP APIs keep across restarts: sessions, names, unfetched results, examples."""
     http_public_url: str = Field("", pattern=r"^(https?://[^\s/]+\S*)?$")
     """Address by which clients reach the HTTP APIs, as https://host:port, where a proxy stands before them.
 

@@ -11,7 +11,7 @@ from paceline import errors
 def read_object(content: bytes) -> dict[str, Any]:
     """Parse a body. Raises UnreadableMessage unless it is a JSON object."""
     try:
-        body = json.loads(content)
+        body = json.loads(content.decode())  # of bytes it would take UTF-16, too, and halves of surrogate pairs
     except (ValueError, RecursionError) as error:
         raise errors.UnreadableMessage("the body is not JSON") from error
     if not isinstance(body, dict):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -19,12 +22,17 @@ if TYPE_CHECKING:
 
 _FIELDS = frozenset({"messages", "tools"})
 _ASSISTANT = "assistant"
+_ROLES = ("system", "developer", "user", _ASSISTANT, "tool", "function")
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "weight", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking"}
+)
 _MOST_WORK = 1 << 26
-"""Characters that templates may write for one request, each response with all that is before it."""
+"""Characters that templates may write for a conversation, each response with all that is before it."""
 _WORK_OF_MESSAGE = 64
 """What the frame of a message counts as, in characters."""
-_MOST_TOKENS = 1 << 20
-"""In an answer."""
+_SLICE_WORK, _SLICE_TOKENS = 1 << 20, 1 << 16
+"""After which another tenant has its turn."""
+_REPLY_TOKENS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,41 +86,58 @@ class _Sequence:
 
 
 class ConversationRenderer:
-    """Renders conversations with the tokenizer of one model, which is loaded when it is first needed."""
+    """Renders conversations with the tokenizer of one model, which is loaded when it is first needed.
+
+    One thread does it, a slice of a call at a time, so that tenants take turns.
+    """
 
     def __init__(self, model: str) -> None:
         """Take a local directory or a Hugging Face id."""
         self._model = model
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._lock = threading.Lock()  # of the tokenizer, which is not safe to share
+        self._ends: frozenset[int] = frozenset()
+        """Tokens that end what is sampled."""
+        self._thread = ThreadPoolExecutor(1, "conversations")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    def render(self, bodies: Sequence[bytes], max_context_length: int) -> list[list[Datum]]:
-        """Return the data of each conversation. Blocks.
+    async def render(self, tenant: str, bodies: Sequence[bytes], max_context_length: int) -> list[list[Datum]]:
+        """Return the data of the first conversations: of as many as fit a reply, and of one at least.
 
-        Raises UnreadableMessage, EmptyBatch, InvalidArgument, UnknownField, SequenceTooLong, Unsupported, with the
-        number of the conversation in `field`, and OutOfRange.
+        Raises UnreadableMessage, EmptyBatch, InvalidArgument, UnknownField, SequenceTooLong, OutOfRange, Unsupported,
+        with the number of the conversation in `field`.
         """
         if not bodies:
             raise errors.EmptyBatch("holds no conversation", field="conversations")
-        conversations, rendered = [], []
-        for index, body in enumerate(bodies):
-            with _named(index):
-                conversations.append(_read(body, max_context_length))
-        if (work := sum(each.work for each in conversations)) > _MOST_WORK:
-            message = f"take {work} characters to write, at most {_MOST_WORK}; send fewer at a time"
-            raise errors.OutOfRange(message, field="conversations")
-        tokens = 0
-        for index, conversation in enumerate(conversations):
-            with _named(index), self._lock:
+        loop, tokens, rendered = asyncio.get_running_loop(), 0, list[list[Datum]]()
+        async with self._turns.setdefault(tenant, asyncio.Lock()):
+            while len(rendered) < len(bodies) and tokens < _REPLY_TOKENS:
+                work = partial(self._render_slice, bodies, len(rendered), max_context_length)
+                found = await loop.run_in_executor(self._thread, work)
+                tokens += sum(len(datum.model_input) for data in found for datum in data)
+                rendered += found
+        return rendered
+
+    def _render_slice(self, bodies: Sequence[bytes], first: int, max_context_length: int) -> list[list[Datum]]:
+        work = tokens = 0
+        rendered: list[list[Datum]] = []
+        for index, body in enumerate(bodies[first:], first):
+            try:
+                conversation = _read(body, max_context_length)
                 rendered.append(self._render(conversation, max_context_length))
+            except errors.PacelineError as error:
+                place = f"conversations[{index}]"
+                error.field = f"{place}.{error.field}" if error.field else place
+                raise
+            work += conversation.work
             tokens += sum(len(datum.model_input) for datum in rendered[-1])
-            if tokens > _MOST_TOKENS:
-                message = f"become more than {_MOST_TOKENS} tokens; send fewer at a time"
-                raise errors.OutOfRange(message, field="conversations")
+            if work >= _SLICE_WORK or tokens >= _SLICE_TOKENS:
+                break
         return rendered
 
     def _render(self, conversation: _Conversation, longest: int) -> list[Datum]:
         """Return one datum where each prompt begins with all that was before it, else several."""
+        if conversation.tools and not self._writes_tools(conversation):
+            raise errors.Unsupported("are not written by the model's chat template; leave them out", field="tools")
         sequences: list[_Sequence] = []
         for last in conversation.trained:
             turn = self._turn(conversation.messages[: last + 1], conversation.tools)
@@ -123,6 +148,13 @@ class ConversationRenderer:
                 sequences.append(_Sequence())
             sequences[-1].add(turn)
         return [sequence.datum() for sequence in sequences]
+
+    def _writes_tools(self, conversation: _Conversation) -> bool:
+        with_tools, without = (
+            _write(self._load(), conversation.messages[:1], tools, add_generation_prompt=True)
+            for tools in (conversation.tools, None)
+        )
+        return with_tools != without
 
     def _turn(self, messages: list[dict[str, Any]], tools: Any) -> _Turn:
         """Return the last message, and the others as its prompt."""
@@ -135,50 +167,69 @@ class ConversationRenderer:
         tokens, response = _encode(tokenizer, prompt), _encode(tokenizer, whole[len(prompt) :])
         if not tokens:
             raise errors.InvalidArgument("begins with the response; there is nothing to say it to", field="messages")
-        ends = [index for index, token in enumerate(response) if token == tokenizer.eos_token_id]
-        return _Turn(tokens, response, ends[-1] + 1 if ends else len(response))
+        place = f"messages[{len(messages) - 1}]"
+        if not response:
+            raise errors.InvalidArgument("is nothing, as the model's chat template writes it", field=place)
+        ends = [index for index, token in enumerate(response) if token in self._ends]
+        if len(ends) > 1:
+            raise errors.InvalidArgument("has the token in it that ends a response", field=place)
+        return _Turn(tokens, response, ends[0] + 1 if ends else len(response))
 
     def _load(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
-            from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, which only those wait who render
+            from transformers import AutoTokenizer, GenerationConfig  # noqa: PLC0415 - seconds, if any conversation comes
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._model, trust_remote_code=False, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(self._model, trust_remote_code=False, local_files_only=True)
+            ends = {tokenizer.eos_token_id}
+            with suppress(OSError):  # a model need not have one
+                given = GenerationConfig.from_pretrained(self._model, local_files_only=True).eos_token_id
+                ends |= set(given) if isinstance(given, list) else {given}
+            self._tokenizer, self._ends = tokenizer, frozenset(ends - {None})
         if not self._tokenizer.chat_template:
             raise errors.Unsupported("the model's tokenizer has no chat template", field="messages")
         return self._tokenizer
 
 
-@contextmanager
-def _named(index: int) -> Iterator[None]:
-    """Name the conversation in errors about it."""
-    try:
-        yield
-    except errors.PacelineError as error:
-        place = f"conversations[{index}]"
-        error.field = f"{place}.{error.field}" if error.field else place
-        raise
-
-
 def _read(body: bytes, max_context_length: int) -> _Conversation:
     given = read_chat_body(body)
     for name in given.keys() - _FIELDS:
-        raise errors.UnknownField(f"is not known; take {' and '.join(sorted(_FIELDS))}", field=name[:80])
+        hint = "is of a message; a conversation is a list of them" if name in _MESSAGE_FIELDS else "is not known"
+        raise errors.UnknownField(f"{hint}: send messages and, where the template has them, tools", field=name[:80])
     messages, tools = check_messages(given.get("messages")), given.get("tools")
+    if len(messages) > max_context_length:
+        message = f"has {len(messages)} messages; the context is {max_context_length} tokens"
+        raise errors.SequenceTooLong(message, field="messages")
     length = check_length("messages", [messages, tools], max_context_length)
     trained = [index for index, message in enumerate(messages) if _is_trained(message, index)]
     if not trained:
-        raise errors.InvalidArgument(f"has no message of role {_ASSISTANT} to learn from", field="messages")
+        raise errors.InvalidArgument(f"has no message of role {_ASSISTANT} with weight 1", field="messages")
+    if trained[0] == 0:
+        raise errors.InvalidArgument("is the assistant's; a response needs a message before it", field="messages[0]")
     plain = [_plain(message, index) for index, message in enumerate(messages)]
-    return _Conversation(plain, tools, trained, len(trained) * (length + _WORK_OF_MESSAGE * len(messages)))
+    work = len(trained) * (length + _WORK_OF_MESSAGE * len(messages))
+    if work > _MOST_WORK:
+        message = (
+            f"have {len(trained)} responses in {length} characters, which is too much to write each with its prompt"
+        )
+        raise errors.OutOfRange(f"{message}; make several conversations of it", field="messages")
+    return _Conversation(plain, tools, trained, work)
 
 
 def _plain(message: dict[str, Any], index: int) -> dict[str, Any]:
     """Return a message as templates take it: its parts as one text, and no weight."""
-    content = message.get("content")
+    place = f"messages[{index}]"
+    for name in message.keys() - _MESSAGE_FIELDS:
+        raise errors.UnknownField("is not known", field=f"{place}.{name[:80]}")
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise errors.InvalidArgument(f"is one of {', '.join(_ROLES)}", field=f"{place}.role")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise errors.InvalidArgument("must be text", field=f"messages[{index}].content")
+    calls_tools = role == _ASSISTANT and message.get("tool_calls")
+    if not isinstance(content, str) and not (content is None and calls_tools):
+        raise errors.InvalidArgument("must be text", field=f"{place}.content")
+    if not content and role == _ASSISTANT and not calls_tools:
+        raise errors.InvalidArgument("is empty, which would teach the model to say nothing", field=f"{place}.content")
     return {**{name: value for name, value in message.items() if name != "weight"}, "content": content}
 
 
@@ -192,13 +243,11 @@ def _is_trained(message: dict[str, Any], index: int) -> bool:
 def _write(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any, *, add_generation_prompt: bool
 ) -> str:
-    from jinja2 import TemplateError  # noqa: PLC0415 - comes with transformers
-
     try:
         text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except Exception as error:  # a template is a program of the model's
         problem = f"the model's chat template does not take them: {error}"
         raise errors.InvalidArgument(problem[:500], field="messages") from error
     if not isinstance(text, str):

@@ -95,7 +95,7 @@ class TrainerServicer(TrainerServiceServicer):
         self, request: pb.RenderConversationsRequest, context: Context
     ) -> pb.RenderConversationsResponse:
         longest = self._model(request.base_model).max_context_length
-        found = await asyncio.to_thread(self._conversations.render, request.conversations, longest)
+        found = await self._conversations.render(current_identity().tenant, request.conversations, longest)
         rendered = [pb.RenderedConversation(data=map(codec.datum_to_proto, data)) for data in found]
         return pb.RenderConversationsResponse(conversations=rendered)
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -68,7 +68,7 @@ class HttpEdge:
         )
         models = self._tinker.models
         metaclaw = MetaClawApi(services, models)
-        self._online = OnlineApi(services, models, settings.http_state)
+        self._online = OnlineApi(services, models, settings.http_state, settings.max_message_bytes)
         openai = OpenAiApi(services, models, metaclaw.chat_without_model)
         app = make_app(
             self._tinker.routes,
@@ -202,7 +202,7 @@ def make_app(*apis: APIRouter) -> FastAPI:
     async def no_route(request: Request, error: HTTPException) -> Response:
         if error.status_code == HTTPStatus.NOT_FOUND:
             return problem(errors.Unsupported("no such path; docs/compatibility.md lists what is served"), 404)
-        return JSONResponse({"detail": str(error.detail)}, error.status_code)
+        return problem(errors.Unsupported(str(error.detail)), error.status_code)
 
     return app
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from gateway.http.leaving import while_connected
-from gateway.http.models import Models
+from gateway.http.models import NAME, Models
 from gateway.http.problems import problem_body
 from gateway.http.services import Services
 from gateway.http.tinker.api import tenant_of
@@ -87,10 +87,11 @@ class OpenAiApi:
     async def _list(self, tenant: str) -> list[Mapping[str, Any]]:
         """Return what can be sampled from: the base model, runs that have a version, sampler checkpoints."""
         base = [_entry(name, 0) for name in self._models.base_names(await self._models.describe(tenant))]
+        published = [run for run in await self._models.runs(tenant) if run.latest_version]
+        named = {run.user_metadata[NAME]: run for run in reversed(published) if run.user_metadata.get(NAME)}
         runs = [
-            _entry(run.run_id, run.create_time.timestamp(), latest_version=run.latest_version)
-            for run in await self._models.runs(tenant)
-            if run.latest_version
+            _entry(name, run.create_time.timestamp(), latest_version=run.latest_version)
+            for name, run in [*((run.run_id, run) for run in published), *named.items()]
         ]
         checkpoints = [
             _entry(checkpoint.path, checkpoint.create_time.timestamp(), sha256=checkpoint.sha256)

@@ -12,7 +12,7 @@ from paceline.client.batching import sendable
 from paceline.client.download import download
 from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto
 from paceline.client.transport import Connected, blocking
-from paceline.codec.conversations import counted_from, requests_to_render
+from paceline.codec.conversations import render_all
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Datum, Run
@@ -38,25 +38,26 @@ class Catalog(Connected):
     whoami = blocking(whoami_async)
 
     async def render_conversations_async(
-        self, conversations: Sequence[Mapping[str, Any]], base_model: str = ""
+        self, conversations: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]], base_model: str = ""
     ) -> list[list[Datum]]:
         """Write conversations by the model's chat template; return the data of each, for cross_entropy.
 
-        A conversation is a dict: `messages`, as in OpenAI's chat API, and `tools` where the template has them. The loss
-        is on the assistant's responses alone, less those with `weight` 0. An empty `base_model` means the one that is
-        served. Errors: InvalidArgument, UnknownField, SequenceTooLong, Unsupported, EmptyBatch, ModelNotFound.
+        A conversation is a list of messages as in OpenAI's chat API, or a dict with `messages` and, where the template
+        has them, `tools`. The loss is on the assistant's responses alone, less those with `weight` 0. An empty
+        `base_model` means the one that is served. Errors: InvalidArgument, UnknownField, SequenceTooLong, OutOfRange,
+        Unsupported, EmptyBatch, ModelNotFound.
         """
         with sendable("conversations"):
-            bodies = [json.dumps(dict(conversation)).encode() for conversation in conversations]
-        rendered: list[list[Datum]] = []
-        for first, request in requests_to_render(bodies, base_model):
-            with counted_from(first):
-                reply = await self.transport.query(self.transport.trainer.RenderConversations, request)
-            rendered += [
-                [codec.datum_from_proto(datum, "conversations") for datum in conversation.data]
-                for conversation in reply.conversations
-            ]
-        return rendered
+            bodies = [json.dumps(_as_object(conversation)).encode() for conversation in conversations]
+
+        async def call(request: pb.RenderConversationsRequest) -> pb.RenderConversationsResponse:
+            method, seconds = self.transport.trainer.RenderConversations, self.transport.timeouts.training
+            return await self.transport.call(method, request, seconds)
+
+        return [
+            [codec.datum_from_proto(datum, "conversations") for datum in rendered.data]
+            async for rendered in render_all(call, bodies, base_model)
+        ]
 
     render_conversations = blocking(render_conversations_async)
 
@@ -139,3 +140,11 @@ class Catalog(Connected):
         return codec.checkpoint_from_proto(reply.checkpoint)
 
     set_checkpoint_ttl = blocking(set_checkpoint_ttl_async)
+
+
+def _as_object(conversation: Any) -> Mapping[str, Any]:
+    if isinstance(conversation, Mapping):
+        return dict(conversation)
+    if isinstance(conversation, Sequence) and not isinstance(conversation, str):
+        return {"messages": list(conversation)}
+    raise TypeError("a conversation is a list of messages, or a dict of them")

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from paceline.errors import PacelineError
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 _MOST_BYTES, _MOST_CONVERSATIONS = 256 << 10, 4096
 """Of a call; a longer conversation is one by itself."""
-_PLACE = re.compile(r"conversations\[(\d+)\]")
+_PLACE = re.compile(r"^conversations\[(\d+)\]")
+
+Call = Callable[[pb.RenderConversationsRequest], Awaitable[pb.RenderConversationsResponse]]
 
 
-def requests_to_render(
-    conversations: Sequence[bytes], base_model: str = ""
-) -> Iterator[tuple[int, pb.RenderConversationsRequest]]:
-    """Yield requests, each with the number of conversations before it."""
-    request, first, size = pb.RenderConversationsRequest(base_model=base_model), 0, 0
-    for number, conversation in enumerate(conversations):
-        if number > first and (size + len(conversation) > _MOST_BYTES or number - first == _MOST_CONVERSATIONS):
-            yield first, request
-            request, first, size = pb.RenderConversationsRequest(base_model=base_model), number, 0
-        request.conversations.append(conversation)
+async def render_all(
+    call: Call, conversations: Sequence[bytes], base_model: str = ""
+) -> AsyncIterator[pb.RenderedConversation]:
+    """Yield what conversations are rendered as, one by one. Raises what `call` raises, numbered from the first."""
+    done = 0
+    while done < len(conversations) or not conversations:
+        request = pb.RenderConversationsRequest(base_model=base_model, conversations=_first(conversations, done))
+        try:
+            reply = await call(request)
+        except PacelineError as error:
+            error.field = _PLACE.sub(lambda found: f"conversations[{done + int(found[1])}]", error.field)  # noqa: B023
+            raise
+        for rendered in reply.conversations:
+            yield rendered
+        done += len(reply.conversations)
+
+
+def _first(conversations: Sequence[bytes], done: int) -> list[bytes]:
+    """Return those that the next call takes."""
+    taken, size = list[bytes](), 0
+    for conversation in conversations[done : done + _MOST_CONVERSATIONS]:
         size += len(conversation)
-    yield first, request
-
-
-@contextmanager
-def counted_from(first: int) -> Iterator[None]:
-    """Count conversations in errors from the first of all requests."""
-    try:
-        yield
-    except PacelineError as error:
-        error.field = _PLACE.sub(lambda found: f"conversations[{first + int(found[1])}]", error.field, count=1)
-        raise
+        if taken and size > _MOST_BYTES:
+            break
+        taken.append(conversation)
+    return taken

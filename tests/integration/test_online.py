@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -55,6 +58,11 @@ class Caller:
         return wait_for(over, explain=lambda: self.status(model))
 
 
+def run_of(cluster, status):
+    with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
+        return service.get_run(status["run_id"])
+
+
 def make(folder, **settings):
     (folder / "state").mkdir()
     return Cluster.make(folder / "state", make_tiny_llama(folder / "model"), **settings)
@@ -91,6 +99,20 @@ def test_full_parameters_are_trained_by_apollo_mini_while_the_model_serves(tmp_p
         saved = caller.post("/checkpoint")
         assert (saved["path"], saved["step"]) == (f"paceline://{run.run_id}/state/step-3", 3)
         assert caller.train(status=422, model="small", pairs=PAIRS, lora={"rank": 4})["error"]["param"] == "lora"
+        models = caller.http.get(caller.url + "/v1/models").json()["data"]
+        assert {"online", run.run_id} <= {entry["id"] for entry in models}
+
+
+def test_a_model_serves_before_it_is_trained(caller):
+    caller.train(model="new", pairs=PAIRS[:1], lora={"rank": 2})
+    wait_for(lambda: caller.status("new")["version"] == 1, explain=lambda: caller.status("new"))
+    prompt = {"prompt": "Capital of Peru?", "max_tokens": 4, "temperature": 0}
+    base, first = (
+        caller.http.post(caller.url + "/v1/completions", json={"model": name, **prompt}).json()["choices"][0]["text"]
+        for name in ("model", "new@1")
+    )
+    assert first == base
+    caller.trained("new")
 
 
 def test_a_model_learns_what_is_posted_and_nothing_twice(caller):
@@ -171,6 +193,26 @@ def test_another_client_of_the_run_stops_it_and_the_next_example_takes_it_back(a
     assert caller.trained("shared")["trained"] == 6
 
 
+def test_a_batch_whose_step_another_client_took_is_never_computed_again(adapters, caller):
+    caller.train(model="taken", pairs=PAIRS[:1], lora={"rank": 2})
+    before = caller.trained("taken")
+    before_seq = run_of(adapters, before).last_seq_id
+    (engine,) = adapters.trainer.engines()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        caller.train(model="taken", pairs=PAIRS[1:3])
+        wait_for(lambda: run_of(adapters, before).last_seq_id > before_seq, explain=lambda: caller.status("taken"))
+        with paceline.ServiceClient(adapters.address, adapters.api_key) as service:
+            service.get_training_client(before["run_id"])
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    status = wait_for(lambda: (found := caller.status("taken"))["state"] == "stopped" and found)
+    assert (status["waiting"], status["trained"], status["failed"]) == (0, 1, 2)
+    again = caller.train(model="taken", pairs=PAIRS[:4])
+    assert (again["accepted"], again["duplicates"]) == (1, 3)
+    assert caller.trained("taken")["trained"] == 2
+
+
 def test_a_model_whose_run_was_deleted_begins_anew(adapters, caller):
     first = caller.train(model="gone", pairs=PAIRS[:2], lora={"rank": 2})
     caller.trained("gone")
@@ -179,9 +221,36 @@ def test_a_model_whose_run_was_deleted_begins_anew(adapters, caller):
     caller.train(model="gone", pairs=PAIRS[:3])
     stopped = wait_for(lambda: (found := caller.status("gone"))["state"] == "stopped" and found)
     assert stopped["trained"] == 2
-    second = caller.train(model="gone", pairs=PAIRS[:3], lora={"rank": 2})
-    assert (second["accepted"], second["run_id"] != first["run_id"]) == (3, True)
-    assert caller.trained("gone")["trained"] == 3
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(caller.train, model="gone", pairs=[pair], lora={"rank": 2}) for pair in PAIRS]
+    answers = [call.result() for call in calls]
+    (run_id,) = {answer["run_id"] for answer in answers}
+    assert run_id != first["run_id"]
+    assert caller.trained("gone")["trained"] == sum(answer["accepted"] for answer in answers) == len(PAIRS)
+
+
+def test_a_first_call_that_is_refused_leaves_the_name_free(caller):
+    assert caller.train(400, model="free", pairs=PAIRS, lora={"rank": 60_000})["error"]["code"] == "RANK_TOO_LARGE"
+    assert caller.http.get(caller.url + "/train/status", params={"model": "free"}).status_code == 404
+    caller.post("/checkpoint", 404, model="free")
+    assert caller.train(model="free", pairs=PAIRS, lora={"rank": 2})["accepted"] == len(PAIRS)
+    assert caller.trained("free")["failed"] == 0
+
+
+def test_versions_are_made_while_no_sampler_is_there_and_the_status_says_so(adapters, caller):
+    caller.train(model="alone", pairs=PAIRS[:1], lora={"rank": 2})
+    first = caller.trained("alone")
+    adapters.sampler.kill()
+    try:
+        caller.train(model="alone", pairs=PAIRS[1:2])
+        status = caller.trained("alone")
+    finally:
+        adapters.sampler.start()
+    assert (status["trained"], status["version"]) == (2, first["version"] + 1)
+    assert "acknowledge" in status["problem"]
+    assert run_of(adapters, status).latest_version == status["version"]
+    caller.train(model="alone", pairs=PAIRS[2:3])
+    assert caller.trained("alone")["problem"] is None
 
 
 def test_what_cannot_be_trained_is_refused_by_its_field(adapters, caller):
@@ -202,6 +271,15 @@ def test_what_cannot_be_trained_is_refused_by_its_field(adapters, caller):
     assert refusal(lora=lora, conversations=[good], epochs=3) == (400, "epochs")
     assert refusal(lora=lora, conversations=[good], model="model") == (400, "model")
     assert refusal(lora=lora, conversations=[good], learning_rate=-1)[1] == "learning_rate"
+    assert refusal(lora=lora, conversations=good) == (400, "conversations[0]"), "brackets are missing"
+    assert refusal(lora=lora, conversations=[[user, {"role": "gpt", "content": "a"}, good[1]]]) == (
+        400,
+        "conversations[0].messages[1].role",
+    )
+    assert refusal(lora=lora, conversations=[{"messages": good, "tools": [{"type": "function"}]}]) == (
+        422,
+        "conversations[0].tools",
+    )
     caller.train(model="first", conversations=[good], lora=lora)
     assert refusal(model="first", conversations=[good], lora={"rank": 4}) == (400, "lora")
     assert refusal(model="first", conversations=[good], optimizer="adamw") == (400, "optimizer")

@@ -5,103 +5,45 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
+import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gateway.http.models import Models
 from gateway.http.online.learner import Learner
-from gateway.http.online.store import ExampleState, NewExample, OnlineModel, OnlineStore
+from gateway.http.online.requests import DEFAULT_MODEL, CheckpointRequest, Lora, TrainRequest, read
+from gateway.http.online.store import NewExample, OnlineModel, OnlineStore
+from gateway.http.problems import is_users
 from gateway.http.services import Services
 from gateway.http.tinker.api import tenant_of
 from paceline import errors
-from paceline.codec.conversations import counted_from, requests_to_render
+from paceline.codec.conversations import render_all
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 _SECONDS = 600.0
-_DEFAULT = "online"
-ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 _OPTIMIZER = "apollo_mini"
 _MOST_WAITING_BYTES = 1 << 30
 """Of a tenant's examples that are not trained on yet."""
 
 
-class Body(BaseModel):
-    """A request; a field that is not known is refused, since it would change nothing."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-
-class Conversation(Body):
-    """Messages as in OpenAI's chat API; the loss is on those of the assistant."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-
-
-class Pair(Body):
-    """A conversation of two messages."""
-
-    prompt: str
-    response: str
-
-
-class Lora(Body):
-    """An adapter, in place of all parameters."""
-
-    rank: int = Field(16, ge=1, le=65536)
-    alpha: float | None = Field(None, gt=0, allow_inf_nan=False)
-
-
-class Train(Body):
-    """Request of /train."""
-
-    model: ModelName = _DEFAULT
-    conversations: list[Conversation] = Field([], max_length=100_000)
-    pairs: list[Pair] = Field([], max_length=100_000)
-    learning_rate: float = Field(1e-4, ge=0, le=1e6)
-    batch_size: int = Field(8, ge=1, le=256)
-    optimizer: Literal["apollo_mini", "apollo", "adamw", "adamw_8bit", "adamw_cpu", "adafactor"] | None = None
-    lora: Lora | None = None
-
-    @field_validator("conversations", mode="before")
-    @classmethod
-    def _accept_lists(cls, given: Any) -> Any:
-        """Take a list of messages for a conversation, too."""
-        if not isinstance(given, list):
-            return given
-        return [{"messages": each} if isinstance(each, list) else each for each in given]
-
-    def bodies(self) -> list[bytes]:
-        """Return all conversations as JSON, pairs last. Raises EmptyBatch."""
-        found = [each.model_dump(exclude_none=True) for each in self.conversations]
-        for pair in self.pairs:
-            prompt, response = {"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.response}
-            found.append({"messages": [prompt, response]})
-        if not found:
-            raise errors.EmptyBatch("is empty, as is pairs; send one of them", field="conversations")
-        return [json.dumps(each).encode() for each in found]
-
-
-class Checkpoint(Body):
-    """Request of /checkpoint."""
-
-    model: ModelName = _DEFAULT
-    name: str = Field("", max_length=128)
-
-
 class OnlineApi:
     """The routes, and the learners behind them."""
 
-    def __init__(self, services: Services, models: Models, state: Path) -> None:
+    def __init__(self, services: Services, models: Models, state: Path, max_message_bytes: int) -> None:
         """Open the file of `state`. Raises InvalidArgument where it is none of ours."""
         self._services, self._models = services, models
         self._store = OnlineStore(state / "online.sqlite")
+        self._most_bytes = max_message_bytes // 2
         self._learners: dict[int, Learner] = {}
+        self._names: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """Held while a name is given a model, or a model examples."""
 
     async def start(self) -> None:
         """Go on with what an earlier gateway left unfinished."""
@@ -119,113 +61,159 @@ class OnlineApi:
         router = APIRouter()
 
         @router.post("/train", status_code=202)
-        async def train(request: Request, body: Train) -> dict[str, Any]:
-            return await self._train(tenant_of(request), body)
+        async def train(request: Request) -> dict[str, Any]:
+            return await self._train(tenant_of(request), read(await request.body(), TrainRequest))
 
         @router.get("/train/status")
-        async def status(request: Request, model: str = _DEFAULT) -> dict[str, Any]:
+        async def status(request: Request, model: str = DEFAULT_MODEL) -> dict[str, Any]:
             return self._status(self._find(tenant_of(request), model))
 
         @router.post("/checkpoint")
-        async def checkpoint(request: Request, body: Checkpoint) -> dict[str, Any]:
+        async def checkpoint(request: Request) -> dict[str, Any]:
+            body = read(await request.body() or b"{}", CheckpointRequest)
             learner = self._learner(self._find(tenant_of(request), body.model))
             path = await learner.save(body.name)
             return {"model": body.model, "path": path, "step": learner.model.step}
 
         return router
 
-    async def _train(self, tenant: str, body: Train) -> dict[str, Any]:
-        examples = await self._examples(tenant, body.bodies())
-        size = sum(len(example.data) for example in examples)
-        if self._store.waiting_bytes(tenant) + size > _MOST_WAITING_BYTES:
-            message = "so many examples wait that no more are taken; send them when some are trained on"
-            raise errors.Overloaded(message, field="conversations", retry_after=60.0)
-        learner = await self._begin(tenant, body)
-        added = await self._store.add_examples(learner.model, examples, body.learning_rate, body.batch_size)
-        learner.wake()
+    async def _train(self, tenant: str, request: TrainRequest) -> dict[str, Any]:
+        examples = await self._examples(tenant, request.bodies())
+        async with self._names.setdefault((tenant, request.model), asyncio.Lock()):
+            learner = await self._begin(tenant, request)
+            model, rate = learner.model, request.learning_rate
+            added = await self._store.add_examples(model, examples, rate, request.batch_size)
+            learner.wake()
         return {
-            "model": body.model,
-            "run_id": learner.model.run_id,
+            "model": request.model,
+            "run_id": model.run_id,
             "accepted": added,
             "duplicates": len(examples) - added,
         }
 
     async def _examples(self, tenant: str, bodies: list[bytes]) -> list[NewExample]:
-        """Render conversations. Raises what the trainer raises."""
-        examples = []
-        for first, request in requests_to_render(bodies):
-            with counted_from(first):
-                reply = await self._services.call(tenant, request, pb.RenderConversationsResponse, seconds=_SECONDS)
-            for rendered in reply.conversations:
-                data = pb.ForwardBackwardRequest(data=rendered.data).SerializeToString(deterministic=True)
-                examples.append(NewExample(sha256(data).digest(), data))
+        """Render conversations. Raises what the trainer raises, and Overloaded where too much waits."""
+
+        async def call(request: pb.RenderConversationsRequest) -> pb.RenderConversationsResponse:
+            return await self._services.call(tenant, request, pb.RenderConversationsResponse, seconds=_SECONDS)
+
+        examples, size = list[NewExample](), 0
+        async for rendered in render_all(call, bodies):
+            data = pb.ForwardBackwardRequest(data=rendered.data).SerializeToString(deterministic=True)
+            examples.append(NewExample(sha256(data).digest(), len(rendered.data), data))
+            size += len(data)
+            if self._store.waiting_bytes(tenant) + size > _MOST_WAITING_BYTES:
+                message = "so many examples wait that no more are taken; send them when some are trained on"
+                raise errors.Overloaded(message, field="conversations", retry_after=60.0)
         return examples
 
-    async def _begin(self, tenant: str, body: Train) -> Learner:
+    async def _begin(self, tenant: str, request: TrainRequest) -> Learner:
         """Return the learner of a model, which is made where there is none. Raises what the trainer raises."""
-        model = self._store.model(tenant, body.model) or await self._add(tenant, body)
-        _check_is_same(model, body)
+        lora = _lora(request.lora)
+        model = self._store.model(tenant, request.model)
+        if model is not None and not model.run_id and not _is_same(model, request):
+            await self._forget(model)  # Its run was never made.
+            model = None
+        if model is not None:
+            _check_is_same(model, request)
+        # Without a sampler a model that is there is trained all the same.
+        with suppress(errors.Unavailable) if model else nullcontext():
+            await self._check_serves(tenant, request.model, is_lora=bool(model.lora if model else lora))
         base_model = await self._models.served(tenant, "")
+        if model is not None and model.run_id:
+            with suppress(errors.RunNotFound):
+                return await self._begun(model, base_model)
+            await self._forget(model)  # Its run was deleted, and what it was trained on with it.
+            model = None
+        if model is None:
+            optimizer = request.optimizer or _OPTIMIZER
+            model = await self._store.add_model(tenant, request.model, uuid4().hex, optimizer, lora)
         try:
-            learner = self._learner(model)
-            await learner.begin(base_model)
-        except errors.RunNotFound:  # It was deleted, and what it was trained on with it.
-            self._learners.pop(model.model_id, None)
-            await self._store.forget_model(model)
-            learner = self._learner(await self._add(tenant, body))
-            await learner.begin(base_model)
+            return await self._begun(model, base_model)
+        except errors.PacelineError as error:
+            if is_users(error) and not self._store.again(model).run_id:
+                await self._forget(model)
+            raise
+
+    async def _begun(self, model: OnlineModel, base_model: str) -> Learner:
+        learner = self._learner(model)
+        await learner.begin(base_model)
         return learner
 
-    async def _add(self, tenant: str, body: Train) -> OnlineModel:
+    async def _forget(self, model: OnlineModel) -> None:
+        if learner := self._learners.pop(model.model_id, None):
+            await learner.close()
+        await self._store.forget_model(model)
+
+    async def _check_serves(self, tenant: str, name: str, *, is_lora: bool) -> None:
+        """See that a sampler can serve what would be trained, by its name. Raises InvalidArgument, Unsupported."""
         info = await self._models.describe_sampler(tenant)
-        if body.model.startswith("run-") or body.model in self._models.base_names(info.model):
-            raise errors.InvalidArgument("is what a run or the base model may be called; take another", field="model")
-        if body.lora is None and info.serves == "adapters":
+        if name.startswith("run-") or name in self._models.base_names(info.model):
+            raise errors.InvalidArgument(
+                "is the base model's name, or begins with run-; choose a name of your own", field="model"
+            )
+        if not is_lora and info.serves == "adapters":
             raise errors.Unsupported(
-                "the sampler serves adapters and no whole models: train one, as "
-                '"lora": {"rank": 16}, or start the sampler with PACELINE_SAMPLER_SERVES=models',
+                'the sampler serves adapters and no whole models: train an adapter ("lora": {"rank": 16}), or start '
+                "the sampler with PACELINE_SAMPLER_SERVES=models",
                 field="lora",
             )
-        if body.lora is not None and info.serves == "models":
-            raise errors.Unsupported("the sampler serves whole models and no adapters; leave it out", field="lora")
-        lora = body.lora.model_dump(exclude_none=True) if body.lora else {}
-        return await self._store.add_model(tenant, body.model, uuid4().hex, body.optimizer or _OPTIMIZER, lora)
+        if is_lora and info.serves == "models":
+            raise errors.Unsupported(
+                "the sampler serves whole models and no adapters: train all parameters, by a model without lora, or "
+                "start the sampler without PACELINE_SAMPLER_SERVES=models",
+                field="lora",
+            )
 
     def _find(self, tenant: str, name: str) -> OnlineModel:
         model = self._store.model(tenant, name)
-        if model is None:
-            raise errors.ModelNotFound(f"no such model: {name[:64]}; POST /train makes it", field="model")
+        if model is None or not model.run_id:
+            yours = ", ".join(sorted(each.name for each in self._store.models(tenant))) or "none"
+            message = f"no such model: {name[:64]}; POST /train makes one, and yours are: {yours[:500]}"
+            raise errors.ModelNotFound(message, field="model")
         return model
 
     def _learner(self, model: OnlineModel) -> Learner:
-        return self._learners.setdefault(model.model_id, Learner(self._services, self._store, model))
+        if model.model_id not in self._learners:
+            self._learners[model.model_id] = Learner(self._services, self._store, model, self._most_bytes)
+        return self._learners[model.model_id]
 
     def _status(self, model: OnlineModel) -> dict[str, Any]:
-        learner, counts = self._learner(model), self._store.counts(model)
-        loss = model.loss if model.loss is None or math.isfinite(model.loss) else None
+        learner = self._learner(model)
         return {
             "model": model.name,
             "run_id": model.run_id,
             "state": "stopped" if model.stopped else "training" if learner.is_busy else "idle",
             "optimizer": model.optimizer,
             "lora": model.lora or None,
-            "waiting": counts[ExampleState.WAITING] + counts[ExampleState.SENT],
-            "trained": counts[ExampleState.TRAINED],
-            "failed": counts[ExampleState.FAILED],
+            "waiting": model.waiting,
+            "trained": model.trained,
+            "failed": model.failed,
             "step": model.step,
             "version": model.version or None,
-            "loss": loss,
+            "loss": model.loss if model.loss is not None and math.isfinite(model.loss) else None,
             "tokens": model.tokens,
-            "problem": model.stopped or learner.problem or self._store.last_problem(model) or None,
+            "problem": model.stopped or learner.problem or model.problem or None,
         }
 
 
-def _check_is_same(model: OnlineModel, body: Train) -> None:
+def _lora(lora: Lora | None) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = msgspec.to_builtins(lora) if lora else {}
+    return found
+
+
+def _is_same(model: OnlineModel, request: TrainRequest) -> bool:
+    return _lora(request.lora) == model.lora and (request.optimizer or _OPTIMIZER) == model.optimizer
+
+
+def _check_is_same(model: OnlineModel, request: TrainRequest) -> None:
     """See that a model is trained as it was begun. Raises InvalidArgument."""
-    if body.optimizer is not None and body.optimizer != model.optimizer:
-        message = f"is {model.optimizer} for this model; leave it out, or name another model"
+    if request.optimizer is not None and request.optimizer != model.optimizer:
+        message = (
+            f"{model.name} was made with {model.optimizer}, which cannot change; leave it out, or name another model"
+        )
         raise errors.InvalidArgument(message, field="optimizer")
-    if body.lora is not None and body.lora.model_dump(exclude_none=True) != model.lora:
-        own = json.dumps(model.lora) if model.lora else "not used"
-        message = f"is {own} for this model; leave it out, or name another model"
+    if request.lora is not None and _lora(request.lora) != model.lora:
+        own = f"trains an adapter, {json.dumps(model.lora)}," if model.lora else "trains all parameters,"
+        message = f"{model.name} {own} which cannot change; leave it out, or name another model"
         raise errors.InvalidArgument(message, field="lora")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 from uuid import uuid4
 
 from google.protobuf.message import Message
 
-from gateway.http.online.store import Command, Example, ExampleState, OnlineModel, OnlineStore
+from gateway.http.online.store import Command, Example, ExampleState, OnlineModel, OnlineStore, Settled
 from gateway.http.services import Services
 from paceline import codec, errors
 from paceline.log import get_logger
@@ -24,6 +25,11 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 """Seconds between attempts to send a command that nobody answered."""
 _PUBLISH_SECONDS = 5.0
 """While examples wait, versions are at least so far apart."""
+_ACK_SECONDS = 10.0
+"""How long a version is waited for until a sampler serves it."""
+_PUBLISH_AGAIN_SECONDS = 30.0
+_SLOW_SECONDS = 10.0
+"""After which a command that has no answer yet is a problem to tell of."""
 _FORWARD_BACKWARD, _OPTIM_STEP, _PUBLISH, _SAVE = "forward_backward", "optim_step", "publish", "save"
 _KINDS: Mapping[str, tuple[type[Message], type[Message]]] = {
     _FORWARD_BACKWARD: (pb.ForwardBackwardRequest, pb.ForwardBackwardResponse),
@@ -31,31 +37,58 @@ _KINDS: Mapping[str, tuple[type[Message], type[Message]]] = {
     _PUBLISH: (pb.PublishWeightsRequest, pb.PublishWeightsResponse),
     _SAVE: (pb.SaveCheckpointRequest, pb.SaveCheckpointResponse),
 }
-_OVER = (errors.ClientSuperseded, errors.RunNotFound, errors.RunStateLost)
-"""Refusals after which a model is not trained until more is posted."""
+_NOT_ANSWERS = (errors.Unavailable, errors.TimedOut, errors.Cancelled, errors.Denied, errors.Internal)
+"""What says nothing of whether a command was executed: it is sent again."""
+_STOPS = (
+    errors.ClientSuperseded,
+    errors.RunNotFound,
+    errors.RunStateLost,
+    errors.SeqIdGap,
+    errors.OptimizerChanged,
+    errors.QuotaExceeded,
+    errors.DiskFull,
+    errors.MessageTooLarge,
+)
+"""Refusals that the next examples would get, too."""
 _log = get_logger(__name__)
 
 
 class Learner:
     """Owns the order of one model's commands."""
 
-    def __init__(self, services: Services, store: OnlineStore, model: OnlineModel) -> None:
-        self._services, self._store = services, store
+    def __init__(self, services: Services, store: OnlineStore, model: OnlineModel, most_bytes: int) -> None:
+        """Take the most bytes of one call."""
+        self._services, self._store, self._most_bytes = services, store, most_bytes
         self.model = model
         self._turn = asyncio.Lock()
         self._working: asyncio.Task[None] | None = None
+        self._woken = asyncio.Event()
         self._published = -_PUBLISH_SECONDS
-        self.problem = ""
-        """Why the last command was refused, or has no answer yet; empty while all goes well."""
+        self._must_publish = False
+        self._late = self._unpublished = self._ended = ""
+        self._asked: tuple[str, float] | None = None
+        """The command that is under way, and since when."""
+        self._loss: float | None = None
+        """Of the batch under way."""
 
     @property
     def is_busy(self) -> bool:
         """Whether it trains."""
         return self._working is not None and not self._working.done()
 
+    @property
+    def problem(self) -> str:
+        """Why a command has no answer yet, or the newest version is served by no sampler; empty while all goes well."""
+        slow = ""
+        if self._asked is not None and (seconds := monotonic() - self._asked[1]) > _SLOW_SECONDS:
+            slow = f"the trainer has worked on {self._asked[0]}, or on what is before it, for {seconds:.0f} s"
+        return self._late or slow or self._unpublished or self._ended
+
     def wake(self) -> None:
         """Train on what waits."""
+        self._woken.set()
         if not self.is_busy:
+            self._ended = ""
             self._working = asyncio.create_task(self._work())
 
     async def close(self) -> None:
@@ -65,9 +98,9 @@ class Learner:
             await asyncio.gather(self._working, return_exceptions=True)
 
     async def begin(self, base_model: str) -> None:
-        """Make the model's run, or attach to it again where another client did.
+        """Make the model's run, or attach to it again where it was stopped.
 
-        Raises what the trainer raises; RunNotFound where the run was deleted.
+        Raises what the trainer raises: RunNotFound where the run was deleted, RunStateLost where it cannot go on.
         """
         if self._can_train():
             return
@@ -78,21 +111,29 @@ class Learner:
             run_id = model.run_id or await self._create(base_model)
             request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
             reply = await self._services.call(model.tenant, request, pb.AttachRunResponse)
+            if reply.run.state == pb.RUN_STATE_LOST:
+                message = "the run's state is lost; load a checkpoint into it by LoadCheckpoint, or name another model"
+                raise errors.RunStateLost(message, field="model")
             await self._store.attach(model, run_id, reply.attachment, reply.run.last_seq_id + 1)
             self.model = self._store.again(model)
+            if not reply.run.latest_version:  # What is trained can be sampled from at once, as it is.
+                await self._issue([self._publish()])
 
     async def save(self, name: str) -> str:
-        """Save a state checkpoint after the batch under way; return its path. Raises what the trainer raises."""
+        """Save a state checkpoint behind the batch under way; return its path. Raises what the trainer raises."""
         async with self._turn:
             await self._send_all()
-            self.model = self._store.again(self.model)
-            if self.model.stopped:
-                raise errors.FailedPrecondition(f"is stopped: {self.model.stopped}", field="model")
-            name = name or f"step-{self.model.step}"
+            model = self.model = self._store.again(self.model)
+            if model.stopped:
+                raise errors.InvalidArgument(f"is stopped: {model.stopped}", field="model")
+            name = name or f"step-{model.step}"
             request = pb.SaveCheckpointRequest(name=name, kind=pb.CHECKPOINT_KIND_STATE, overwrite=True)
             await self._issue([(_SAVE, request)])
-            (command,) = self._store.commands(self.model)
-            reply = await self._send(command)
+            reply = None
+            for command in self._store.commands(self.model):
+                reply = await self._send(command)
+        if isinstance(reply, errors.PacelineError):
+            raise reply
         assert isinstance(reply, pb.SaveCheckpointResponse)  # noqa: S101
         return reply.checkpoint.path
 
@@ -113,17 +154,24 @@ class Learner:
 
     async def _work(self) -> None:
         try:
-            while not self._store.again(self.model).stopped:
+            while True:
+                self._woken.clear()
                 async with self._turn:
                     await self._send_all()
-                    self.model = self._store.again(self.model)
-                    batch = self._store.next_batch(self.model)
-                    if self.model.stopped or not batch:
+                    model = self.model = self._store.again(self.model)
+                    batch = self._store.next_batch(model, self._most_bytes)
+                    if model.stopped or not (batch or self._must_publish):
                         return
-                    await self._issue(self._commands(batch), batch)
-                    await self._send_all()
+                    if batch:
+                        await self._issue(self._commands(batch), batch)
+                        await self._send_all()
+                        continue
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), _PUBLISH_AGAIN_SECONDS)
+                async with self._turn:
+                    await self._issue([self._publish()])
         except Exception as error:  # told by the status; the next example begins it again
-            self.problem = str(error) if isinstance(error, errors.PacelineError) else "internal error; see the log"
+            self._ended = str(error) if isinstance(error, errors.PacelineError) else "internal error; see the log"
             _log.exception("online training ends", model=self.model.name)
 
     def _commands(self, batch: Sequence[Example]) -> list[tuple[str, Message]]:
@@ -138,77 +186,94 @@ class Learner:
             (_FORWARD_BACKWARD, carried),
             (_OPTIM_STEP, codec.optimizer_to_proto(params)),
         ]
-        waiting = self._store.counts(self.model)[ExampleState.WAITING] > len(batch)
-        if not waiting or monotonic() - self._published >= _PUBLISH_SECONDS:
-            publish = pb.PublishWeightsRequest(durable=True, wait_for=pb.ACK_POLICY_ANY)
-            commands.append((_PUBLISH, publish))
-            self._published = monotonic()
+        if self.model.waiting == len(batch) or monotonic() - self._published >= _PUBLISH_SECONDS:
+            commands.append(self._publish())
         return commands
 
+    def _publish(self) -> tuple[str, Message]:
+        self._published = monotonic()
+        milliseconds = int(1e3 * _ACK_SECONDS)
+        return _PUBLISH, pb.PublishWeightsRequest(durable=True, wait_for=pb.ACK_POLICY_ANY, ack_timeout_ms=milliseconds)
+
     async def _issue(self, requests: Sequence[tuple[str, Message]], examples: Sequence[Example] = ()) -> None:
+        """Keep commands to be sent. None without an answer may be left: they are numbered behind each other."""
         model, commands = self.model, []
         for number, (kind, request) in enumerate(requests, model.next_seq_id):
             place: Any = request
             place.run_id, place.seq_id, place.attachment = model.run_id, number, model.attachment
-            commands.append(Command(number, kind, request.SerializeToString(deterministic=True)))
+            batch = model.next_seq_id if kind in {_FORWARD_BACKWARD, _OPTIM_STEP} else 0
+            commands.append(Command(number, kind, batch, request.SerializeToString(deterministic=True)))
         await self._store.issue(model, commands, examples)
+        self.model = self._store.again(model)
 
     async def _send_all(self) -> None:
-        """Send what has no answer, each until it has one, and keep what the answers say."""
+        """Send what has no answer, each until it has one."""
         for command in self._store.commands(self.model):
-            try:
-                await self._send(command)
-            except _OVER:
+            await self._send(command)
+            self.model = self._store.again(self.model)
+            if self.model.stopped:
                 return
-            except errors.PacelineError:
-                continue
 
-    async def _send(self, command: Command) -> Message:
-        """Send one command until it is answered. Raises what it is refused with, which is noted."""
-        try:
-            reply = await self._until_answered(command)
-        except errors.PacelineError as error:
-            await self._refused(command, error)
-            raise
-        self.problem = ""
-        facts: dict[str, float] = {}
-        if isinstance(reply, pb.ForwardBackwardResponse):
-            facts = {"loss": reply.metrics["loss:sum"]}
-        elif isinstance(reply, pb.OptimStepResponse):
-            await self._store.settle(self.model, ExampleState.TRAINED)
-            facts = {"step": reply.step, "tokens": self._store.again(self.model).tokens + reply.tokens}
-        elif isinstance(reply, pb.PublishWeightsResponse):
-            facts = {"version": reply.model.version}
-        await self._store.answered(self.model, command, **facts)
-        return reply
+    async def _send(self, command: Command) -> Message | errors.PacelineError:
+        """Send one command until it is answered; keep what the answer says; return it, or the refusal."""
+        answer = await self._until_answered(command)
+        if isinstance(answer, errors.PacelineError):
+            await self._refused(command, answer)
+        elif isinstance(answer, pb.ForwardBackwardResponse):
+            self._loss = answer.metrics["loss:sum"]
+            await self._store.answered(self.model, command)
+        elif isinstance(answer, pb.OptimStepResponse):
+            settled, loss = Settled(ExampleState.TRAINED), {} if self._loss is None else {"loss": self._loss}
+            await self._store.answered(self.model, command, settled, step=answer.step, tokens=answer.tokens, **loss)
+        elif isinstance(answer, pb.PublishWeightsResponse):
+            self._unpublished, self._must_publish = "", False
+            await self._store.answered(self.model, command, version=answer.model.version)
+        else:
+            await self._store.answered(self.model, command)
+        return answer
 
     async def _refused(self, command: Command, error: errors.PacelineError) -> None:
-        model, self.problem = self.model, str(error)
-        _log.warning(
-            "online training", model=model.name, command=command.kind, seq_id=command.seq_id, problem=str(error)
-        )
-        if isinstance(error, errors.SeqIdExpired):  # It was executed, so long ago that its answer is not kept.
-            if command.kind == _OPTIM_STEP:
-                await self._store.settle(model, ExampleState.TRAINED)
-        elif command.kind == _FORWARD_BACKWARD and isinstance(error, errors.ClientSuperseded):
-            await self._store.settle(model, ExampleState.WAITING)
-        elif command.kind in {_FORWARD_BACKWARD, _OPTIM_STEP}:
-            await self._store.settle(model, ExampleState.FAILED, str(error))
-        if isinstance(error, _OVER):
-            await self._store.stop(model, str(error))
+        model, problem = self.model, str(error)
+        _log.warning("online training", model=model.name, command=command.kind, seq_id=command.seq_id, problem=problem)
+        if command.kind == _PUBLISH and not isinstance(error, errors.ClientSuperseded | errors.RunNotFound):
+            self._unpublished = problem
+            self._must_publish = isinstance(error, errors.DiskFull | errors.QuotaExceeded)
+            version = error.metadata.get("version", "")  # It exists all the same where it names one.
+            newest = int(version) if version.isdecimal() else model.version
+            await self._store.answered(model, command, version=newest)
+        elif isinstance(error, _STOPS) and command.kind != _SAVE:
+            # A ForwardBackward that was refused changed nothing. A refused step leaves its gradient in the run.
+            state = ExampleState.WAITING if command.kind == _FORWARD_BACKWARD else ExampleState.UNSURE
+            await self._store.stop(model, problem, command, Settled(state, problem))
         else:
-            await self._store.answered(model, command)
+            await self._store.answered(model, command, _settled_by(command, error))
 
-    async def _until_answered(self, command: Command) -> Message:
+    async def _until_answered(self, command: Command) -> Message | errors.PacelineError:
         request_type, reply_type = _KINDS[command.kind]
         request, pause = request_type.FromString(command.request), _FIRST_PAUSE
         while True:
+            self._asked = (command.kind, monotonic())
             try:
-                return await self._services.call(self.model.tenant, request, reply_type, seconds=_SECONDS)
+                answer = await self._services.call(self.model.tenant, request, reply_type, seconds=_SECONDS)
             except errors.PacelineError as error:
-                is_late = isinstance(error, errors.Unavailable | errors.TimedOut | errors.SeqIdGap)
-                if isinstance(error, errors.AckTimeout) or not (is_late or error.retry_after is not None):
-                    raise
-                self.problem = str(error)
+                is_answer = not isinstance(error, _NOT_ANSWERS) and error.retry_after is None
+                if is_answer or isinstance(error, errors.AckTimeout):
+                    self._late = ""
+                    return error
+                self._late = str(error)
+            else:
+                self._late = ""
+                return answer
+            finally:
+                self._asked = None
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _settled_by(command: Command, error: errors.PacelineError) -> Settled | None:
+    """Return what a refusal makes of a batch's examples."""
+    if isinstance(error, errors.SeqIdExpired):  # It was executed, so long ago that its answer is not kept.
+        return Settled(ExampleState.TRAINED) if command.kind == _OPTIM_STEP else None
+    if command.kind == _FORWARD_BACKWARD or isinstance(error, errors.NonFiniteGradient):  # The gradient was dropped.
+        return Settled(ExampleState.FAILED, str(error))
+    return Settled(ExampleState.UNSURE, str(error)) if command.kind == _OPTIM_STEP else None

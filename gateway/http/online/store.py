@@ -17,22 +17,27 @@ from time import time
 from typing import Any
 
 from gateway.http.database import Database
+from paceline import errors
 
 FORMAT = 1
-_MOST_BATCH_BYTES = 16 << 20
-"""Of a call to the trainer."""
+_MOST_DATUMS = 256
+"""Of a batch; one example may have more."""
 
 _TABLES = """
-CREATE TABLE models (model_id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, request_id TEXT NOT NULL,
-    run_id TEXT NOT NULL, optimizer TEXT NOT NULL, lora TEXT NOT NULL, created REAL NOT NULL,
-    attachment INTEGER NOT NULL, next_seq_id INTEGER NOT NULL, step INTEGER NOT NULL, version INTEGER NOT NULL,
-    loss REAL, tokens INTEGER NOT NULL, stopped TEXT NOT NULL, UNIQUE (tenant, name));
-CREATE TABLE examples (number INTEGER PRIMARY KEY, model_id INTEGER NOT NULL, digest BLOB NOT NULL,
-    state INTEGER NOT NULL, learning_rate REAL NOT NULL, batch_size INTEGER NOT NULL, data BLOB, seq_id INTEGER,
-    problem TEXT, UNIQUE (model_id, digest));
-CREATE INDEX examples_of_model ON examples (model_id, state, number);
-CREATE TABLE commands (model_id INTEGER NOT NULL, seq_id INTEGER NOT NULL, kind TEXT NOT NULL, request BLOB NOT NULL,
-    PRIMARY KEY (model_id, seq_id));
+CREATE TABLE models (model_id INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, name TEXT NOT NULL,
+    request_id TEXT NOT NULL, run_id TEXT NOT NULL DEFAULT '', optimizer TEXT NOT NULL, lora TEXT NOT NULL,
+    created REAL NOT NULL, attachment INTEGER NOT NULL DEFAULT 0, next_seq_id INTEGER NOT NULL DEFAULT 0,
+    step INTEGER NOT NULL DEFAULT 0, version INTEGER NOT NULL DEFAULT 0, loss REAL, tokens INTEGER NOT NULL DEFAULT 0,
+    stopped TEXT NOT NULL DEFAULT '', waiting INTEGER NOT NULL DEFAULT 0, waiting_bytes INTEGER NOT NULL DEFAULT 0,
+    trained INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0, problem TEXT NOT NULL DEFAULT '',
+    UNIQUE (tenant, name));
+CREATE TABLE examples (number INTEGER PRIMARY KEY AUTOINCREMENT, model_id INTEGER NOT NULL, digest BLOB NOT NULL,
+    state INTEGER NOT NULL, learning_rate REAL NOT NULL, batch_size INTEGER NOT NULL, datums INTEGER NOT NULL,
+    data BLOB, batch INTEGER, UNIQUE (model_id, digest));
+CREATE INDEX examples_by_state ON examples (model_id, state, number);
+CREATE INDEX examples_by_batch ON examples (model_id, batch);
+CREATE TABLE commands (model_id INTEGER NOT NULL, seq_id INTEGER NOT NULL, kind TEXT NOT NULL, batch INTEGER NOT NULL,
+    request BLOB NOT NULL, PRIMARY KEY (model_id, seq_id));
 """
 
 
@@ -43,6 +48,9 @@ class ExampleState(IntEnum):
     SENT = 1
     TRAINED = 2
     FAILED = 3
+    """Nothing came of it; it may be posted again."""
+    UNSURE = 4
+    """Its gradient was computed, and the step was not taken here: another client's may have been."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,13 @@ class OnlineModel:
     """Trained on so far."""
     stopped: str
     """Why it is not trained until more is posted; empty where it is."""
+    waiting: int
+    """Examples that wait or are under way."""
+    waiting_bytes: int
+    trained: int
+    failed: int
+    problem: str
+    """Why the last examples failed that did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,7 @@ class NewExample:
     """What is to be trained on: `data` is a serialized list of Datum (a ForwardBackwardRequest with nothing else)."""
 
     digest: bytes
+    datums: int
     data: bytes
 
 
@@ -88,6 +104,7 @@ class Example:
     number: int
     learning_rate: float
     batch_size: int
+    datums: int
     data: bytes
 
     def goes_with(self, other: Example) -> bool:
@@ -101,7 +118,17 @@ class Command:
 
     seq_id: int
     kind: str
+    batch: int
+    """The seq_id of the ForwardBackward whose examples it is about; 0 where it is about none."""
     request: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What became of a batch's examples."""
+
+    state: ExampleState
+    problem: str = ""
 
 
 class OnlineStore(Database):
@@ -117,29 +144,27 @@ class OnlineStore(Database):
             return _model(row)
         return None
 
-    def models(self) -> list[OnlineModel]:
-        """Return all models of all tenants."""
-        return [_model(row) for row in self.rows("SELECT * FROM models")]
+    def models(self, tenant: str | None = None) -> list[OnlineModel]:
+        """Return a tenant's models, or all of all tenants."""
+        return [_model(row) for row in self.rows("SELECT * FROM models WHERE tenant = ?1 OR ?1 IS NULL", tenant)]
 
     def again(self, model: OnlineModel) -> OnlineModel:
-        """Return a model as it is now."""
-        (row,) = self.rows("SELECT * FROM models WHERE model_id = ?", model.model_id)
-        return _model(row)
+        """Return a model as it is now. Raises ModelNotFound where it was forgotten."""
+        for row in self.rows("SELECT * FROM models WHERE model_id = ?", model.model_id):
+            return _model(row)
+        raise errors.ModelNotFound("the model was begun anew; try again", field="model")
+
+    def waiting_bytes(self, tenant: str) -> int:
+        """Return what a tenant's examples take that are not trained on yet."""
+        ((total,),) = self.rows("SELECT COALESCE(SUM(waiting_bytes), 0) FROM models WHERE tenant = ?", tenant)
+        return int(total)
 
     async def add_model(
         self, tenant: str, name: str, request_id: str, optimizer: str, lora: Mapping[str, Any]
     ) -> OnlineModel:
-        """Keep a new model, which has no run yet, or return the one of that name."""
-        await self.write(
-            "INSERT OR IGNORE INTO models (tenant, name, request_id, run_id, optimizer, lora, created, attachment, "
-            "next_seq_id, step, version, tokens, stopped) VALUES (?, ?, ?, '', ?, ?, ?, 0, 0, 0, 0, 0, '')",
-            tenant,
-            name,
-            request_id,
-            optimizer,
-            json.dumps(lora),
-            time(),
-        )
+        """Keep a new model, which has no run yet."""
+        sql = "INSERT INTO models (tenant, name, request_id, optimizer, lora, created) VALUES (?, ?, ?, ?, ?, ?)"
+        await self.write(sql, tenant, name, request_id, optimizer, json.dumps(lora), time())
         found = self.model(tenant, name)
         assert found is not None  # noqa: S101 - it was just written
         return found
@@ -150,7 +175,7 @@ class OnlineStore(Database):
         await self.write(sql, run_id, attachment, next_seq_id, model.model_id)
 
     async def forget_model(self, model: OnlineModel) -> None:
-        """Remove a model whose run is gone, with its examples."""
+        """Remove a model with its examples."""
 
         def forget(connection: sqlite3.Connection) -> None:
             for table in ("commands", "examples", "models"):
@@ -164,56 +189,46 @@ class OnlineStore(Database):
         """Keep examples that are new, or that failed before; return how many those are."""
 
         def add(connection: sqlite3.Connection) -> int:
-            added = 0
+            added = size = again = 0
             for example in examples:
                 mine = (model.model_id, example.digest)
                 sql = "DELETE FROM examples WHERE model_id = ? AND digest = ? AND state = ?"
-                connection.execute(sql, (*mine, ExampleState.FAILED))
-                added += connection.execute(
-                    "INSERT OR IGNORE INTO examples (model_id, digest, state, learning_rate, batch_size, data) "
-                    "VALUES (?, ?, ?, ?, ?, ?)",
-                    (*mine, ExampleState.WAITING, learning_rate, batch_size, example.data),
+                again += connection.execute(sql, (*mine, ExampleState.FAILED)).rowcount
+                is_new = connection.execute(
+                    "INSERT OR IGNORE INTO examples (model_id, digest, state, learning_rate, batch_size, datums, data) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (*mine, ExampleState.WAITING, learning_rate, batch_size, example.datums, example.data),
                 ).rowcount
+                added += is_new
+                size += is_new * len(example.data)
+            connection.execute(
+                "UPDATE models SET waiting = waiting + ?, waiting_bytes = waiting_bytes + ?, failed = failed - ? "
+                "WHERE model_id = ?",
+                (added, size, again, model.model_id),
+            )
             return added
 
         return await self.do(add)
 
-    def counts(self, model: OnlineModel) -> dict[ExampleState, int]:
-        """Return how many examples a model has in each state."""
-        sql = "SELECT state, COUNT(*) FROM examples WHERE model_id = ? GROUP BY state"
-        found = {row[0]: row[1] for row in self.rows(sql, model.model_id)}
-        return {state: found.get(state, 0) for state in ExampleState}
-
-    def waiting_bytes(self, tenant: str) -> int:
-        """Return what a tenant's examples take that are not trained on yet."""
-        ((total,),) = self.rows(
-            "SELECT COALESCE(SUM(LENGTH(data)), 0) FROM examples JOIN models USING (model_id) "
-            "WHERE tenant = ? AND state IN (?, ?)",
-            tenant,
-            ExampleState.WAITING,
-            ExampleState.SENT,
+    def next_batch(self, model: OnlineModel, most_bytes: int) -> list[Example]:
+        """Return the examples that wait longest and were posted with the same settings; one at least if any waits."""
+        sql = (
+            "SELECT number, learning_rate, batch_size, datums, data FROM examples WHERE model_id = ? AND state = ? "
+            "ORDER BY number LIMIT ?"
         )
-        return int(total)
-
-    def last_problem(self, model: OnlineModel) -> str:
-        """Return why the last example failed that did; empty where none did."""
-        sql = "SELECT problem FROM examples WHERE model_id = ? AND state = ? ORDER BY seq_id DESC LIMIT 1"
-        return next((row[0] for row in self.rows(sql, model.model_id, ExampleState.FAILED)), "")
-
-    def next_batch(self, model: OnlineModel) -> list[Example]:
-        """Return the examples that wait longest and were posted with the same settings."""
-        sql = "SELECT * FROM examples WHERE model_id = ? AND state = ? ORDER BY number LIMIT ?"
         for first in self.rows(sql, model.model_id, ExampleState.WAITING, 1):
             rows = self.rows(sql, model.model_id, ExampleState.WAITING, first["batch_size"])
-            found = [Example(row["number"], row["learning_rate"], row["batch_size"], row["data"]) for row in rows]
+            found = [Example(*row) for row in rows]
             batch = list(takewhile(found[0].goes_with, found))
             sizes = accumulate(len(example.data) for example in batch)
-            return batch[: max(1, sum(size <= _MOST_BATCH_BYTES for size in sizes))]
+            datums = accumulate(example.datums for example in batch)
+            fitting = sum(a <= most_bytes and b <= _MOST_DATUMS for a, b in zip(sizes, datums, strict=True))
+            return batch[: max(1, fitting)]
         return []
 
     def commands(self, model: OnlineModel) -> list[Command]:
         """Return the commands without an answer, in their order."""
-        sql = "SELECT seq_id, kind, request FROM commands WHERE model_id = ? ORDER BY seq_id"
+        sql = "SELECT seq_id, kind, batch, request FROM commands WHERE model_id = ? ORDER BY seq_id"
         return [Command(*row) for row in self.rows(sql, model.model_id)]
 
     async def issue(self, model: OnlineModel, commands: Sequence[Command], examples: Sequence[Example] = ()) -> None:
@@ -224,42 +239,65 @@ class OnlineStore(Database):
                 "UPDATE models SET next_seq_id = ? WHERE model_id = ?", (commands[-1].seq_id + 1, model.model_id)
             )
             connection.executemany(
-                "INSERT INTO commands VALUES (?, ?, ?, ?)",
-                [(model.model_id, each.seq_id, each.kind, each.request) for each in commands],
+                "INSERT INTO commands VALUES (?, ?, ?, ?, ?)",
+                [(model.model_id, each.seq_id, each.kind, each.batch, each.request) for each in commands],
             )
             connection.executemany(
-                "UPDATE examples SET state = ?, seq_id = ? WHERE number = ?",
-                [(ExampleState.SENT, commands[0].seq_id, example.number) for example in examples],
+                "UPDATE examples SET state = ?, batch = ? WHERE number = ?",
+                [(ExampleState.SENT, commands[0].batch, example.number) for example in examples],
             )
 
         await self.do(issue)
 
-    async def answered(self, model: OnlineModel, command: Command, **facts: float) -> None:
-        """Let an answered command go, and note what is known of the model since (columns of its table)."""
+    async def answered(
+        self, model: OnlineModel, command: Command, settled: Settled | None = None, **facts: float
+    ) -> None:
+        """Let an answered command go; note what became of its examples, and facts of the model (columns of its table).
+
+        `tokens` are added to those before.
+        """
 
         def answered(connection: sqlite3.Connection) -> None:
             sql = "DELETE FROM commands WHERE model_id = ? AND seq_id = ?"
             connection.execute(sql, (model.model_id, command.seq_id))
             for name, value in facts.items():
-                sql = f"UPDATE models SET {name} = ? WHERE model_id = ?"  # noqa: S608 - names of ours
+                new = "tokens + ?" if name == "tokens" else "?"
+                sql = f"UPDATE models SET {name} = {new} WHERE model_id = ?"  # noqa: S608 - names of ours
                 connection.execute(sql, (value, model.model_id))
+            if settled is not None:
+                _settle(connection, model, command.batch, settled)
 
         await self.do(answered)
 
-    async def settle(self, model: OnlineModel, state: ExampleState, problem: str = "") -> None:
-        """Say of the examples that were sent what became of them. Only those that wait keep their data."""
-        kept = "data" if state is ExampleState.WAITING else "NULL"
-        sql = f"UPDATE examples SET state = ?, problem = ?, data = {kept} WHERE model_id = ? AND state = ?"  # noqa: S608
-        await self.write(sql, state, problem, model.model_id, ExampleState.SENT)
-
-    async def stop(self, model: OnlineModel, problem: str) -> None:
-        """Note why a model is not trained further, and give up what it had under way."""
+    async def stop(self, model: OnlineModel, problem: str, command: Command, settled: Settled) -> None:
+        """Note why a model is not trained further, give up what it had under way, and say what became of examples."""
 
         def stop(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM commands WHERE model_id = ?", (model.model_id,))
             connection.execute("UPDATE models SET stopped = ? WHERE model_id = ?", (problem, model.model_id))
+            _settle(connection, model, command.batch, settled)
 
         await self.do(stop)
+
+
+def _settle(connection: sqlite3.Connection, model: OnlineModel, batch: int, settled: Settled) -> None:
+    """Give the examples of a batch that are under way their state. Only those that wait keep their data."""
+    mine = (model.model_id, batch, ExampleState.SENT)
+    where = "WHERE model_id = ? AND batch = ? AND state = ?"
+    sql = f"SELECT COUNT(*), COALESCE(SUM(LENGTH(data)), 0) FROM examples {where}"  # noqa: S608
+    ((count, size),) = connection.execute(sql, mine).fetchall()
+    if settled.state is ExampleState.WAITING:
+        connection.execute(f"UPDATE examples SET state = ? {where}", (settled.state, *mine))  # noqa: S608
+        return
+    connection.execute(f"UPDATE examples SET state = ?, data = NULL {where}", (settled.state, *mine))  # noqa: S608
+    total = "trained" if settled.state is ExampleState.TRAINED else "failed"
+    sql = (
+        f"UPDATE models SET {total} = {total} + ?, waiting = waiting - ?, waiting_bytes = waiting_bytes - ? "  # noqa: S608
+        "WHERE model_id = ?"
+    )
+    connection.execute(sql, (count, count, size, model.model_id))
+    if settled.problem and count:
+        connection.execute("UPDATE models SET problem = ? WHERE model_id = ?", (settled.problem, model.model_id))
 
 
 def _model(row: sqlite3.Row) -> OnlineModel:

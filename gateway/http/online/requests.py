@@ -1,0 +1,114 @@
+"""What is posted to /train and /checkpoint, checked as it is parsed: a large body that is wrong costs little."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from paceline import errors
+
+DEFAULT_MODEL = "online"
+ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Optimizer = Literal["apollo_mini", "apollo", "adamw", "adamw_8bit", "adamw_cpu", "adafactor"]
+_AT = re.compile(r" - at `\$\.?(.*)`$")
+_NAME = re.compile(r"(?:unknown|required) field `(.*?)`")
+T = TypeVar("T")
+
+
+class Message(Struct):
+    """A message of a conversation, with whatever else the template knows."""
+
+    role: str
+    content: str | list[Any] | None = None
+    weight: Literal[0, 1] = 1
+
+
+class Conversation(Struct, forbid_unknown_fields=True):
+    """Messages as in OpenAI's chat API; the loss is on those of the assistant."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+class Pair(Struct, forbid_unknown_fields=True):
+    """A conversation of two messages."""
+
+    prompt: str
+    response: str
+
+    def conversation(self) -> bytes:
+        """Return it as one."""
+        messages = [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.response}]
+        return msgspec.json.encode({"messages": messages})
+
+
+class Lora(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """An adapter, in place of all parameters."""
+
+    rank: Annotated[int, Meta(ge=1, le=65536)]
+    alpha: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+
+
+class TrainRequest(Struct, forbid_unknown_fields=True):
+    """Request of /train."""
+
+    model: ModelName = DEFAULT_MODEL
+    conversations: list[Raw] = []
+    """Each a Conversation, or its messages alone."""
+    pairs: list[Pair] = []
+    learning_rate: Annotated[float, Meta(ge=0, le=1e6)] = 1e-4
+    batch_size: Annotated[int, Meta(ge=1, le=256)] = 8
+    optimizer: Optimizer | None = None
+    lora: Lora | None = None
+
+    def bodies(self) -> list[bytes]:
+        """Return all conversations, pairs last, as the trainer takes them. Raises InvalidArgument, EmptyBatch."""
+        found = [_conversation(bytes(raw), f"conversations[{index}]") for index, raw in enumerate(self.conversations)]
+        found += [pair.conversation() for pair in self.pairs]
+        if not found:
+            raise errors.EmptyBatch("is empty, as is pairs; send one of them", field="conversations")
+        return found
+
+
+class CheckpointRequest(Struct, forbid_unknown_fields=True):
+    """Request of /checkpoint."""
+
+    model: ModelName = DEFAULT_MODEL
+    name: Annotated[str, Meta(max_length=128)] = ""
+
+
+def read(content: bytes, kind: type[T], place: str = "") -> T:
+    """Parse JSON. Raises UnreadableMessage, UnknownField, InvalidArgument; `place` is where it stands in the body."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as problem:
+        text = str(problem)
+        inside = found[1] if (found := _AT.search(text)) else ""
+        name = named[1] if (named := _NAME.search(text)) else ""
+        field = ".".join(filter(None, (place, inside, name))).replace(".[", "[")
+        if "unknown field" in text:
+            raise errors.UnknownField("is not known; see docs/online.md", field=field) from problem
+        if field == "model":
+            raise errors.InvalidArgument("is 1 to 64 of A-Z a-z 0-9 _ . -", field=field) from problem
+        raise errors.InvalidArgument(_AT.sub("", text), field=field) from problem
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise errors.UnreadableMessage(f"the body is not JSON: {problem}"[:200]) from problem
+
+
+def _conversation(content: bytes, place: str) -> bytes:
+    """Check a conversation; return it as an object."""
+    if content[:1] == b"[":
+        content = b'{"messages":' + content + b"}"
+    try:
+        conversation = read(content, Conversation, place)
+    except errors.UnknownField as error:
+        if error.field == f"{place}.role":
+            message = "is a message; a conversation is a list of messages: put one more pair of brackets around them"
+            raise errors.InvalidArgument(message, field=place) from error
+        raise
+    if not any(message.role == "assistant" and message.weight for message in conversation.messages):
+        raise errors.InvalidArgument("has no message of role assistant with weight 1", field=f"{place}.messages")
+    return content

@@ -1,0 +1,115 @@
+"""What online training keeps on disk: each example has one end, and totals are those of the examples."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.http.online.store import Command, ExampleState, NewExample, OnlineStore, Settled
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = OnlineStore(tmp_path / "online.sqlite")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+async def model(store):
+    made = await store.add_model("tenant", "online", "request", "apollo_mini", {})
+    await store.attach(made, "run-1", 1, 1)
+    return store.again(made)
+
+
+def examples(*names, datums=1):
+    return [NewExample(name.encode(), datums, name.encode() * 10) for name in names]
+
+
+async def issue(store, model, batch):
+    """Issue a batch's two commands."""
+    first = store.again(model).next_seq_id
+    commands = [
+        Command(first + index, kind, first, b"") for index, kind in enumerate(("forward_backward", "optim_step"))
+    ]
+    await store.issue(model, commands, batch)
+    return commands
+
+
+def totals(store, model):
+    now = store.again(model)
+    return now.waiting, now.trained, now.failed, now.waiting_bytes
+
+
+async def test_an_example_is_taken_once(store, model):
+    assert await store.add_examples(model, examples("a", "b", "a"), 1e-4, 8) == 2
+    assert await store.add_examples(model, examples("b", "c"), 1e-4, 8) == 1
+    assert totals(store, model) == (3, 0, 0, 30)
+    forward, step = await issue(store, model, store.next_batch(model, 1 << 20))
+    await store.answered(model, forward, loss=1.0)
+    await store.answered(model, step, Settled(ExampleState.TRAINED), step=1, tokens=5)
+    assert totals(store, model) == (0, 3, 0, 0)
+    assert await store.add_examples(model, examples("a", "b", "c"), 1e-4, 8) == 0
+    assert (store.again(model).tokens, store.again(model).loss, store.commands(model)) == (5, 1.0, [])
+
+
+async def test_an_answer_settles_its_own_batch_alone(store, model):
+    await store.add_examples(model, examples("a", "b"), 1e-4, 1)
+    first = await issue(store, model, store.next_batch(model, 1 << 20))
+    second = await issue(store, model, store.next_batch(model, 1 << 20))
+    await store.answered(model, first[1], Settled(ExampleState.TRAINED))
+    assert totals(store, model) == (1, 1, 0, 10)
+    await store.answered(model, second[0], Settled(ExampleState.FAILED, "why"))
+    await store.answered(model, second[1], Settled(ExampleState.UNSURE, "no gradient"))
+    assert totals(store, model) == (0, 1, 1, 0)
+    assert store.again(model).problem == "why"
+
+
+@pytest.mark.parametrize(
+    ("state", "accepted", "after"),
+    [
+        (ExampleState.FAILED, 1, (1, 0, 0, 10)),
+        (ExampleState.UNSURE, 0, (0, 0, 1, 0)),
+        (ExampleState.WAITING, 0, (1, 0, 0, 10)),
+    ],
+)
+async def test_what_came_to_nothing_may_be_posted_again(store, model, state, accepted, after):
+    await store.add_examples(model, examples("a"), 1e-4, 8)
+    forward, _ = await issue(store, model, store.next_batch(model, 1 << 20))
+    await store.stop(model, "taken", forward, Settled(state, "taken"))
+    assert (store.again(model).stopped, store.commands(model)) == ("taken", [])
+    assert await store.add_examples(model, examples("a"), 1e-4, 8) == accepted
+    assert totals(store, model) == after
+    assert len(store.next_batch(model, 1 << 20)) == after[0]
+
+
+async def test_batches_have_one_setting_and_a_size(store, model):
+    await store.add_examples(model, examples("a", "b", "c"), 1e-4, 2)
+    await store.add_examples(model, examples("d", datums=200), 1e-3, 8)
+    await store.add_examples(model, examples("e", datums=100), 1e-3, 8)
+    sizes = []
+    while batch := store.next_batch(model, 1 << 20):
+        sizes.append((batch[0].learning_rate, len(batch)))
+        await issue(store, model, batch)
+    assert sizes == [(1e-4, 2), (1e-4, 1), (1e-3, 1), (1e-3, 1)]
+    await store.add_examples(model, examples("f", "g"), 1e-3, 8)
+    assert len(store.next_batch(model, 15)) == 1
+
+
+async def test_a_name_that_was_forgotten_begins_anew(store, model):
+    await store.add_examples(model, examples("a"), 1e-4, 8)
+    await store.forget_model(model)
+    again = await store.add_model("tenant", "online", "request-2", "adamw", {"rank": 4})
+    assert again.model_id != model.model_id
+    assert await store.add_examples(again, examples("a"), 1e-4, 8) == 1
+    assert again.lora == {"rank": 4}
+
+
+async def test_a_restart_finds_everything(store, model, tmp_path):
+    await store.add_examples(model, examples("a", "b"), 1e-4, 1)
+    commands = await issue(store, model, store.next_batch(model, 1 << 20))
+    store.close()
+    again = OnlineStore(tmp_path / "online.sqlite")
+    (found,) = again.models()
+    assert (again.commands(found), again.next_batch(found, 1 << 20)[0].data) == (commands, b"b" * 10)
+    again.close()
+    store.__init__(tmp_path / "online.sqlite")  # for the fixture to close
