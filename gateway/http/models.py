@@ -16,6 +16,8 @@ from paceline.types.v1 import model_pb2
 NEWEST = "newest"
 NAME = "name"
 """Key of a run's metadata by which clients may call it."""
+ONLINE = {"api": "online"}
+"""Metadata of runs that begin with the base model's weights and publish them first."""
 _PAGE = 1000
 _VERSION = re.compile(r"[1-9][0-9]{0,14}")
 
@@ -34,7 +36,8 @@ class Models:
         """Return the weights that a name stands for.
 
         The base model by its name or an alias; a run (its id, its metadata's `name`, or a model of Tinker's API) for
-        its newest version, with @newest or @<number> behind it too; a sampler checkpoint by its path.
+        its newest version, with @newest or @<number> behind it too; a sampler checkpoint by its path. The base model
+        stands in for an online model until its first version is there.
 
         Raises RunNotFound, ModelNotFound, InvalidPath, InvalidArgument.
         """
@@ -44,7 +47,11 @@ class Models:
                 raise errors.InvalidPath("is training state; name a sampler checkpoint", field=field)
             return ModelRef(checkpoint=str(path))
         run, _, version = name.partition("@")
-        run_id = await self._run_of(tenant, run)
+        run_id = self._run_of(tenant, run)
+        if not run_id and (named := await self._named(tenant, run)):
+            if not named.latest_version and not version and ONLINE.items() <= named.user_metadata.items():
+                return ModelRef(base=await self._served(tenant))  # What its first version will compute.
+            run_id = named.run_id
         if not run_id:
             return ModelRef(base=await self.served(tenant, name, field))
         if version in {"", NEWEST}:
@@ -65,15 +72,17 @@ class Models:
             self._name = (await self.describe(tenant)).name
         return self._name
 
-    async def _run_of(self, tenant: str, name: str) -> str:
-        """Return the run that a name stands for; empty where it is none."""
-        if name.startswith("run-") or ":train:" in name:
-            return self._names.run_of(tenant, name)
-        if name in {await self._served(tenant), *self._aliases.names}:
-            return ""
+    def _run_of(self, tenant: str, name: str) -> str:
+        """Return the run whose id, or Tinker's name for it, this is; empty where it is neither."""
+        return self._names.run_of(tenant, name) if name.startswith("run-") or ":train:" in name else ""
+
+    async def _named(self, tenant: str, name: str) -> Run | None:
+        """Return the newest run of a name, of those that have published if any has; None where there is none."""
+        if name in {"", await self._served(tenant), *self._aliases.names}:
+            return None
         named = [run for run in await self.runs(tenant) if run.user_metadata.get(NAME) == name]
         published = [run for run in named if run.latest_version]
-        return next((run.run_id for run in (*published, *named)), "")
+        return next(iter((*published, *named)), None)
 
     async def describe(self, tenant: str) -> model_pb2.ModelInfo:
         """Describe the base model, as samplers have it."""

@@ -103,16 +103,21 @@ def test_full_parameters_are_trained_by_apollo_mini_while_the_model_serves(tmp_p
         assert {"online", run.run_id} <= {entry["id"] for entry in models}
 
 
-def test_a_model_serves_before_it_is_trained(caller):
+def test_a_model_serves_before_it_is_trained(adapters, caller):
     caller.train(model="new", pairs=PAIRS[:1], lora={"rank": 2})
-    wait_for(lambda: caller.status("new")["version"] == 1, explain=lambda: caller.status("new"))
     prompt = {"prompt": "Capital of Peru?", "max_tokens": 4, "temperature": 0}
-    base, first = (
-        caller.http.post(caller.url + "/v1/completions", json={"model": name, **prompt}).json()["choices"][0]["text"]
-        for name in ("model", "new@1")
-    )
-    assert first == base
+
+    def sample(model):
+        answer = caller.http.post(caller.url + "/v1/completions", json={"model": model, **prompt})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    assert sample("new"), "at once"
     caller.trained("new")
+    assert sample("new@1") == sample("model")
+    with paceline.ServiceClient(adapters.address, adapters.api_key) as service:
+        service.create_lora_training_client(rank=2, user_metadata={"name": "unpublished", "api": "online"})
+    assert sample("unpublished") == sample("model")
 
 
 def test_a_model_learns_what_is_posted_and_nothing_twice(caller):

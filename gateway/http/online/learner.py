@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from google.protobuf.message import Message
 
+from gateway.http.models import ONLINE
 from gateway.http.online.store import Command, Example, ExampleState, OnlineModel, OnlineStore, Settled
 from gateway.http.services import Services
 from paceline import codec, errors
@@ -19,7 +20,6 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1 import full_pb2, lora_pb2
 
-METADATA = {"api": "online"}
 _SECONDS = 600.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 """Seconds between attempts to send a command that nobody answered."""
@@ -144,7 +144,7 @@ class Learner:
     async def _create(self, base_model: str) -> str:
         model = self.model
         request = pb.CreateRunRequest(
-            request_id=model.request_id, base_model=base_model, user_metadata={**METADATA, "name": model.name}
+            request_id=model.request_id, base_model=base_model, user_metadata={**ONLINE, "name": model.name}
         )
         if model.lora:
             request.lora.CopyFrom(lora_pb2.LoraConfig(**model.lora))
