@@ -21,6 +21,7 @@ def _each(size: object, *fields: str) -> dict[str, object]:
 _SIZES: dict[str, object] = {
     **_each(64, "hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
     **_each(64, "lru_width", "attention_hidden_size", "emb_dim", "vocab_size", "vocab_size_per_layer_input"),
+    **_each(64, "encoder_hash_byte_group_vocab"),
     **_each(96, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim"),
     **_each(96, "shared_intermediate_size", "dense_intermediate_size", "intermediate_size_mlp", "dim_ff", "dff"),
     **_each(32, "moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"),
