@@ -29,7 +29,7 @@ class Running:
 @pytest.mark.parametrize("how", ["cancel", "deadline", "hang up"])
 async def test_a_call_that_ends_early_leaves_nothing_in_the_engine(engine, model_path, tmp_path, how):
     async with sampling(model_path, NO_TRAINER, tmp_path, Running(engine)) as client:
-        request = stream_request(base_ref(), num_samples=64, max_tokens=400)
+        request = stream_request(base_ref(), num_samples=64, max_tokens=100)
         timeout = 1.0 if how == "deadline" else None
         stream = client.stub.SampleStream(request, metadata=client.metadata, timeout=timeout)
         await until(engine.num_running)
