@@ -92,6 +92,12 @@ def open_model(wire, session_id=None):
     return session_id, fetch(wire, made["request_id"]).json()["model_id"]
 
 
+def ask_for_sample(wire, sampler_id, seq_id=0, tokens=PROMPT, **fields):
+    """Post a sample; returns the answer, which names its future."""
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+    return post(wire, "/asample", sampling_session_id=sampler_id, seq_id=seq_id, prompt=prompt, **fields)
+
+
 def open_sampler(wire, session_id):
     """A sampling session of the base model."""
     body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "model"}
@@ -277,14 +283,7 @@ def test_retrieve_futures_tells_of_samples_that_are_done(wire):
     sampler_id = open_sampler(wire, session_id)
     target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": 0}
     asked = {
-        post(
-            wire,
-            "/asample",
-            sampling_session_id=sampler_id,
-            seq_id=number,
-            prompt={"chunks": [{"type": "encoded_text", "tokens": tokens}]},
-            sampling_params={"max_tokens": 2},
-        )["request_id"]: bool(tokens)
+        ask_for_sample(wire, sampler_id, number, tokens, sampling_params={"max_tokens": 2})["request_id"]: bool(tokens)
         for number, tokens in enumerate([PROMPT, [], PROMPT])
     }
     told, cursor = {}, 0
@@ -337,15 +336,7 @@ def test_a_shape_alone_costs_no_memory(cluster, wire):
 def test_a_sample_that_is_cancelled_ends(wire):
     session_id, _ = open_model(wire)
     sampler_id = open_sampler(wire, session_id)
-    asked = post(
-        wire,
-        "/asample",
-        sampling_session_id=sampler_id,
-        seq_id=0,
-        num_samples=8,
-        prompt={"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
-        sampling_params={"max_tokens": 400, "stop": []},
-    )
+    asked = ask_for_sample(wire, sampler_id, num_samples=8, sampling_params={"max_tokens": 400, "stop": []})
     assert len(set(asked["sample_sequence_ids"])) == 8
     post(wire, "/cancel_future", request_id=asked["request_id"])
     assert "CANCELLED" in fetch(wire, asked["request_id"]).json()["error"]
@@ -418,14 +409,7 @@ def test_numbers_and_texts_that_are_none_are_refused(wire, path, body):
 def test_a_sample_with_settings_that_fit_no_field_fails_by_itself(wire):
     session_id, _ = open_model(wire)
     sampler_id = open_sampler(wire, session_id)
-    asked = post(
-        wire,
-        "/asample",
-        sampling_session_id=sampler_id,
-        seq_id=0,
-        prompt={"chunks": [{"tokens": PROMPT}]},
-        sampling_params={"stop": [-1]},
-    )
+    asked = ask_for_sample(wire, sampler_id, sampling_params={"stop": [-1]})
     assert fetch(wire, asked["request_id"]).json()["category"] == "user"
 
 

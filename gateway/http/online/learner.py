@@ -59,7 +59,7 @@ class Learner:
     def __init__(self, services: Services, store: OnlineStore, model: OnlineModel, most_bytes: int) -> None:
         """Take the most bytes of one call."""
         self._services, self._store, self._most_bytes = services, store, most_bytes
-        self.model = model
+        self._known = model
         self._turn = asyncio.Lock()
         self._working: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
@@ -70,6 +70,11 @@ class Learner:
         """The command that is under way, and since when."""
         self._loss: float | None = None
         """Of the batch under way."""
+
+    @property
+    def model(self) -> OnlineModel:
+        """The model as it is now. Raises ModelNotFound where it was forgotten."""
+        return self._store.again(self._known)
 
     @property
     def is_busy(self) -> bool:
@@ -115,7 +120,6 @@ class Learner:
                 message = "the run's state is lost; load a checkpoint into it by LoadCheckpoint, or name another model"
                 raise errors.RunStateLost(message, field="model")
             await self._store.attach(model, run_id, reply.attachment, reply.run.last_seq_id + 1)
-            self.model = self._store.again(model)
             if not reply.run.latest_version:  # What is trained can be sampled from at once, as it is.
                 await self._issue([self._publish()])
 
@@ -123,14 +127,14 @@ class Learner:
         """Save a state checkpoint behind the batch under way; return its path. Raises what the trainer raises."""
         async with self._turn:
             await self._send_all()
-            model = self.model = self._store.again(self.model)
+            model = self.model
             if model.stopped:
                 raise errors.InvalidArgument(f"is stopped: {model.stopped}", field="model")
             name = name or f"step-{model.step}"
             request = pb.SaveCheckpointRequest(name=name, kind=pb.CHECKPOINT_KIND_STATE, overwrite=True)
             await self._issue([(_SAVE, request)])
             reply = None
-            for command in self._store.commands(self.model):
+            for command in self._store.commands(self._known):
                 reply = await self._send(command)
         if isinstance(reply, errors.PacelineError):
             raise reply
@@ -138,8 +142,8 @@ class Learner:
         return reply.checkpoint.path
 
     def _can_train(self) -> bool:
-        self.model = self._store.again(self.model)
-        return bool(self.model.run_id) and not self.model.stopped
+        model = self.model
+        return bool(model.run_id) and not model.stopped
 
     async def _create(self, base_model: str) -> str:
         model = self.model
@@ -158,12 +162,12 @@ class Learner:
                 self._woken.clear()
                 async with self._turn:
                     await self._send_all()
-                    model = self.model = self._store.again(self.model)
+                    model = self.model
                     batch = self._store.next_batch(model, self._most_bytes)
                     if model.stopped or not (batch or self._must_publish):
                         return
                     if batch:
-                        await self._issue(self._commands(batch), batch)
+                        await self._issue(self._commands(model, batch), batch)
                         await self._send_all()
                         continue
                 with suppress(TimeoutError):
@@ -172,21 +176,21 @@ class Learner:
                     await self._issue([self._publish()])
         except Exception as error:  # told by the status; the next example begins it again
             self._ended = str(error) if isinstance(error, errors.PacelineError) else "internal error; see the log"
-            _log.exception("online training ends", model=self.model.name)
+            _log.exception("online training ends", model=self._known.name)
 
-    def _commands(self, batch: Sequence[Example]) -> list[tuple[str, Message]]:
+    def _commands(self, model: OnlineModel, batch: Sequence[Example]) -> list[tuple[str, Message]]:
         """Return what trains on a batch: its loss is the mean over the tokens of responses."""
         carried = pb.ForwardBackwardRequest(
             loss_fn="cross_entropy", reduction=pb.REDUCTION_TOKEN_MEAN, refuse_non_finite=True
         )
         for example in batch:
             carried.MergeFromString(example.data)
-        params = OPTIMIZERS[self.model.optimizer](learning_rate=batch[0].learning_rate)
+        params = OPTIMIZERS[model.optimizer](learning_rate=batch[0].learning_rate)
         commands: list[tuple[str, Message]] = [
             (_FORWARD_BACKWARD, carried),
             (_OPTIM_STEP, codec.optimizer_to_proto(params)),
         ]
-        if self.model.waiting == len(batch) or monotonic() - self._published >= _PUBLISH_SECONDS:
+        if model.waiting == len(batch) or monotonic() - self._published >= _PUBLISH_SECONDS:
             commands.append(self._publish())
         return commands
 
@@ -204,13 +208,11 @@ class Learner:
             batch = model.next_seq_id if kind in {_FORWARD_BACKWARD, _OPTIM_STEP} else 0
             commands.append(Command(number, kind, batch, request.SerializeToString(deterministic=True)))
         await self._store.issue(model, commands, examples)
-        self.model = self._store.again(model)
 
     async def _send_all(self) -> None:
         """Send what has no answer, each until it has one."""
-        for command in self._store.commands(self.model):
+        for command in self._store.commands(self._known):
             await self._send(command)
-            self.model = self._store.again(self.model)
             if self.model.stopped:
                 return
 
@@ -221,15 +223,15 @@ class Learner:
             await self._refused(command, answer)
         elif isinstance(answer, pb.ForwardBackwardResponse):
             self._loss = answer.metrics["loss:sum"]
-            await self._store.answered(self.model, command)
+            await self._store.answered(self._known, command)
         elif isinstance(answer, pb.OptimStepResponse):
             settled, loss = Settled(ExampleState.TRAINED), {} if self._loss is None else {"loss": self._loss}
-            await self._store.answered(self.model, command, settled, step=answer.step, tokens=answer.tokens, **loss)
+            await self._store.answered(self._known, command, settled, step=answer.step, tokens=answer.tokens, **loss)
         elif isinstance(answer, pb.PublishWeightsResponse):
             self._unpublished, self._must_publish = "", False
-            await self._store.answered(self.model, command, version=answer.model.version)
+            await self._store.answered(self._known, command, version=answer.model.version)
         else:
-            await self._store.answered(self.model, command)
+            await self._store.answered(self._known, command)
         return answer
 
     async def _refused(self, command: Command, error: errors.PacelineError) -> None:
@@ -254,7 +256,7 @@ class Learner:
         while True:
             self._asked = (command.kind, monotonic())
             try:
-                answer = await self._services.call(self.model.tenant, request, reply_type, seconds=_SECONDS)
+                answer = await self._services.call(self._known.tenant, request, reply_type, seconds=_SECONDS)
             except errors.PacelineError as error:
                 is_answer = not isinstance(error, _NOT_ANSWERS) and error.retry_after is None
                 if is_answer or isinstance(error, errors.AckTimeout):

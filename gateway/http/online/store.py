@@ -152,7 +152,7 @@ class OnlineStore(Database):
         """Return a model as it is now. Raises ModelNotFound where it was forgotten."""
         for row in self.rows("SELECT * FROM models WHERE model_id = ?", model.model_id):
             return _model(row)
-        raise errors.ModelNotFound("the model was begun anew; try again", field="model")
+        raise errors.ModelNotFound("the model was deleted and made again; try again", field="model")
 
     def waiting_bytes(self, tenant: str) -> int:
         """Return what a tenant's examples take that are not trained on yet."""
