@@ -194,16 +194,27 @@ class Futures:
         return [(request_id, result) for _, request_id, result in done.entries], max(done.last, after)
 
     def _done_of(self, tenant: str, sampler_id: str, clone: int) -> _Completions:
-        """Return what is done of a sampler's copy: for one not seen before, with what an earlier gateway finished."""
+        """Return what is done of a sampler's copy: for one not seen before, with what was finished until now."""
         key = f"{tenant}/{sampler_id}/{clone}"
         if key not in self._completions:
             # Cursors of an earlier gateway are below these.
             while len(self._completions) >= _MAX_PRESENT:
                 del self._completions[next(iter(self._completions))]
             done = self._completions[key] = _Completions(int(time() * 1e6))
-            for stored in self._store.finished(f"{sampler_id}:"):
-                if stored.tenant == tenant and clone_of(stored.request_id) == clone and stored.media is not None:
-                    done.add(stored.request_id, Result(stored.media, stored.result or b""))
+            finished = {
+                stored.request_id: Result(stored.media, stored.result or b"")
+                for stored in self._store.finished(f"{sampler_id}:")
+                if stored.tenant == tenant and stored.media is not None
+            }
+            # A result is told before it is stored: those of a moment ago may be in memory alone.
+            finished |= {
+                work.request_id: work.result.result()
+                for work in self._works.values()
+                if work.tenant == tenant and _sampler_of(work.request_id) == sampler_id and work.result.done()
+            }
+            for request_id, result in finished.items():
+                if clone_of(request_id) == clone:
+                    done.add(request_id, result)
         return self._completions[key]
 
     async def forget_old(self) -> None:
@@ -267,14 +278,17 @@ class Futures:
     def _note_completion(self, work: Work, result: Result) -> None:
         if work.kind != "sample":
             return
-        sampler_id, _, _ = work.request_id.rpartition(":")
-        key = f"{work.tenant}/{sampler_id}/{clone_of(work.request_id)}"
+        key = f"{work.tenant}/{_sampler_of(work.request_id)}/{clone_of(work.request_id)}"
         if key in self._completions:  # otherwise nobody asks for them
             self._completions[key].add(work.request_id, result)
 
 
 _CLONE = 1_000_000_000
 """Copy k of a sampler numbers its samples from k times this."""
+
+
+def _sampler_of(request_id: str) -> str:
+    return request_id.rpartition(":")[0]
 
 
 def clone_of(request_id: str) -> int:
