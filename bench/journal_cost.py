@@ -24,13 +24,13 @@ from budgets import budget
 from paceline import codec
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, LoraConfig
-from trainer_service.disk import DiskGuard
+from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import Facts
+from trainer_service.limits.free_space import DiskGuard
 from trainer_service.runs.command import Command, answer_to_record
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))

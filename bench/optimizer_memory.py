@@ -22,11 +22,11 @@ from torch import nn
 
 from paceline.types import ApolloParams, LoraConfig, OptimizerParams
 from paceline.types.optimizers import OPTIMIZERS
-from trainer_service.engine import adapters
-from trainer_service.engine.base_model import load_base_model
+from trainer_service.engine.model.base_model import load_base_model
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.runs import adapters
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from make_model import default_directory, make_model

@@ -29,11 +29,11 @@ from make_model import default_directory, make_model
 from train_batches import make_random_model
 
 from paceline.types import AdamParams, Datum, LoraConfig
-from trainer_service.engine.allocator import keep_freed_memory
+from trainer_service.engine.microbatch.packing import Batch
+from trainer_service.engine.microbatch.scheduler import Scheduler
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.packing import Batch
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.scheduler import Scheduler
+from trainer_service.engine.worker.allocator import keep_freed_memory
 
 LOSS = "importance_sampling"
 ALONE = "all tokens, one run"

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from sample_load import KV_CACHE_GIB, MAX_MODEL_LEN, MAX_NUM_SEQS, RANK, Load, run_load
 
 from paceline.types import SamplingParams
-from sampler_service.engine import vllm_engine
-from sampler_service.engine.base import Adapter, GenerationRequest
 from sampler_service.engine.options import Dtype, EngineOptions
-from sampler_service.engine.vllm_params import lora_request, prompt_input, sampling_params
+from sampler_service.engine.protocol import Adapter, GenerationRequest
+from sampler_service.engine.vllm import engine as vllm_engine
+from sampler_service.engine.vllm.params import lora_request, prompt_input, sampling_params
 
 KINDS = ("as served", "stock operators", "no adapters")
 

@@ -29,18 +29,18 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import staged_directory
-from trainer_service.disk import DiskGuard
-from trainer_service.engine.link import Captured
+from trainer_service.engine.client.link import Captured
+from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import Facts
+from trainer_service.limits.free_space import DiskGuard
 from trainer_service.runs.answers import Answers
 from trainer_service.runs.command import Command
+from trainer_service.runs.progress import Turn
 from trainer_service.runs.sequencer import Sequencer
-from trainer_service.runs.turn import Turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from make_model import default_directory, make_model

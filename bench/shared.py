@@ -29,8 +29,8 @@ from safetensors import safe_open
 import paceline
 from paceline import AdamParams, Datum, SamplingParams
 from paceline.rpc.health import wait_until_serving
-from paceline.shared_base import read_base
 from paceline.up.plan import UpOptions, make_plans, read_or_make_key
+from paceline.weight_sharing.export import read_base
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from make_model import default_directory, make_model

@@ -36,7 +36,7 @@ from paceline.weights.v1.weight_service_pb2_grpc import (
     WeightServiceStub,
     add_WeightServiceServicer_to_server,
 )
-from sampler_service.versions.staging import StagingArea
+from sampler_service.transports.staging import StagingArea
 
 
 class Plain(WeightServiceServicer):

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry
 
 from paceline.rpc.server import serve
 from paceline.settings import load_settings
-from sampler_service.engine.base import EngineUnfit
 from sampler_service.engine.factory import create_service_engine
+from sampler_service.engine.protocol import EngineUnfit
 from sampler_service.service import SamplerService
 from sampler_service.settings import SamplerSettings
 
@@ -20,7 +20,7 @@ def main() -> None:
     try:
         engine = create_service_engine(settings.engine, settings.bridge, settings.serves, settings.engine_options)
         if settings.engine == "vllm":
-            from sampler_service.engine.vllm_forks import start_fork_server  # noqa: PLC0415
+            from sampler_service.engine.vllm.forks import start_fork_server  # noqa: PLC0415
 
             start_fork_server()
         uvloop.run(serve(SamplerService(settings, engine, registry), settings, registry))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from sampler_service.engine.base import LoadTimes
+from sampler_service.engine.protocol import LoadTimes
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.1, 0.3, 1, 3, 10, 60)
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from paceline.types import Quota
-from sampler_service.admission import Admission
-from sampler_service.versions.base import Versions
+from sampler_service.scheduling.admission import Admission
+from sampler_service.stores.base import Versions
 
 VERSIONS = "versions"
 """The quota's name."""

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 from paceline import errors
 from paceline.log import get_logger
-from sampler_service.engine.rebuilding import RebuildingEngine
+from sampler_service.engine.restartable import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.versions.base import Versions
+from sampler_service.stores.base import Versions
 
 _HEALTH_SECONDS = 1.0
 """How often the engine is asked whether it lives."""

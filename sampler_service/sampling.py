@@ -11,17 +11,24 @@ from uuid import uuid4
 from paceline import errors
 from paceline.types import ModelRef, SampleResult, ServedModel, StreamedTokens
 from paceline.types.training import Array
-from sampler_service.admission import Admission, Demand
-from sampler_service.engine.base import Adapter, Delivery, GenerationRequest, SamplerEngine, TokenDelta
-from sampler_service.engine.text import TextEndpoint, TextRequest
+from sampler_service.engine.protocol import (
+    Adapter,
+    Delivery,
+    GenerationRequest,
+    SamplerEngine,
+    TextEndpoint,
+    TextRequest,
+    TokenDelta,
+)
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.requests import SampleRequest
-from sampler_service.text_fields import read_body
-from sampler_service.tokens import check_numbers, collect, complete, repeated
-from sampler_service.turns import Turns
-from sampler_service.validation import RequestLimits, check_amounts, check_ref, check_sample, check_tokens
-from sampler_service.versions.base import Versions
-from sampler_service.versions.loaded import Lease
+from sampler_service.requests.reply import check_numbers, collect, complete, repeated
+from sampler_service.requests.request import SampleRequest
+from sampler_service.requests.text_fields import read_body
+from sampler_service.requests.validation import RequestLimits, check_amounts, check_ref, check_sample, check_tokens
+from sampler_service.scheduling.admission import Admission, Demand
+from sampler_service.scheduling.tenant_turns import Turns
+from sampler_service.stores.base import Versions
+from sampler_service.stores.leases import Lease
 
 Generation = tuple[Lease, AsyncIterator[TokenDelta]]
 

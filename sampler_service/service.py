@@ -20,38 +20,38 @@ from paceline.rpc.quota_metrics import QuotaMetrics
 from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
-from paceline.shared_base import read_base
 from paceline.types import ModelInfo
-from sampler_service.admission import Admission, Room
-from sampler_service.engine.base import WritableEngine
-from sampler_service.engine.rebuilding import RebuildingEngine
+from paceline.weight_sharing.export import read_base
+from sampler_service.agreement.standing import Standing
+from sampler_service.engine.protocol import WritableEngine
+from sampler_service.engine.restartable import RebuildingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.quotas import Quotas
 from sampler_service.recovery import EngineKeeper
+from sampler_service.requests.validation import RequestLimits
+from sampler_service.rpc.servicer import SamplerServicer, ServerInfo
 from sampler_service.sampling import Sampler
-from sampler_service.servicer import SamplerServicer, ServerInfo
+from sampler_service.scheduling.admission import Admission, Room
+from sampler_service.scheduling.tenant_turns import Turns
 from sampler_service.settings import SamplerSettings
-from sampler_service.standing import Standing
-from sampler_service.turns import Turns
-from sampler_service.validation import RequestLimits
-from sampler_service.versions.base import Versions
-from sampler_service.versions.bridges import Bridge, ManifestRules
-from sampler_service.versions.collective import CollectiveBridge, GroupReceiver
-from sampler_service.versions.disk import DiskTier
-from sampler_service.versions.in_place import InPlaceSlot
-from sampler_service.versions.loaded import RegistryLimits
-from sampler_service.versions.memory import show_memory
-from sampler_service.versions.model_slot import ModelSlot
-from sampler_service.versions.offers import Offers
-from sampler_service.versions.push import PushReceiver
-from sampler_service.versions.registry import VersionRegistry
-from sampler_service.versions.resolver import VersionResolver
-from sampler_service.versions.staging import StagingArea
-from sampler_service.versions.stream import StreamBridge
-from sampler_service.versions.trainer_link import TrainerLink
-from sampler_service.versions.volume import VolumeBridge
-from sampler_service.versions.watcher import VersionWatcher
-from sampler_service.versions.writes import WriteListener
+from sampler_service.stores.adapters import VersionRegistry
+from sampler_service.stores.base import Versions
+from sampler_service.stores.disk import DiskTier
+from sampler_service.stores.full_model import ModelSlot
+from sampler_service.stores.in_place import InPlaceSlot
+from sampler_service.stores.leases import RegistryLimits
+from sampler_service.stores.memory import show_memory
+from sampler_service.stores.resolver import VersionResolver
+from sampler_service.stores.update_server import WriteListener
+from sampler_service.transports.base import Bridge, ManifestRules
+from sampler_service.transports.collective import CollectiveBridge, GroupReceiver
+from sampler_service.transports.prefetch import Offers
+from sampler_service.transports.push import PushReceiver
+from sampler_service.transports.staging import StagingArea
+from sampler_service.transports.stream import StreamBridge
+from sampler_service.transports.trainer_link import TrainerLink
+from sampler_service.transports.volume import VolumeBridge
+from sampler_service.watcher import VersionWatcher
 
 _log = get_logger(__name__)
 

@@ -60,7 +60,7 @@ def vllm_here() -> Iterator[None]:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start what vLLM's engines are forked from, where a test needs one, before tests start threads."""
     if any("vllm_here" in getattr(item, "fixturenames", ()) for item in session.items):
-        from sampler_service.engine.vllm_forks import start_fork_server
+        from sampler_service.engine.vllm.forks import start_fork_server
 
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # which takes what engines write, too

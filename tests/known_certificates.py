@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_service.engine import certified_base
+from trainer_service.engine.certificate.certificate import certified_base
 
 
 def _key(loading) -> Hashable:

@@ -16,8 +16,8 @@ from tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.types import SamplingParams, StopReason
-from sampler_service.engine.base import Adapter, GenerationRequest, SamplerEngine, TokenDelta
 from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.protocol import Adapter, GenerationRequest, SamplerEngine, TokenDelta
 
 CONTEXT = 128
 PROMPT = list(b"the riders are in file")

@@ -25,9 +25,9 @@ from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 from paceline.types.v1 import model_pb2, sampling_pb2
-from sampler_service.engine.base import SamplerEngine
 from sampler_service.engine.factory import create_service_engine
-from sampler_service.engine.rebuilding import RebuildingEngine
+from sampler_service.engine.protocol import SamplerEngine
+from sampler_service.engine.restartable import RebuildingEngine
 from sampler_service.service import SamplerService
 from sampler_service.settings import SamplerSettings
 

@@ -31,7 +31,7 @@ _PROGRAMS = {
         "peft",
         "transformers.models.llama.modeling_llama",
     ),
-    "sampler_service": ("sampler_service.engine.hf_engine", "sampler_service.engine.vllm_forks", "setproctitle"),
+    "sampler_service": ("sampler_service.engine.hf.engine", "sampler_service.engine.vllm.forks", "setproctitle"),
     "gateway": ("gateway.http.edge",),
 }
 """What a service's process has imported besides the service itself."""

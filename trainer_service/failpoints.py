@@ -33,7 +33,7 @@ SERVICE_POINTS = (
 )
 """Points of the service's process.
 
-Those of the engine are `engine_` and the name of a command of engine/wire.py, or `engine_pass_` and a run's id.
+Those of the engine are `engine_` and the name of a command of engine/messages.py, or `engine_pass_` and a run's id.
 """
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from paceline.rpc.identity import Identity
 from paceline.types import Quota
 from paceline.waiting_bytes import WaitingBytes
-from trainer_service import volume_bytes
+from trainer_service.limits import volume_bytes
+from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.volume_bytes import VolumeBytes
 
 RUNS = "runs"
 """The quota's name."""

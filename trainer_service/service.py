@@ -25,32 +25,32 @@ from paceline.waiting_bytes import WaitingBytes
 from trainer_service.backoff import backoff
 from trainer_service.certificate_metrics import CertificateMetrics
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.commands import Commands
-from trainer_service.disk import DiskGuard
-from trainer_service.engine.process import EngineProcess
+from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.watchdog import Patience
 from trainer_service.failpoints import Failpoints
 from trainer_service.hardware import choose_options
-from trainer_service.lent_base import LentBase
+from trainer_service.limits.byte_gate import ByteGate
+from trainer_service.limits.free_space import DiskGuard
+from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.publish.agreements import Agreements
-from trainer_service.publish.feed import Feed
-from trainer_service.publish.group import BroadcastGroup, GroupOptions
+from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
+from trainer_service.publish.watch_hub import Feed
 from trainer_service.quotas import Quotas
-from trainer_service.runs.byte_gate import ByteGate
+from trainer_service.recovery.recovery import Recovery
+from trainer_service.recovery.restore_point import RestorePoints
+from trainer_service.rpc.command_handlers import Commands
+from trainer_service.rpc.trainer_servicer import TrainerServicer
+from trainer_service.rpc.weight_servicer import WeightServicer
 from trainer_service.runs.executor import SnapshotPolicy
 from trainer_service.runs.record import RunRecord
-from trainer_service.runs.recovery import Recovery
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.restore_point import RestorePoints
 from trainer_service.runs.storage import RunStorage
-from trainer_service.runs.volume_format import check_volume
-from trainer_service.servicer import TrainerServicer
 from trainer_service.settings import TrainerSettings
-from trainer_service.tokenizer import read_tokenizer_files
+from trainer_service.text.tokenizer_files import read_tokenizer_files
 from trainer_service.trainer import Trainer
-from trainer_service.volume_bytes import VolumeBytes
-from trainer_service.weight_servicer import WeightServicer
+from trainer_service.volume.format import check_volume
+from trainer_service.weight_sharing import LentBase
 
 _log = get_logger(__name__)
 

@@ -27,17 +27,17 @@ from paceline.types import (
 )
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.disk import DiskGuard
-from trainer_service.engine.base import AdapterInfo
+from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.optimizers.specs import spec_of
-from trainer_service.engine.process import EngineProcess
-from trainer_service.publish.feed import AckPolicy
+from trainer_service.engine.protocol import AdapterInfo
+from trainer_service.limits.free_space import DiskGuard
+from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.publish.publisher import Publication, Publisher
+from trainer_service.publish.watch_hub import AckPolicy
+from trainer_service.runs.progress import Turn
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
-from trainer_service.runs.turn import Turn
 from trainer_service.settings import TrainerSettings
-from trainer_service.volume_bytes import VolumeBytes
 
 _KNOWN_CLIENTS = 64
 """AttachRun requests of a run that are known when they come again, the newest."""

@@ -11,7 +11,7 @@ import numpy as np
 from paceline import errors
 from paceline.types import Datum, LoraConfig, ModelInfo, Reduction
 from paceline.types.training import MASK_INPUTS, Array
-from trainer_service.engine.loss_specs import (
+from trainer_service.engine.loss.specs import (
     CLIP_HIGH,
     CLIP_LOW,
     MASK,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.weights import read_header
-from sampler_service.engine.adapters import LinearShapes
+from sampler_service.engine.adapter_files import LinearShapes
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

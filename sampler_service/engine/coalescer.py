@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.types import TopkLogprobs
-from sampler_service.engine.base import Delivery, TokenDelta
+from sampler_service.engine.protocol import Delivery, TokenDelta
 
 _BEHIND_SECONDS = 0.001
 """A reader that runs later than this after it was woken waits for others."""

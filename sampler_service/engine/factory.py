@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from sampler_service.engine.base import SamplerEngine
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.rebuilding import RebuildingEngine
+from sampler_service.engine.protocol import SamplerEngine
+from sampler_service.engine.restartable import RebuildingEngine
 
 EngineKind = Literal["vllm", "hf"]
 
@@ -20,14 +20,14 @@ def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: E
     """
     _check(kind, options)
     if options.in_place != "off" and kind == "vllm":
-        from sampler_service.engine.vllm_in_place import InPlaceEngine  # noqa: PLC0415
+        from sampler_service.engine.vllm.in_place import InPlaceEngine  # noqa: PLC0415
 
         return RebuildingEngine(InPlaceEngine, options)
     if bridge == "restart" or serves == "adapters":
         return RebuildingEngine(partial(_make_engine, kind), options)  # checked once, not at every rebuild
     if kind != "vllm":
         raise ValueError(f"engine {kind} changes its model by bridge=restart alone; choose it, or engine=vllm")
-    from sampler_service.engine.vllm_model import InPlaceVllmEngine  # noqa: PLC0415
+    from sampler_service.engine.vllm.replaceable_model import InPlaceVllmEngine  # noqa: PLC0415
 
     return RebuildingEngine(InPlaceVllmEngine, options)
 
@@ -35,7 +35,7 @@ def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: E
 def _check(kind: EngineKind, options: EngineOptions) -> None:
     """Look at vLLM's internals before anything else of it is imported."""
     if kind == "vllm":
-        from sampler_service.engine.vllm_check import check_vllm  # noqa: PLC0415
+        from sampler_service.engine.vllm.version_check import check_vllm  # noqa: PLC0415
 
         check_vllm(options)
 
@@ -52,13 +52,13 @@ def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:
 
 def _make_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:
     if kind == "vllm":
-        from sampler_service.engine.vllm_engine import VllmEngine  # noqa: PLC0415
+        from sampler_service.engine.vllm.engine import VllmEngine  # noqa: PLC0415
 
         return VllmEngine(options)
     if kind == "hf":
         if options.base_dir is not None:
             raise ValueError("the engine hf lends no base weights; bridge=shared takes engine=vllm")
-        from sampler_service.engine.hf_engine import HfEngine  # noqa: PLC0415
+        from sampler_service.engine.hf.engine import HfEngine  # noqa: PLC0415
 
         return HfEngine(options)
     raise ValueError(f"unknown engine {kind!r}; choose vllm or hf")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from paceline.errors import EmptyBatch, OutOfRange, SequenceTooLong, TokenOutOfRange, Unsupported, VersionNotFound
 from paceline.types import ModelInfo, SamplingParams
-from sampler_service.engine.base import Adapter
+from sampler_service.engine.protocol import Adapter
 
 
 def check_tokens(info: ModelInfo, tokens: Sequence[int], field: str, room: int = 0) -> None:

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from sampler_contract import IDS, TARGETS, Reference, make_model, options_for
 from transformers import AutoModelForCausalLM
 
-from sampler_service.engine.base import Adapter, SamplerEngine
 from sampler_service.engine.factory import create_engine
+from sampler_service.engine.protocol import Adapter, SamplerEngine
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ from tiny_models import make_tiny
 
 from paceline.errors import InvalidShape
 from paceline.types import Datum, LoraConfig
-from sampler_service.engine.base import Adapter
-from sampler_service.engine.vllm_engine import VllmEngine
+from sampler_service.engine.protocol import Adapter
+from sampler_service.engine.vllm.engine import VllmEngine
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 

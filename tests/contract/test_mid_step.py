@@ -15,9 +15,9 @@ from sampler_contract import IDS, PROMPT, options_for
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from sampler_service.engine.mid_step import Load, Loaded, MidStepCalls, MidStepInbox
-from sampler_service.engine.vllm_engine import engine_args
-from sampler_service.engine.vllm_params import lora_request, prompt_input, prompt_logprobs, scoring_params
+from sampler_service.engine.vllm.engine import engine_args
+from sampler_service.engine.vllm.params import lora_request, prompt_input, prompt_logprobs, scoring_params
+from sampler_service.engine.vllm.worker.side_channel import Load, Loaded, MidStepCalls, MidStepInbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

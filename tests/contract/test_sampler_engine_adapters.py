@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import InvalidShape, RankTooLarge
 from paceline.layout import WEIGHTS_FILE
-from sampler_service.engine.base import Adapter
+from sampler_service.engine.protocol import Adapter
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from sampler_contract import IDS, PROMPT, TARGETS, ask, one, options_for
 
-from sampler_service.engine.base import Adapter
 from sampler_service.engine.factory import create_engine
+from sampler_service.engine.protocol import Adapter
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

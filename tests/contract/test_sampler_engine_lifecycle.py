@@ -15,7 +15,7 @@ from paceline.errors import EngineUnavailable
 from paceline.layout import WEIGHTS_FILE
 from paceline.types import StopReason
 from sampler_service.engine.factory import create_engine
-from sampler_service.engine.vllm_engine import engine_args
+from sampler_service.engine.vllm.engine import engine_args
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

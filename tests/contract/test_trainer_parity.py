@@ -10,7 +10,7 @@ from sampler_contract import IDS, PROMPT, ask, complete
 from tiny_models import VOCAB_SIZE
 
 from paceline.types import Datum, LoraConfig
-from sampler_service.engine.base import Adapter
+from sampler_service.engine.protocol import Adapter
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from paceline.shared_base import BaseManifest, SharedTensor, claim
-from sampler_service.engine.cuda_sharing import share_cuda
+from paceline.weight_sharing.export import BaseManifest, SharedTensor, claim
+from sampler_service.engine.vllm.worker.cuda_sharing import share_cuda
 
 
 def say(text: object) -> None:

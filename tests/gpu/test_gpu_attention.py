@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainer_service.engine.attention import packed_attention
+from trainer_service.engine.model.packed_attention import packed_attention
 
 pytestmark = pytest.mark.gpu
 

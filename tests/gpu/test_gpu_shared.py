@@ -16,11 +16,11 @@ from tiny_models import make_tiny_llama
 import paceline
 from paceline import AdamParams, Datum, SamplingParams
 from paceline.errors import BaseMismatch
-from paceline.shared_base import read_base
 from paceline.types import LoraConfig
-from trainer_service.engine.borrowed_base import open_tensors
+from paceline.weight_sharing.export import read_base
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine.weight_sharing.imported_base import open_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -84,8 +84,8 @@ def test_a_borrower_that_is_killed_leaves_the_weights_to_the_next(lender):
     """And one that ends by itself: each lowers a counter of torch's that was raised once."""
     before = lender.sum()
     opened = (
-        "import os, sys, torch; from pathlib import Path; from paceline.shared_base import read_base; "
-        "from trainer_service.engine.borrowed_base import open_tensors; path = Path(sys.argv[1]); "
+        "import os, sys, torch; from pathlib import Path; from paceline.weight_sharing.export import read_base; "
+        "from trainer_service.engine.weight_sharing.imported_base import open_tensors; path = Path(sys.argv[1]); "
         "tensors = open_tensors(path, read_base(path), torch.device('cuda')); torch.cuda.synchronize(); "
     )
     for end in ("os.kill(os.getpid(), 9)", "del tensors", "os.kill(os.getpid(), 9)", "del tensors"):

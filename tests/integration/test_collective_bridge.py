@@ -21,14 +21,14 @@ from paceline.rpc.interceptors import CredentialInterceptor, ErrorInterceptor
 from paceline.types import ModelInfo
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import add_WeightServiceServicer_to_server
+from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.process import EngineProcess
+from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.publish.agreements import Agreements
-from trainer_service.publish.feed import AckPolicy, Feed
-from trainer_service.publish.group import BroadcastGroup, GroupOptions
+from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
+from trainer_service.publish.watch_hub import AckPolicy, Feed
+from trainer_service.rpc.weight_servicer import WeightServicer
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.volume_bytes import VolumeBytes
-from trainer_service.weight_servicer import WeightServicer
 
 pytest_plugins = ["sampler_fixtures"]
 

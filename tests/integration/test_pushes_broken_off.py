@@ -18,7 +18,7 @@ from paceline.layout import WEIGHTS_FILE, Volume, new_run_id
 from paceline.rpc.identity import PEER_TENANT
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
-from sampler_service.engine.hf_engine import HfEngine
+from sampler_service.engine.hf.engine import HfEngine
 from sampler_service.engine.options import EngineOptions
 
 pytest_plugins = ["sampler_fixtures"]

@@ -22,9 +22,9 @@ from tiny_models import VOCAB_SIZE, make_tiny, make_tiny_llama, make_tiny_qwen3
 
 from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory, Unsupported
 from paceline.types import AdamParams, Datum, FullParameters, LoraConfig, PackingMode, Reduction
+from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.process import EngineProcess
 from trainer_service.engine.watchdog import Patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

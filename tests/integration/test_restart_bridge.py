@@ -18,7 +18,7 @@ from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef
 from paceline.types.v1 import model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
-from sampler_service.engine import hf_engine
+from sampler_service.engine.hf import engine as hf_engine
 
 pytest_plugins = ["sampler_fixtures"]
 

@@ -14,8 +14,8 @@ from tiny_models import make_tiny_llama
 
 from paceline import AdamParams, Datum, SamplingParams
 from paceline.errors import BaseMismatch
-from paceline.shared_base import read_base
 from paceline.types import LoraConfig
+from paceline.weight_sharing.export import read_base
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 

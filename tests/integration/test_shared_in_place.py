@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from paceline import AdamParams, Datum, SamplingParams, errors
 from paceline.layout import Volume
-from paceline.shared_base import read_base
-from paceline.shared_writes import WriteRequest, write_turn
+from paceline.weight_sharing.export import read_base
+from paceline.weight_sharing.update_lock import WriteRequest, write_turn
 
 pytestmark = pytest.mark.services
 

@@ -22,25 +22,25 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, Datum, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.commands import Commands
-from trainer_service.disk import NO_GUARD, DiskGuard
+from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.process import EngineProcess
 from trainer_service.failpoints import NO_FAILPOINTS
-from trainer_service.publish.feed import AckPolicy, Feed, Watcher
-from trainer_service.publish.group import BroadcastGroup, GroupOptions
+from trainer_service.limits.byte_gate import ByteGate
+from trainer_service.limits.free_space import NO_GUARD, DiskGuard
+from trainer_service.limits.volume_bytes import VolumeBytes
+from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
-from trainer_service.runs.byte_gate import ByteGate
+from trainer_service.publish.watch_hub import AckPolicy, Feed, Watcher
+from trainer_service.recovery.recovery import Recovery
+from trainer_service.recovery.restore_point import RestorePoints
+from trainer_service.rpc.command_handlers import Commands
 from trainer_service.runs.command import Command
 from trainer_service.runs.executor import SnapshotPolicy
-from trainer_service.runs.recovery import Recovery
+from trainer_service.runs.progress import Turn
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.restore_point import RestorePoints
 from trainer_service.runs.storage import RunStorage
-from trainer_service.runs.turn import Turn
 from trainer_service.settings import TrainerSettings
 from trainer_service.trainer import Trainer
-from trainer_service.volume_bytes import VolumeBytes
 
 TEAM = "team"
 SNAPSHOT_AFTER = 4

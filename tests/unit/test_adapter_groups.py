@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import InvalidArgument
 from paceline.types import LoraConfig
-from trainer_service.engine.adapter_groups import groups_of
-from trainer_service.engine.adapters import adapt
+from trainer_service.engine.model.module_groups import groups_of
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine.runs.adapters import adapt
 
 QKV, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 FUSED = ("query_key_value", "dense")

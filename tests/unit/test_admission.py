@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from paceline.errors import Overloaded, QuotaExceeded
-from sampler_service.admission import Admission, Demand, Room
+from sampler_service.scheduling.admission import Admission, Demand, Room
 
 A, B, C = "anquetil", "bartali", "coppi"
 

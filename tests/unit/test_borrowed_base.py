@@ -15,9 +15,18 @@ from tiny_models import make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import BaseMismatch, BaseUnavailable
-from paceline.shared_base import SEGMENT, BaseManifest, SharedStorage, SharedTensor, claim, clear, is_lent, read_base
 from paceline.types import FullParameters, LoraConfig
-from trainer_service.engine.base_model import load_base_model
+from paceline.weight_sharing.export import (
+    SEGMENT,
+    BaseManifest,
+    SharedStorage,
+    SharedTensor,
+    claim,
+    clear,
+    is_lent,
+    read_base,
+)
+from trainer_service.engine.model.base_model import load_base_model
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -201,7 +210,9 @@ def test_another_user_s_directory_is_neither_used_nor_trusted(lent, tmp_path, mo
 
 
 def test_a_killed_owner_gives_its_directory_back(tmp_path):
-    program = f"from paceline.shared_base import *; claim(Path({str(tmp_path)!r})); print(1, flush=True); input()"
+    program = (
+        f"from paceline.weight_sharing.export import *; claim(Path({str(tmp_path)!r})); print(1, flush=True); input()"
+    )
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout.read(1)
         with pytest.raises(BlockingIOError):

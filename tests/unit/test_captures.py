@@ -10,10 +10,10 @@ from tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.errors import DiskFull
 from paceline.types import Adam8bitParams, AdamParams, Datum, LoraConfig
-from trainer_service.engine.captures import Capture, Content, StagingMemory
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.tensor_files import TensorFile
+from trainer_service.engine.runs.async_save import Capture, Content, StagingMemory
+from trainer_service.engine.runs.tensor_files import TensorFile
 
 ROOM, NO_ROOM = 1 << 30, 0
 

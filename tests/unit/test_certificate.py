@@ -23,9 +23,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from paceline.errors import Unsupported
 from paceline.types import AdamParams, FullParameters, LoraConfig, PackingMode
-from trainer_service.engine import attention, base_model, certified_base, passes, probe, stock
-from trainer_service.engine.attention import PACKED_ATTENTION
-from trainer_service.engine.fused import attention as fused_attention
+from trainer_service.engine.certificate.certificate import certified_base, probe, stock
+from trainer_service.engine.microbatch import runner
+from trainer_service.engine.model import base_model, packed_attention
+from trainer_service.engine.model.fused import attention as fused_attention
+from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -239,12 +241,12 @@ LEAKS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("leaking", LEAKS)
 def test_packing_that_is_broken_is_not_used(make_engine, draws, monkeypatch, leaking, dtype):
-    right = attention.packed_attention
+    right = packed_attention.packed_attention
 
     def leak(*arguments, segment_lengths, **options):
         return right(*arguments, segment_lengths=LEAKS[leaking](segment_lengths), **options)
 
-    monkeypatch.setitem(attention.AttentionInterface._global_mapping, PACKED_ATTENTION, leak)
+    monkeypatch.setitem(packed_attention.AttentionInterface._global_mapping, PACKED_ATTENTION, leak)
     monkeypatch.setattr(fused_attention, "packed_attention", leak)
     certificate = make_engine("llama", dtype=dtype).describe().certificate
     assert certificate.packing is PackingMode.ONE_SEQUENCE
@@ -259,7 +261,7 @@ def test_packing_in_which_positions_do_not_restart_is_not_used(tmp_path, monkeyp
     def go_on(model, mode, input_ids, position_ids, lengths):
         return right(model, mode, input_ids, torch.arange(input_ids.shape[1])[None], lengths)
 
-    for module in (passes, certified_base):
+    for module in (runner, certified_base):
         monkeypatch.setattr(module, "hidden_states", go_on)
     # Its positions are learned; rotary ones are differences, which stay the same.
     engine = PeftEngine(EngineOptions(str(make_tiny("opt", tmp_path)), "tiny", dtype=dtype))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from vllm.lora.layers import LoRAMapping
 
-from sampler_service.engine.cpu_lora import GroupedPunicaWrapper
-from sampler_service.engine.cpu_lora_slots import _packed_pair, lay_out
+from sampler_service.engine.vllm.cpu.lora import GroupedPunicaWrapper
+from sampler_service.engine.vllm.cpu.lora_slots import _packed_pair, lay_out
 
 SLOTS, RANK, INPUT, SLICES = 3, 4, 64, (64, 32, 32)
 SLOT_IDS: list[int | None] = [11, 12, 13]

@@ -10,10 +10,10 @@ from weight_stack import BASE, TENANT, make_version
 
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, Volume, new_run_id
 from paceline.weights import read_manifest, served_model
-from sampler_service.versions.bridges import StagedAdapter
-from sampler_service.versions.disk import DiskTier
-from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.staging import StagingArea
+from sampler_service.stores.disk import DiskTier
+from sampler_service.transports.base import StagedAdapter
+from sampler_service.transports.staging import StagingArea
+from sampler_service.transports.version_keys import VersionKey
 
 RUN = new_run_id()
 

@@ -17,10 +17,10 @@ from paceline.errors import (
     RunNotFound,
 )
 from paceline.types import AdamParams, LoraConfig
-from trainer_service.engine.adapters import initialise
-from trainer_service.engine.base_model import load_base_model
+from trainer_service.engine.model.base_model import load_base_model
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine.runs.adapters import initialise
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from paceline import errors
 from paceline.layout import new_run_id
 from paceline.weights.v1 import weight_service_pb2 as pb
-from trainer_service.publish.feed import AckPolicy, Feed, Watcher
+from trainer_service.publish.watch_hub import AckPolicy, Feed, Watcher
 
 RUN = new_run_id()
 KEY = (RUN, 1)

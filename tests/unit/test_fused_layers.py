@@ -10,14 +10,14 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from paceline.types import LoraConfig
-from trainer_service.engine.attention import PACKED_ATTENTION
-from trainer_service.engine.base_model import output_head
-from trainer_service.engine.causal import causal_attention
-from trainer_service.engine.fused.attention import FusedAttention
-from trainer_service.engine.fused.blocks import row_blocks
-from trainer_service.engine.fused.mlp import FusedSwiglu
-from trainer_service.engine.fused.norm import FusedRmsNorm
-from trainer_service.engine.fused.swap import fuse_layers
+from trainer_service.engine.model.base_model import output_head
+from trainer_service.engine.model.causal_cpu import causal_attention
+from trainer_service.engine.model.fused.attention import FusedAttention
+from trainer_service.engine.model.fused.blocks import row_blocks
+from trainer_service.engine.model.fused.mlp import FusedSwiglu
+from trainer_service.engine.model.fused.norm import FusedRmsNorm
+from trainer_service.engine.model.fused.swap import fuse_layers
+from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 

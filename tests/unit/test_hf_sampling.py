@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.types import SamplingParams
-from sampler_service.engine.hf_sampling import draw, processed_logprobs, sequence_logprobs, topk_rows
+from sampler_service.engine.hf.sampling import draw, processed_logprobs, sequence_logprobs, topk_rows
 
 PROBS = torch.tensor([0.5, 0.25, 0.15, 0.1])
 

@@ -13,11 +13,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from paceline.errors import OutOfMemory
 from paceline.types import AdamParams, LoraConfig
-from trainer_service.engine.base_model import backbone
-from trainer_service.engine.fused.lora_linear import AdaptedLinear
+from trainer_service.engine.model.base_model import backbone
+from trainer_service.engine.model.fused.lora_linear import AdaptedLinear
+from trainer_service.engine.model.row_spans import Span, clip
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.routing import Span, clip
 
 RUNS = {
     "plain": (LoraConfig(rank=4), "cross_entropy"),

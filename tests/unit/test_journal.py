@@ -16,7 +16,6 @@ from journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, blocked, leave_runs
 
 from paceline import errors, layout
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.frames import UNIT, decode_segment
 from trainer_service.journal.history import check_formats, highest_seq_id, read_history, segments
@@ -27,11 +26,12 @@ from trainer_service.journal.records import (
     CommandRecord,
     Facts,
     JournalDamagedError,
-    UnknownFormatError,
     decode_records,
     encode_records,
 )
 from trainer_service.journal.snapshots import SnapshotStore
+from trainer_service.limits.free_space import DiskGuard
+from trainer_service.volume.checked_file import UnknownFormatError
 
 
 @pytest.fixture

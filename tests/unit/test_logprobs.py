@@ -9,7 +9,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer_service.engine.logprobs import target_logprobs
+from trainer_service.engine.model.logprobs import target_logprobs
 
 POSITIONS, HIDDEN, VOCAB = 23, 16, 301
 

@@ -6,7 +6,7 @@ import pytest
 from journaled import JournaledRun, leave_runs, refusal  # noqa: F401 - a fixture
 
 from paceline import errors
-from trainer_service.engine.base import EngineDiedError
+from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.journal.records import AnswerRecord
 
 

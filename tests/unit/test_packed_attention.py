@@ -7,7 +7,7 @@ import torch
 from tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3
 from transformers import AutoModelForCausalLM
 
-from trainer_service.engine.attention import PACKED_ATTENTION
+from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
 
 LENGTHS = (7, 1, 19, 12)
 

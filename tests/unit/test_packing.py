@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paceline.types import Datum
-from trainer_service.engine.packing import Batch, Segment, scatter_logprobs, segment_of
-from trainer_service.engine.scheduler import Scheduler
+from trainer_service.engine.microbatch.packing import Batch, Segment, scatter_logprobs, segment_of
+from trainer_service.engine.microbatch.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 INPUTS = ["target_tokens", "advantages"]

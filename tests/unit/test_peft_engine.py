@@ -23,7 +23,7 @@ from paceline.errors import (
     OutOfMemory,
 )
 from paceline.types import AdamParams, LoraConfig
-from trainer_service.engine.base_model import output_head
+from trainer_service.engine.model.base_model import output_head
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 

@@ -9,8 +9,8 @@ from memory_limits import short_of_memory
 from torch._C._distributed_c10d import FileStore
 
 from paceline.errors import Internal, InvalidArgument
-from trainer_service.engine.ranks import OutOfStepError, Ranks
-from trainer_service.engine.sharding import _Gathers
+from trainer_service.engine.distributed.ranks import OutOfStepError, Ranks
+from trainer_service.engine.distributed.sharding import _Gathers
 
 
 @pytest.fixture

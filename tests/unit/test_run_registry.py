@@ -18,19 +18,19 @@ from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import LoraConfig, RunState
 from paceline.waiting_bytes import WaitingBytes
-from trainer_service.disk import NO_GUARD
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.records import Facts
-from trainer_service.runs.byte_gate import ByteGate
+from trainer_service.limits.byte_gate import ByteGate
+from trainer_service.limits.free_space import NO_GUARD
+from trainer_service.limits.volume_bytes import VolumeBytes
+from trainer_service.recovery.recovery import Recovery
 from trainer_service.runs.command import Command
 from trainer_service.runs.deleted import DeletedRuns
 from trainer_service.runs.executor import SnapshotPolicy
 from trainer_service.runs.record import RunRecord
-from trainer_service.runs.recovery import Recovery
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
 from trainer_service.settings import TrainerSettings
-from trainer_service.volume_bytes import VolumeBytes
 
 TEAM = Identity("team")
 RUN, OTHER = (layout.new_run_id() for _ in range(2))

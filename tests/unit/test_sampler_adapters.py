@@ -24,7 +24,7 @@ from paceline.errors import (
     TokenOutOfRange,
 )
 from paceline.types import ModelInfo, SamplingParams
-from sampler_service.engine.adapters import check_adapter, read_adapter
+from sampler_service.engine.adapter_files import check_adapter, read_adapter
 from sampler_service.engine.factory import create_engine
 from sampler_service.engine.limits import check_tokens, completion_budget
 from sampler_service.engine.options import EngineOptions

@@ -13,10 +13,10 @@ from tiny_models import make_tiny_llama
 from transformers import AutoModelForCausalLM
 
 from sampler_service import settings
-from sampler_service.engine import vllm_engine
-from sampler_service.engine.base import EngineUnfit
-from sampler_service.engine.hf_engine import HfEngine
+from sampler_service.engine.hf.engine import HfEngine
 from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.protocol import EngineUnfit
+from sampler_service.engine.vllm import engine as vllm_engine
 from sampler_service.settings import SamplerSettings
 
 

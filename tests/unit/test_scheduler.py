@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from trainer_service.engine.packing import Segment
-from trainer_service.engine.scheduler import Scheduler
+from trainer_service.engine.microbatch.packing import Segment
+from trainer_service.engine.microbatch.scheduler import Scheduler
 
 PACK = 4096
 

@@ -13,7 +13,7 @@ from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import LoraConfig
 from paceline.waiting_bytes import WaitingBytes
-from trainer_service.engine.base import EngineDiedError
+from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
 

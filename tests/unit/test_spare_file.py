@@ -13,10 +13,10 @@ from tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.errors import DiskFull
 from paceline.types import AdamParams, Datum, LoraConfig
-from trainer_service.engine.base import PublishedAs
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.spare_file import SpareFile
+from trainer_service.engine.protocol import PublishedAs
+from trainer_service.engine.runs.preallocated_file import SpareFile
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

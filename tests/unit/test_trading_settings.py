@@ -9,9 +9,9 @@ from tiny_models import make_tiny_llama
 
 from paceline.errors import Unsupported
 from paceline.types import LoraConfig
-from trainer_service.engine.fused import attention, mlp, norm
-from trainer_service.engine.fused.blocks import RowWork
-from trainer_service.engine.fused.compiler import check_compiler
+from trainer_service.engine.model.fused import attention, mlp, norm
+from trainer_service.engine.model.fused.blocks import RowWork
+from trainer_service.engine.model.fused.compiler import check_compiler
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from sampler_service.turns import Turn, Turns
+from sampler_service.scheduling.tenant_turns import Turn, Turns
 
 A, B = "anquetil", "bartali"
 

@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from trainer_service.engine.attention import packed_attention
-from trainer_service.engine.varlen import reach, segment_offsets, varlen_attention
+from trainer_service.engine.model.packed_attention import packed_attention
+from trainer_service.engine.model.varlen_gpu import reach, segment_offsets, varlen_attention
 
 LENGTHS = (7, 1, 40, 12)
 

@@ -23,17 +23,17 @@ from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import read_manifest
-from sampler_service.engine.base import Adapter
-from sampler_service.engine.hf_engine import HfEngine
+from sampler_service.engine.hf.engine import HfEngine
 from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.protocol import Adapter
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.versions.bridges import ManifestRules, StagedAdapter
-from sampler_service.versions.disk import DiskTier
-from sampler_service.versions.keys import VersionKey
-from sampler_service.versions.registry import RegistryLimits, VersionRegistry
-from sampler_service.versions.resolver import VersionResolver
-from sampler_service.versions.trainer_link import TrainerLink
-from sampler_service.versions.volume import VolumeBridge
+from sampler_service.stores.adapters import RegistryLimits, VersionRegistry
+from sampler_service.stores.disk import DiskTier
+from sampler_service.stores.resolver import VersionResolver
+from sampler_service.transports.base import ManifestRules, StagedAdapter
+from sampler_service.transports.trainer_link import TrainerLink
+from sampler_service.transports.version_keys import VersionKey
+from sampler_service.transports.volume import VolumeBridge
 
 RUN = new_run_id()
 

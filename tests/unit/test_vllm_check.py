@@ -18,11 +18,11 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from paceline.errors import Unsupported
 from sampler_service import __main__ as service
-from sampler_service.engine.base import EngineUnfit
 from sampler_service.engine.factory import create_engine
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.vllm_check import check_text, check_vllm
-from sampler_service.engine.vllm_engine import _prepare_environment, engine_args
+from sampler_service.engine.protocol import EngineUnfit
+from sampler_service.engine.vllm.engine import _prepare_environment, engine_args
+from sampler_service.engine.vllm.version_check import check_text, check_vllm
 from sampler_service.settings import SamplerSettings
 
 OPTIONS = EngineOptions(Path("/nowhere"), "tiny")

@@ -8,8 +8,8 @@ import pytest
 import vllm
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from sampler_service.engine.base import EngineUnfit
-from sampler_service.engine.vllm_feed import FedLlm, FeedingProcessor
+from sampler_service.engine.protocol import EngineUnfit
+from sampler_service.engine.vllm.output_collector import FedLlm, FeedingProcessor
 
 
 class Other(OutputProcessor):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import vllm
 
-from sampler_service.engine.vllm_internals import _DIRECT, _EVERY_WAY, _RUNNING, _SCORING, VllmInternals
+from sampler_service.engine.vllm.worker.internals import _DIRECT, _EVERY_WAY, _RUNNING, _SCORING, VllmInternals
 
 
 def runner(*paths: str) -> SimpleNamespace:

@@ -9,7 +9,7 @@ from tiny_models import make_tiny_llama
 from paceline.errors import EngineUnavailable, ModelNotLoadable
 from paceline.layout import MODEL_FILE
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.vllm_model import InPlaceVllmEngine
+from sampler_service.engine.vllm.replaceable_model import InPlaceVllmEngine
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

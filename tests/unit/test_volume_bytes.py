@@ -16,14 +16,14 @@ from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.types import CheckpointKind
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import CommandRecord, Facts
 from trainer_service.journal.snapshots import SnapshotStore
-from trainer_service.runs.run_file import write_run_file
-from trainer_service.volume_bytes import VolumeBytes
+from trainer_service.limits.free_space import DiskGuard
+from trainer_service.limits.volume_bytes import VolumeBytes
+from trainer_service.volume.run_file import write_run_file
 
 A, B = "anquetil", "bartali"
 RUNS = {A: "run-" + "a" * 32, B: "run-" + "b" * 32}

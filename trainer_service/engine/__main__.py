@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from transformers.utils import logging as transformers_logging
 
-from trainer_service.engine.allocator import keep_freed_memory
-from trainer_service.engine.ranks import Ranks, end_with
-from trainer_service.engine.worker import Worker
+from trainer_service.engine.distributed.ranks import Ranks, end_with
+from trainer_service.engine.worker.allocator import keep_freed_memory
+from trainer_service.engine.worker.loop import Worker
 
 
 def main() -> NoReturn:

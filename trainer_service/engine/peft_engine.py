@@ -20,28 +20,28 @@ from paceline.types import (
     Reduction,
     RunParameters,
 )
-from trainer_service.engine import adapters, state
-from trainer_service.engine.base import AdapterInfo, LoadedState, PublishedAs
-from trainer_service.engine.captures import Capture, StagingMemory
-from trainer_service.engine.certified_base import load_certified_base
-from trainer_service.engine.execution import Execution
-from trainer_service.engine.full_parameters import FullRun, full_run_bytes, make_full_run
-from trainer_service.engine.jobs import Job, JobKind
-from trainer_service.engine.lent_weights import publish_in_place
-from trainer_service.engine.lora_run import LoraRun
-from trainer_service.engine.loss_specs import loss_spec
+from trainer_service.engine.certificate.certified_base import load_certified_base
+from trainer_service.engine.certificate.probe import context_length
+from trainer_service.engine.distributed.ranks import Ranks
+from trainer_service.engine.loss.specs import loss_spec
 from trainer_service.engine.memory import out_of_memory_named
+from trainer_service.engine.microbatch.executor import Execution
+from trainer_service.engine.microbatch.microbatch import Job, JobKind
+from trainer_service.engine.microbatch.packing import Batch, datum_weights
+from trainer_service.engine.microbatch.scheduler import Scheduler
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.gradients import gradient_norm
 from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.packing import Batch, datum_weights
-from trainer_service.engine.paging import make_pager
-from trainer_service.engine.probe import context_length
-from trainer_service.engine.ranks import Ranks
-from trainer_service.engine.run import TRAINED_BYTES, EngineRun, seeded_rng_state
-from trainer_service.engine.scheduler import Scheduler
-from trainer_service.engine.spare_file import SpareFile
+from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs
+from trainer_service.engine.runs import adapters, state_files
+from trainer_service.engine.runs.async_save import Capture, StagingMemory
+from trainer_service.engine.runs.full_run import FullRun, full_run_bytes, make_full_run
+from trainer_service.engine.runs.lora_run import LoraRun
+from trainer_service.engine.runs.offload import make_pager
+from trainer_service.engine.runs.preallocated_file import SpareFile
+from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng_state
+from trainer_service.engine.weight_sharing.in_place_writer import publish_in_place
 
 _WEIGHT_BYTES = 4
 """Of an adapter's weight, in float32."""
@@ -190,7 +190,7 @@ class PeftEngine:
 
     def capture_state(self, run_id: str) -> Capture:
         run = self._resident_here(run_id)
-        return run.hold(state.capture(run, self._options.base_reference, self._staging))
+        return run.hold(state_files.capture(run, self._options.base_reference, self._staging))
 
     def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> Capture:
         run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
@@ -198,7 +198,7 @@ class PeftEngine:
             publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
         # Copies of what is on a GPU go through pinned memory, and whole models to the volume.
         spare = self._spare if published is not None and isinstance(run, LoraRun) and not self._on_gpu else None
-        return run.hold(state.capture_export(run, self._options.base_reference, dtype, self._staging, spare))
+        return run.hold(state_files.capture_export(run, self._options.base_reference, dtype, self._staging, spare))
 
     def save_state(self, run_id: str, directory: Path) -> None:
         self.capture_state(run_id).write(directory)
@@ -209,7 +209,7 @@ class PeftEngine:
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         run = self._resident(run_id)
         if with_optimizer:
-            state.load(run, directory)
+            state_files.load(run, directory)
         else:
             run.set_weights(run.read_weights(directory, exact=False))
             run.reset(self._device)

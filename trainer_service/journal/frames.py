@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 import google_crc32c
 
 from trainer_service.journal import format1
-from trainer_service.journal.records import JournalDamagedError, Record, UnknownFormatError, decode_records
+from trainer_service.journal.records import JournalDamagedError, Record, decode_records
+from trainer_service.volume.checked_file import UnknownFormatError
 
 UNIT = 64
 """Headers and frames begin at multiples of this many bytes."""

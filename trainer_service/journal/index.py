@@ -12,8 +12,8 @@ import msgspec
 
 from paceline import layout
 from paceline.log import get_logger
-from trainer_service.checked_file import DamagedFileError, read_checked, write_checked
 from trainer_service.journal.frames import SegmentName
+from trainer_service.volume.checked_file import DamagedFileError, read_checked, write_checked
 
 RESERVED = 1024
 """seq_ids that one write reserves."""

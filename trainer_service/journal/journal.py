@@ -21,12 +21,12 @@ from pathlib import Path
 from paceline import errors, layout
 from paceline.log import get_logger
 from trainer_service.backoff import backoff
-from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints, die
 from trainer_service.journal.frames import UNIT, Header, SegmentName, encode_frame
 from trainer_service.journal.history import End, History, read_history, segment_path, segments
 from trainer_service.journal.index import RESERVED, read_index, write_index
 from trainer_service.journal.records import CommandRecord, Record, encode
+from trainer_service.limits.free_space import DiskGuard
 
 _log = get_logger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from trainer_service.engine.wire import Failure
+from trainer_service.engine.messages import Failure
 
 _LENGTH_BYTES = 4
 
@@ -77,10 +77,6 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 class JournalDamagedError(Exception):
     """A journal or snapshot holds bytes that differ from their checksum, or lacks some."""
-
-
-class UnknownFormatError(Exception):
-    """A file was written by another version of this service, or by something else. Nothing of it may be touched."""
 
 
 def encode(record: Record) -> bytes:

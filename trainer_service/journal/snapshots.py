@@ -18,7 +18,6 @@ from paceline.log import get_logger
 from paceline.weights import find_damaged, write_sums
 from paceline.weights.sums import SUMS_FILE
 from trainer_service.checkpoints.store import staged_directory
-from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal import format1
 from trainer_service.journal.records import (
@@ -26,10 +25,11 @@ from trainer_service.journal.records import (
     Facts,
     JournalDamagedError,
     Record,
-    UnknownFormatError,
     decode_records,
     encode_records,
 )
+from trainer_service.limits.free_space import DiskGuard
+from trainer_service.volume.checked_file import UnknownFormatError
 
 _ANSWERS, _FACTS = "answers", "facts.json"
 _MAGIC = b"PACEANS2"

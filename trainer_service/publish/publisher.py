@@ -17,15 +17,15 @@ from paceline.log import get_logger
 from paceline.types import FullParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints.store import staged_directory
-from trainer_service.disk import NO_GUARD, DiskGuard
-from trainer_service.engine.base import PublishedAs
-from trainer_service.engine.link import Captured
+from trainer_service.engine.client.link import Captured
+from trainer_service.engine.protocol import PublishedAs
 from trainer_service.failpoints import Failpoints
-from trainer_service.publish.feed import AckPolicy, Feed
-from trainer_service.publish.group import BroadcastGroup
+from trainer_service.limits.free_space import NO_GUARD, DiskGuard
+from trainer_service.publish.process_group import BroadcastGroup
+from trainer_service.publish.watch_hub import AckPolicy, Feed
+from trainer_service.runs.progress import Turn
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.turn import Turn
 
 _log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from trainer_service.engine.wire import Failure
+from trainer_service.engine.messages import Failure
 from trainer_service.journal.records import AnswerRecord, CommandRecord, Facts
 
 Answer = Message | errors.PacelineError

@@ -9,7 +9,7 @@ import msgspec
 
 from paceline import layout
 from paceline.log import get_logger
-from trainer_service.checked_file import DamagedFileError, decode_checked, write_checked
+from trainer_service.volume.checked_file import DamagedFileError, decode_checked, write_checked
 
 _log = get_logger(__name__)
 

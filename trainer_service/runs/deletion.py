@@ -15,8 +15,8 @@ from typing import Any
 from paceline import errors, layout
 from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
-from trainer_service.checked_file import DamagedFileError
-from trainer_service.runs.run_file import COPY_FILE, decode_run_file, read_run_file
+from trainer_service.volume.checked_file import DamagedFileError
+from trainer_service.volume.run_file import COPY_FILE, decode_run_file, read_run_file
 
 _PREFIX = ".deleted-"
 _KEPT = frozenset({"state", "sampler", DELETED_FILE, COPY_FILE})

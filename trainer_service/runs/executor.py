@@ -14,12 +14,12 @@ from google.protobuf.message import Message
 from paceline import errors
 from paceline.log import get_logger
 from paceline.types import CheckpointKind, RunState
-from trainer_service.engine.link import Captured
+from trainer_service.engine.client.link import Captured
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import AnswerRecord, Facts
 from trainer_service.runs.command import Command
+from trainer_service.runs.progress import Turn
 from trainer_service.runs.record import RunRecord
-from trainer_service.runs.turn import Turn
 
 _log = get_logger(__name__)
 

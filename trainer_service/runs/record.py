@@ -10,9 +10,9 @@ from typing import Any
 from paceline.types import CheckpointKind, FullParameters, LoraConfig, Run, RunParameters, RunState, WeightStorage
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
-from trainer_service.runs.line import Line
-from trainer_service.runs.run_file import decode_run_file
+from trainer_service.runs.fifo_gate import Line
 from trainer_service.runs.sequencer import Sequencer
+from trainer_service.volume.run_file import decode_run_file
 
 _WEIGHT_BYTES, _STATE_BYTES = 4, 16
 

@@ -13,17 +13,17 @@ from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import RunState
-from trainer_service.checked_file import DamagedFileError
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
+from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.runs.deleted import DeletedRuns
 from trainer_service.runs.deletion import delete_files, finish_all
 from trainer_service.runs.record import RunOrigin, RunRecord
-from trainer_service.runs.run_file import read_run_file, tenant_of, write_run_file
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.storage import Past, RunStorage
-from trainer_service.runs.volume_format import is_current, write_volume_format
-from trainer_service.volume_bytes import VolumeBytes
+from trainer_service.volume.checked_file import DamagedFileError
+from trainer_service.volume.format import is_current, write_volume_format
+from trainer_service.volume.run_file import read_run_file, tenant_of, write_run_file
 
 _CLOSE_SECONDS = 5.0
 

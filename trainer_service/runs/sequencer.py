@@ -29,14 +29,14 @@ from google.protobuf.message import Message
 from paceline import errors
 from paceline.log import get_logger
 from paceline.waiting_bytes import WaitingBytes
-from trainer_service.engine.base import EngineDiedError
+from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import AttemptRecord, Facts, RebaseRecord
 from trainer_service.runs.answers import Answers, check_digest
 from trainer_service.runs.command import Answer, Command, answer_to_record, internal_error, poisoned
-from trainer_service.runs.turn import READING, REPEATABLE, Executor, Turn
-from trainer_service.runs.waiting import Pending, Waiting
+from trainer_service.runs.pending import Pending, Waiting
+from trainer_service.runs.progress import READING, REPEATABLE, Executor, Turn
 
 _log = get_logger(__name__)
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from paceline import layout
 from paceline.log import get_logger
 from paceline.waiting_bytes import WaitingBytes
-from trainer_service.disk import DiskGuard
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import History, check_formats, highest_seq_id, read_history, segments
 from trainer_service.journal.index import index_path, read_index
 from trainer_service.journal.journal import RunJournal
-from trainer_service.journal.records import AnswerRecord, Facts, JournalDamagedError, UnknownFormatError
+from trainer_service.journal.records import AnswerRecord, Facts, JournalDamagedError
 from trainer_service.journal.snapshots import Snapshot, SnapshotStore
+from trainer_service.limits.free_space import DiskGuard
 from trainer_service.runs.answers import Answers
 from trainer_service.runs.command import Command
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.settings import TrainerSettings
+from trainer_service.volume.checked_file import UnknownFormatError
 
 _JOURNAL = "journal"
 _SYNCING_THREADS = 8

@@ -1,0 +1,1 @@
+"""Whether this sampler computes what its trainer computes."""

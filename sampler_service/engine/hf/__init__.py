@@ -1,0 +1,1 @@
+"""The engine over transformers and PEFT."""

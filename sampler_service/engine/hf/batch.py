@@ -1,0 +1,196 @@
+"""Batches of the engine hf: sequences of one adapter that begin together share a KV cache and advance together."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from paceline.types import StopReason
+from sampler_service.engine.hf.adapters import AdapterBank
+from sampler_service.engine.hf.sampling import draw, is_greedy, processed_logprobs, topk_rows
+from sampler_service.engine.protocol import GenerationRequest, TokenDelta, first_seed
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A request on its way through the batch."""
+
+    request: GenerationRequest
+    budget: int
+    """Tokens that each completion may have."""
+    cancelled: bool = False
+    """Set from outside: its rows leave the batch before the next forward pass."""
+
+
+@dataclass(slots=True)
+class StopStrings:
+    """Watches a completion's text for stop strings."""
+
+    tokenizer: Any
+    """A tokenizers.Tokenizer."""
+    strings: Sequence[str]
+    stream: DecodeStream
+    text: str = ""
+
+    def push(self, token: int, *, counts: bool) -> bool:
+        """Add a token and return whether a stop string ends in its text; never when it does not count yet."""
+        new = self.stream.step(self.tokenizer, token) or ""
+        self.text += new
+        return counts and any(
+            self.text.find(s, max(0, len(self.text) - len(new) - len(s) + 1)) >= 0 for s in self.strings
+        )
+
+
+@dataclass(slots=True)
+class Completion:
+    """One row of a cohort."""
+
+    job: Job
+    index: int
+    generator: torch.Generator | None
+    """None for greedy."""
+    stop_ids: frozenset[int]
+    """Tokens that end it."""
+    held_ids: list[int]
+    """Tokens that it cannot take before min_tokens."""
+    strings: StopStrings | None
+    length: int = 0
+
+    def push(self, token: int) -> StopReason | None:
+        """Add a token; return why the completion ends with it, if it does."""
+        self.length += 1
+        params = self.job.request.params
+        text_ends = self.strings is not None and self.strings.push(token, counts=self.length > params.min_tokens)
+        if text_ends or (token in self.stop_ids and self.length >= params.min_tokens):
+            return StopReason.STOP
+        return StopReason.LENGTH if self.length >= self.job.budget else None
+
+
+@dataclass(slots=True)
+class Cohort:
+    """Rows that share a KV cache. Prompts are padded on the left, so that all rows grow at the same end."""
+
+    model: PreTrainedModel
+    rows: list[Completion]
+    inputs: Tensor
+    """Tokens of the next forward pass, shape [B, T]; at first one row per prompt."""
+    mask: Tensor
+    """1 on tokens and 0 on padding, of everything up to `inputs`, shape [B, L]."""
+    fan_out: Tensor | None
+    """At first: the prompt of each row, shape [B]."""
+    cache: DynamicCache = field(default_factory=DynamicCache)
+
+    def advance(self) -> list[tuple[Job, TokenDelta]]:
+        """Sample one token for every row and drop the rows that end."""
+        self._keep([not row.job.cancelled for row in self.rows])
+        if not self.rows:
+            return []
+        logprobs = processed_logprobs(self._logits(), [row.job.request.params for row in self.rows])
+        tokens = draw(logprobs, [row.generator for row in self.rows])
+        values = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+        deltas = []
+        for i, (row, token) in enumerate(zip(self.rows, tokens.tolist(), strict=True)):
+            delta = TokenDelta(row.index, [token], [values[i]], row.push(token))
+            if k := row.job.request.topk_logprobs:
+                delta.topk_logprobs = topk_rows(logprobs[i : i + 1], k)
+            deltas.append((row.job, delta))
+        self.inputs = tokens[:, None]
+        self.mask = torch.cat([self.mask, torch.ones_like(self.inputs)], dim=1)
+        self._keep([delta.stop_reason is None for _, delta in deltas])
+        return deltas
+
+    def _logits(self) -> Tensor:
+        """Run the model on `inputs`; shape [B, V]."""
+        positions = (self.mask.cumsum(-1) - 1).clamp_min(0)[:, -self.inputs.shape[1] :]
+        logits: Tensor = self.model(
+            input_ids=self.inputs,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        if self.fan_out is not None:
+            self.cache.batch_select_indices(self.fan_out)
+            logits, self.mask, self.fan_out = logits[self.fan_out], self.mask[self.fan_out], None
+        logits = logits.float()
+        for i, row in enumerate(self.rows):
+            if row.length < row.job.request.params.min_tokens:
+                logits[i, row.held_ids] = -torch.inf
+        return logits
+
+    def _keep(self, keep: list[bool]) -> None:
+        if all(keep):
+            return
+        kept = torch.tensor([i for i, flag in enumerate(keep) if flag], device=self.mask.device, dtype=torch.long)
+        self.rows = [row for row, flag in zip(self.rows, keep, strict=True) if flag]
+        if self.fan_out is not None:
+            self.fan_out = self.fan_out[kept]
+        elif self.rows:
+            self.inputs, self.mask = self.inputs[kept], self.mask[kept]
+            self.cache.batch_select_indices(kept)
+
+
+class Batcher:
+    """Runs all sequences of one model, a step at a time. Not thread-safe; only `Job.cancelled` is set from outside."""
+
+    def __init__(self, model: PreTrainedModel, bank: AdapterBank, tokenizer: Any, eos_ids: Collection[int]) -> None:
+        self._model = model
+        self._bank = bank
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._cohorts: list[Cohort] = []
+
+    @torch.inference_mode()
+    def step(self, jobs: Sequence[Job]) -> list[tuple[Job, TokenDelta]]:
+        """Take new jobs in and advance every sequence by one token."""
+        by_adapter = sorted((job for job in jobs if not job.cancelled), key=_adapter_id)
+        self._cohorts += [self._cohort(list(group)) for _, group in groupby(by_adapter, key=_adapter_id)]
+        deltas = []
+        for cohort in self._cohorts:
+            self._bank.activate(cohort.rows[0].job.request.adapter)
+            deltas += cohort.advance()
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+        return deltas
+
+    def _cohort(self, jobs: list[Job]) -> Cohort:
+        prompts = [job.request.prompt for job in jobs]
+        width = max(map(len, prompts))
+        inputs = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        fan_out = [prompt for prompt, job in enumerate(jobs) for _ in range(job.request.num_samples)]
+        rows = [self._completion(job, index) for job in jobs for index in range(job.request.num_samples)]
+        device = self._model.device
+        return Cohort(self._model, rows, inputs.to(device), mask.to(device), torch.tensor(fan_out, device=device))
+
+    def _completion(self, job: Job, index: int) -> Completion:
+        params = job.request.params
+        chosen = frozenset(params.stop_token_ids)
+        strings = None
+        if params.stop:
+            stream = DecodeStream(ids=job.request.prompt, skip_special_tokens=False)
+            strings = StopStrings(self._tokenizer, params.stop, stream)
+        return Completion(
+            job=job,
+            index=index,
+            generator=None if is_greedy(params) else _generator(params.seed, index),
+            stop_ids=chosen if params.ignore_eos else chosen | self._eos_ids,
+            held_ids=sorted(chosen | self._eos_ids),
+            strings=strings,
+        )
+
+
+def _generator(seed: int | None, index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(secrets.randbits(63) if seed is None else first_seed(seed) + index)
+
+
+def _adapter_id(job: Job) -> int:
+    return job.request.adapter.adapter_id if job.request.adapter else 0

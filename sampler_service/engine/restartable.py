@@ -1,0 +1,261 @@
+"""An engine that is built again while the service lives: with another model, or because it died."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.errors import ChecksumMismatch, EngineUnavailable, ModelNotLoadable
+from paceline.log import get_logger
+from paceline.types import ModelInfo
+from paceline.types.training import Array
+from sampler_service.engine.base_files import BaseFiles
+from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.protocol import (
+    Adapter,
+    Contents,
+    GenerationRequest,
+    LoadTimes,
+    ModelEngine,
+    SamplerEngine,
+    Slots,
+    TextRequest,
+    TokenDelta,
+)
+
+_log = get_logger(__name__)
+
+
+class RebuildingEngine:
+    """Fulfils ModelEngine by an engine that is ended and built again, by `change_model` or by `revive`.
+
+    Two engines need not fit into memory beside each other. An engine that is built again reads files by name: what it
+    reads then was verified to be what the one before it had.
+    """
+
+    def __init__(self, make: Callable[[EngineOptions], SamplerEngine], options: EngineOptions) -> None:
+        """Take what makes an engine, and the options of the first."""
+        self._make = make
+        self._options = self._base_options = options
+        self._base = BaseFiles(options.model_path)
+        self._contents: Contents = self._base
+        """Of the model that the engine was built from."""
+        self._engine = make(options)
+        self._adapters: dict[int, Adapter] = {}
+        self._alive = asyncio.Event()
+        """Cleared when the engine is seen to be dead, set when another has all that it held."""
+        self._changing = asyncio.Lock()
+        self.is_changing_model = False
+        """Whether the model is being exchanged, which those who wait for another one wait for."""
+
+    @property
+    def current(self) -> SamplerEngine:
+        """Return the engine that does the work now."""
+        return self._engine
+
+    @property
+    def name(self) -> str:
+        return self._engine.name
+
+    @property
+    def version(self) -> str:
+        return self._engine.version
+
+    @property
+    def model_path(self) -> Path:
+        """Directory of the model that is served."""
+        return self._options.model_path
+
+    @property
+    def base_sha256(self) -> str:
+        """Identity of the base model's weights; empty where they have none."""
+        return self._base.sha256
+
+    def describe(self) -> ModelInfo:
+        return self._engine.describe()
+
+    def slots(self) -> Slots:
+        return self._engine.slots()
+
+    async def start(self) -> None:
+        """Load the base model. Raises ChecksumMismatch where its files were replaced meanwhile."""
+        await self._base.note()
+        await self._engine.start()
+        await self._base.verified()
+        self._alive.set()
+
+    async def stop(self) -> None:
+        await self._engine.stop()
+
+    async def check_health(self) -> None:
+        if self.is_changing_model:
+            return
+        if not self._alive.is_set():
+            raise EngineUnavailable("the engine died; it is starting again")
+        await self._engine.check_health()
+
+    async def add_adapter(self, adapter: Adapter) -> LoadTimes:
+        """Load an adapter; where the engine is dead, or dies of it, into the one that takes its place."""
+        while True:
+            await self._alive.wait()
+            engine = self._engine
+            try:
+                times = await engine.add_adapter(adapter)
+            except EngineUnavailable:
+                self._note_death_of(engine)
+                continue
+            if engine is self._engine:
+                self._adapters[adapter.adapter_id] = adapter
+                return times
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Unload an adapter; an engine that is dead has lost it already."""
+        self._adapters.pop(adapter.adapter_id, None)
+        if not self._alive.is_set():
+            return
+        engine = self._engine
+        try:
+            await engine.remove_adapter(adapter)
+        except EngineUnavailable:
+            self._note_death_of(engine)
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        return self._engine.generate(request)
+
+    async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
+        return await self._engine.compute_logprobs(tokens, adapter, tenant)
+
+    def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:
+        return self._engine.complete_text(request)
+
+    def num_running(self) -> int:
+        return self._engine.num_running()
+
+    async def change_model(self, model_path: Path, contents: Contents | None = None) -> None:
+        """Overwrite the engine's model where it can do that, or else build the engine again from another one.
+
+        Raises ModelNotLoadable when that cannot be, and ChecksumMismatch when its files were replaced; then the model
+        before it serves again. Raises EngineUnavailable when that one cannot either; then the engine is dead.
+        """
+        self.is_changing_model = True
+        try:
+            async with self._changing:
+                if contents is None:
+                    contents = self._base
+                    await contents.verify_again()
+                if isinstance(self._engine, ModelEngine):
+                    await self._engine.change_model(model_path, contents)
+                else:
+                    await self._exchange(model_path, contents)
+        finally:
+            self.is_changing_model = False
+
+    async def revive(self) -> Sequence[Adapter]:
+        """End an engine that died and build another with the same adapters, from the model it was built from.
+
+        Of a model whose files are no longer those that were verified it takes the base model instead. Returns the
+        adapters that did not load again. Raises what building raises, and ChecksumMismatch where the base model's files
+        are others; then the engine stays dead.
+        """
+        async with self._changing:
+            self._alive.clear()
+            await self._engine.stop()
+            await self._verify_model()
+            engine = self._make(self._options)
+            try:
+                await engine.start()
+                await self._contents.verified()
+                lost = await self._load_again(engine)
+            except BaseException:
+                await engine.stop()
+                raise
+            # Nothing is awaited between the last look at the adapters and here.
+            self._engine = engine
+            self._alive.set()
+        return lost
+
+    async def _verify_model(self) -> None:
+        """See that the files of the model are still those that were verified, or turn to the base model."""
+        if self._contents is not self._base:
+            try:
+                await self._contents.verify_again()
+            except (ChecksumMismatch, OSError) as error:
+                _log.error("the model's files are others now; the base model is loaded instead", error=str(error))
+                self._options, self._contents = self._base_options, self._base
+        if self._contents is self._base:
+            await self._base.verify_again()
+
+    async def _load_again(self, engine: SamplerEngine) -> Sequence[Adapter]:
+        """Load all adapters, among them those that come, and without those that go, while this works."""
+        loaded, lost = dict[int, Adapter](), list[Adapter]()
+        while differing := self._adapters.keys() ^ loaded.keys():
+            number = min(differing)
+            if number in loaded:
+                await engine.remove_adapter(loaded.pop(number))
+                continue
+            adapter = self._adapters[number]
+            try:
+                await _load_verified(engine, adapter)
+                loaded[number] = adapter
+            except EngineUnavailable:
+                raise
+            except Exception:
+                _log.exception("adapter not loaded again", adapter=adapter.name)
+                self._adapters.pop(number, None)
+                lost.append(adapter)
+        return lost
+
+    def _note_death_of(self, engine: SamplerEngine) -> None:
+        if engine is self._engine:
+            self._alive.clear()
+
+    async def _exchange(self, model_path: Path, contents: Contents) -> None:
+        before, info = (self._options, self._contents), self.describe()
+        await self._engine.stop()
+        try:
+            await self._build(replace(self._options, model_path=model_path), contents)
+            self._check_alike(info)
+        except Exception as error:
+            _log.exception("model not loaded; going back", model=str(model_path))
+            await self._engine.stop()
+            self._options, self._contents = before
+            await self._go_back(*before)
+            await contents.verified()  # that its files were replaced explains what else went wrong
+            message = "the engine does not load this model; the one before it goes on serving"
+            raise ModelNotLoadable(message, field="model") from error
+
+    async def _build(self, options: EngineOptions, contents: Contents) -> None:
+        self._engine = self._make(options)
+        await self._engine.start()
+        await contents.verified()
+        self._options, self._contents = options, contents
+
+    async def _go_back(self, options: EngineOptions, contents: Contents) -> None:
+        try:
+            await contents.verify_again()
+            await self._build(options, contents)
+        except Exception as error:
+            self._alive.clear()
+            raise EngineUnavailable("neither the new model nor the one before it can be loaded") from error
+
+    def _check_alike(self, info: ModelInfo) -> None:
+        """Refuse a model for which requests were not checked: another context length, vocabulary or depth."""
+        made = replace(self.describe(), dtype=info.dtype)
+        if made != info:
+            raise ValueError(f"the model is {made}; this sampler serves {info}")
+
+
+async def _load_verified(engine: SamplerEngine, adapter: Adapter) -> None:
+    """Load an adapter by name once more: the bytes that were loaded before. Raises ChecksumMismatch."""
+    if adapter.contents is None:
+        await engine.add_adapter(adapter)
+        return
+    await adapter.contents.verify_again()
+    await engine.add_adapter(adapter)
+    try:
+        await adapter.contents.verified()
+    except ChecksumMismatch:
+        await engine.remove_adapter(adapter)
+        raise

@@ -1,0 +1,1 @@
+"""What vLLM needs on a CPU alone."""

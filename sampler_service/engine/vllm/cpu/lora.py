@@ -1,0 +1,224 @@
+"""LoRA on vLLM's CPU backend: one pair of GEMMs per adapter in the batch.
+
+vLLM's own CPU operators copy the matrices A and B for every single token before they multiply, which makes a prefill
+with an adapter many times slower than one without. They also take tokens without an adapter for tokens of the last slot
+while decoding, so that requests to the base model are answered with somebody's adapter once all slots are in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe import layer as moe_layer
+from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from sampler_service.engine.vllm.cpu.kv_cache import clear_on
+from sampler_service.engine.vllm.cpu.lora_slots import FEW_ROWS, Expansion, Pair, Slots, lay_out
+
+_EVERY = slice(None)
+
+Rows = slice | Tensor
+"""Rows of a batch: those that lie together, or int64 [N]."""
+Groups = list[tuple[int, Rows]]
+"""Slot of an adapter and the rows that use it. Rows without an adapter are in no group."""
+
+
+def group_rows(slots: Tensor) -> Groups:
+    """Group the rows of a batch by slot; `slots` has shape [T], -1 for no adapter."""
+    present = sorted(set(slots.tolist()))
+    if len(present) == 1:  # also of more rows than the mapping has: those of a prompt that is scored
+        return [(present[0], _EVERY)] if present[0] >= 0 else []
+    return [(slot, _together((slots == slot).nonzero()[:, 0])) for slot in present if slot >= 0]
+
+
+def _together(rows: Tensor) -> Rows:
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """The rows of a small batch of several adapters, as many for each slot, so that one product serves all slots.
+
+    Slots between the first and the last that no row uses are computed, too, and dropped. No row's numbers meet those of
+    another slot, so that an adapter with values that are not finite harms its own rows alone.
+    """
+
+    slots: slice
+    gathered: Tensor
+    """int64 [slots * rows each]: the row of the batch at each place; any row at places that stay empty."""
+    places: Tensor
+    """int64 [N]: the places that are taken."""
+    rows: Tensor | None
+    """int64 [N]: the rows of the batch that they go back to; None for all in order."""
+
+    @classmethod
+    def of(cls, slots: Tensor) -> Padded:
+        """Place the rows; `slots` has shape [T], -1 for no adapter, and two adapters or more."""
+        rows = (slots >= 0).nonzero()[:, 0]
+        rows = rows[slots[rows].argsort(stable=True)]
+        own = slots[rows] - slots[rows[0]]
+        counts = own.bincount()
+        each = int(counts.max())
+        places = own * each + torch.arange(len(rows)) - (counts.cumsum(0) - counts)[own]
+        gathered = rows.new_zeros(len(counts) * each).index_copy_(0, places, rows)
+        first = int(slots[rows[0]])
+        taken = slice(first, first + len(counts))
+        if len(rows) < len(slots):
+            return cls(taken, gathered, places, rows)
+        return cls(taken, gathered, torch.empty_like(places).index_copy_(0, rows, places), None)
+
+    def add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
+        """Add B A x of each row's slot to y in place; shapes as of `GroupedPunicaWrapper._add`."""
+        count = self.slots.stop - self.slots.start
+        placed = x.index_select(0, self.gathered).view(count, -1, x.size(1))
+        delta = pair.product(placed, self.slots).view(-1, y.size(1)).index_select(0, self.places)
+        if self.rows is None:
+            y.add_(delta, alpha=scale)
+        else:
+            y.index_add_(0, self.rows, delta.to(y.dtype), alpha=scale)
+
+
+class GroupedPunicaWrapper(PunicaWrapperCPU):
+    """Replaces the operators of linear layers, the output head and the embedding.
+
+    Products are rounded where vLLM's operators round them, A x once to the weights' dtype and B A x once more; in large
+    batches B A x is added to y in float32 and rounded with it. Within a product the CPU's GEMM accumulates in float32.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._token_groups: Groups = []
+        self._used: list[int] = []
+        """The slots of these groups."""
+        self._sampler_groups: Groups = []
+        self._padded: Padded | None = None
+        """Of batches of few rows and several adapters."""
+        self.between_layers: Callable[[], None] = _nothing
+        """Called before the operators of a linear layer; may change slots that the batch does not use."""
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        """Take over the batch's mapping; called before each step whose mapping differs from the last one's."""
+        super().update_metadata(*args, **kwargs)
+        slots = self.token_lora_indices
+        self._token_groups = group_rows(slots)
+        self._used = [slot for slot, _ in self._token_groups]
+        self._sampler_groups = group_rows(self.sampler_indices)
+        is_small = len(self._token_groups) > 1 and len(slots) <= FEW_ROWS
+        self._padded = Padded.of(slots) if is_small else None
+
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        """Add B A x to slices of y in place.
+
+        Shapes: y [T, sum of slices], x [T, in], A [slots, 1, r, in], B [slots, 1, slice, r].
+        """
+        self.between_layers()
+        if not self._token_groups:
+            return
+        if y.dim() > 2:
+            y, x = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
+        if isinstance(lora_a_stacked, Slots):
+            pairs = lora_a_stacked.pairs
+        else:
+            parts = zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True)
+            pairs = tuple(Pair(a[:, 0], b[:, 0, :width]) for a, b, width in parts)
+        if len(pairs) == 1:
+            self._add(y, x, pairs[0], scale)
+            return
+        for pair, part in zip(pairs, torch.split(y, [pair.out for pair in pairs], dim=1), strict=True):
+            self._add(part, x, pair, scale)
+
+    def _add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
+        """Add B A x to y in place. Shapes: y [T, out], x [T, in]."""
+        pair.prepare(self._used)
+        if self._padded is not None:
+            self._padded.add(y, x, pair, scale)
+        else:
+            _add_groups(y, x, self._token_groups, pair, scale)
+
+    def add_lora_logits(
+        self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
+    ) -> None:
+        """Add B A x to the logits in place.
+
+        Shapes: y [T, V or more], x [T, in], A [slots, 1, r, in], B [slots, 1, V, r].
+        """
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        width = min(y.shape[1], lora_b_stacked.shape[-2])
+        pair = Pair(lora_a_stacked[:, 0], lora_b_stacked[:, 0, :width])
+        _add_groups(y.narrow(1, 0, width), x, self._sampler_groups, pair, scale)
+
+    def add_lora_embedding(
+        self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, add_inputs: bool = True, **_: Any
+    ) -> None:
+        """Add B x to y in place, or put it there without `add_inputs`; x holds rows of A.
+
+        Shapes: y [T, out], x [T, r], B [slots, 1, out, r].
+        """
+        if not add_inputs:
+            y.zero_()
+        _add_groups(y, x, self._token_groups, Expansion(lora_b_stacked[:, 0]), 1.0)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair | Expansion, scale: float) -> None:
+    """Add each group's own product of its rows of x to its rows of y in place."""
+    for slot, rows in groups:
+        if rows == _EVERY:
+            pair.add(y, x, slot, scale)
+        elif isinstance(rows, slice):
+            pair.add(y[rows], x[rows], slot, scale)
+        else:
+            into = y.index_select(0, rows)
+            pair.add(into, x.index_select(0, rows), slot, scale)
+            y.index_copy_(0, rows, into)
+
+
+@contextmanager
+def _experts_for_cpus() -> Iterator[None]:
+    """Have experts computed by the kernels for CPUs. They get no adapter: `VllmEngine` leaves them out.
+
+    Where a model may have adapters vLLM chooses Triton's kernels, which a CPU has not, and dies of the first request.
+    """
+    layer: Any = moe_layer
+    made = layer.FusedMoEConfig
+    layer.FusedMoEConfig = lambda **config: made(**config | {"is_lora_enabled": False})
+    try:
+        yield
+    finally:
+        layer.FusedMoEConfig = made
+
+
+class GroupedLoraCpuWorker(CPUWorker):
+    """vLLM's CPU worker with these operators; chosen through `worker_cls`."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, whose LoRA layers ask the platform for their operators, and lay out its slots."""
+        name = f"{GroupedPunicaWrapper.__module__}.{GroupedPunicaWrapper.__name__}"
+        current_platform.get_punica_wrapper = lambda: name  # type: ignore[method-assign]
+        with _experts_for_cpus():
+            super().load_model(*args, **kwargs)
+        for layer in self.get_model().modules():
+            if isinstance(layer, BaseLinearLayerWithLoRA):
+                layer.lora_a_stacked, layer.lora_b_stacked = lay_out(layer.lora_a_stacked, layer.lora_b_stacked)
+        clear_on(self.model_runner)

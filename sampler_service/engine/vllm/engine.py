@@ -1,0 +1,356 @@
+"""The sampler engine over vLLM's AsyncLLM, in the caller's event loop; vLLM runs the model in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import torch
+import vllm
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from paceline.errors import EngineUnavailable, InvalidArgument
+from paceline.log import get_logger
+from paceline.types import ModelInfo, TopkLogprobs
+from paceline.types.training import Array
+from paceline.weight_sharing.export import clear
+from sampler_service.engine.adapter_files import LinearShapes, check_adapter, read_adapter
+from sampler_service.engine.base_model import linear_shapes_of, stored_dtype
+from sampler_service.engine.coalescer import Coalescer, Crowd
+from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
+from sampler_service.engine.options import NO_FLOAT32, Dtype, EngineOptions
+from sampler_service.engine.protocol import (
+    Adapter,
+    EngineUnfit,
+    GenerationRequest,
+    LoadTimes,
+    Slots,
+    TextRequest,
+    TokenDelta,
+)
+from sampler_service.engine.vllm.adapters import AdapterLoader
+from sampler_service.engine.vllm.cpu.kv_cache import clear_new_blocks
+from sampler_service.engine.vllm.grammar import check_grammar, grammar_config
+from sampler_service.engine.vllm.params import (
+    lora_request,
+    prompt_input,
+    prompt_logprobs,
+    sampling_params,
+    scoring_params,
+    topk_rows,
+)
+from sampler_service.engine.vllm.stock_output import StockLlm
+from sampler_service.engine.vllm.version_check import check_text
+from sampler_service.engine.vllm.worker.weight_export import LOAD_FORMAT, extra_config
+
+if TYPE_CHECKING:
+    from sampler_service.engine.vllm.openai_text import TextServer
+    from sampler_service.engine.vllm.output_collector import FedLlm
+
+_log = get_logger(__name__)
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for its max_lora_rank."""
+
+MAX_TOPK = 1024
+"""Most likeliest tokens per position that a request may ask for; the service sets the limit that users see."""
+
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+CPU_BLOCK_SIZE = 32
+"""Tokens per block of the KV cache on CPU: the smallest that vLLM takes there, so that short prompts are shared too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    fed: FedLlm | StockLlm
+    loader: AdapterLoader
+    info: ModelInfo
+    linear: LinearShapes
+    slots: Slots = field(default_factory=Slots)
+
+    @property
+    def llm(self) -> AsyncLLM:
+        return self.fed.llm
+
+
+class VllmEngine:
+    """Fulfils SamplerEngine."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._started: _Started | None = None
+        self._open: set[str] = set()
+        self._crowd = Crowd()
+        self._adapters: set[int] = set()
+        self._text: tuple[AsyncLLM, TextServer] | None = None
+        self._making_text = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        return "vllm"
+
+    @property
+    def version(self) -> str:
+        return vllm.__version__
+
+    def describe(self) -> ModelInfo:
+        return self._live().info
+
+    def slots(self) -> Slots:
+        return self._live().slots
+
+    def num_running(self) -> int:
+        return self._started.llm.get_num_unfinished_requests() if self._started else 0
+
+    async def start(self) -> None:
+        _prepare_environment()
+        # In a thread, as all that takes long here: other models are loaded while the service lives.
+        config = await asyncio.to_thread(engine_args(self._options).create_engine_config)
+        if config.use_v2_model_runner:
+            _log.warning("model runner V2 is used, with which nothing here was tested", variable=RUNNER_VARIABLE)
+        model = config.model_config
+        if model.dtype is torch.float32 and not current_platform.is_cpu():
+            raise EngineUnfit(NO_FLOAT32)
+        info = ModelInfo(
+            name=self._options.model_name,
+            max_context_length=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_lora_rank=self._options.max_lora_rank,
+            num_layers=model.get_total_num_hidden_layers(),
+        )
+        # vLLM samples a token after every prompt. Room for it lets a sequence as long as the context be scored; its
+        # position is never computed.
+        model.max_model_len += 1
+        linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
+        if current_platform.is_cpu():
+            clear_new_blocks(config)
+            if model.is_moe and config.lora_config is not None:
+                # Else vLLM has experts wait for adapters, too, and computes them by Triton in every request.
+                config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
+        llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
+        loader = AdapterLoader(llm, self._options)
+        self._started = _Started(_feeding(llm, self._options), loader, info, linear)
+        sizes = await loader.start()
+        self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
+
+    async def stop(self) -> None:
+        if self._started is None:
+            return
+        llm, loader = self._started.llm, self._started.loader
+        await llm.abort(sorted(self._open))
+        self._started = None
+        await loader.close()
+        llm.shutdown()
+        if self._options.base_dir is not None:
+            clear(self._options.base_dir)
+
+    async def check_health(self) -> None:
+        with _translated():
+            await self._live().llm.check_health()
+
+    async def add_adapter(self, adapter: Adapter) -> LoadTimes:
+        engine = self._live()
+        shapes = await asyncio.to_thread(read_adapter, adapter.path)
+        check_adapter(shapes, engine.linear, self._options.max_lora_rank)
+        with _translated():
+            times = await engine.loader.load(adapter, frozenset(shapes.modules))
+        self._adapters.add(adapter.adapter_id)
+        return times
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        self._adapters.discard(adapter.adapter_id)
+        with _translated():
+            await self._live().llm.remove_lora(adapter.adapter_id)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        engine = self._live()
+        check_tokens(engine.info, request.prompt, "prompt", room=1)
+        check_loaded(request.adapter, self._adapters)
+        budget = completion_budget(engine.info, len(request.prompt), request.params)
+        await check_grammar(request.params)
+        with _translated():
+            params = sampling_params(request, budget)
+            score = await self._prompt_score(request)
+            with self._opened(request.request_id):
+                coalescer = Coalescer(self._crowd, request.delivery)
+                async with engine.fed.generate(request, params, coalescer) as tokens:
+                    async for delta in tokens:
+                        if score is not None:
+                            delta.prompt_logprobs, delta.topk_prompt_logprobs, score = *score, None
+                        yield delta
+
+    async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
+        engine = self._live()
+        check_tokens(engine.info, tokens, "tokens")
+        check_loaded(adapter, self._adapters)
+        with _translated():
+            logprobs, _ = await self._score(tokens, adapter, tenant, 0)
+        return logprobs
+
+    async def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:
+        engine = self._live()
+        check_loaded(request.adapter, self._adapters)
+        text = await self._text_server(engine)
+        with _translated():
+            async with aclosing(text.complete(request)) as parts:
+                async for part in parts:
+                    yield part
+
+    async def _text_server(self, engine: _Started) -> TextServer:
+        """Return what answers calls of OpenAI's API, made when the first comes: its libraries take a second."""
+
+        def make() -> TextServer:
+            from sampler_service.engine.vllm.openai_text import TextServer  # noqa: PLC0415
+
+            check_text()
+            return TextServer(engine.llm, engine.info, self._options.tool_parser)
+
+        async with self._making_text:
+            if self._text is None or self._text[0] is not engine.llm:
+                self._text = engine.llm, await asyncio.to_thread(make)
+        return self._text[1]
+
+    def _live(self) -> _Started:
+        if self._started is None:
+            raise EngineUnavailable("the engine is not running")
+        return self._started
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[None]:
+        """Note a request as one that `stop` ends."""
+        self._open.add(name)
+        try:
+            yield
+        finally:
+            self._open.discard(name)
+
+    async def _prompt_score(self, request: GenerationRequest) -> tuple[Array, TopkLogprobs | None] | None:
+        """Score the prompt once for all samples, which then find it in the prefix cache."""
+        if not request.prompt_logprobs and not request.topk_prompt_logprobs:
+            return None
+        return await self._score(request.prompt, request.adapter, request.tenant, request.topk_prompt_logprobs)
+
+    async def _score(
+        self, tokens: list[int], adapter: Adapter | None, tenant: str, k: int
+    ) -> tuple[Array, TopkLogprobs | None]:
+        llm, name = self._live().llm, f"score-{uuid4().hex}"
+        lora = lora_request(adapter) if adapter else None
+        outputs = llm.generate(prompt_input(tokens, tenant), scoring_params(k), name, lora_request=lora)
+        with self._opened(name):
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if output.prompt_logprobs is None:
+                        break
+                    return prompt_logprobs(tokens, output.prompt_logprobs), topk_rows(
+                        output.prompt_logprobs, k
+                    ) if k else None
+        raise EngineUnavailable("the engine stopped before the sequence was scored")
+
+
+def _feeding(llm: AsyncLLM, options: EngineOptions) -> FedLlm | StockLlm:
+    if options.outputs == "stock":
+        return StockLlm(llm)
+    # Not imported otherwise: of a vLLM that hands tokens out in another way its parts may be gone.
+    from sampler_service.engine.vllm.output_collector import FedLlm  # noqa: PLC0415
+
+    return FedLlm.of(llm)
+
+
+def engine_args(options: EngineOptions) -> AsyncEngineArgs:
+    """Map the options; what vLLM decides better by itself is left to it."""
+    rank = min((rank for rank in RANKS if rank >= options.max_lora_rank), default=options.max_lora_rank)
+    args = AsyncEngineArgs(
+        model=str(options.model_path),
+        served_model_name=[options.model_name],
+        dtype=_dtype(options),
+        load_format="safetensors",
+        max_model_len=options.max_model_len,  # type: ignore[arg-type] # None is vLLM's own default
+        enable_lora=True,
+        max_lora_rank=rank,  # type: ignore[arg-type]
+        max_loras=options.max_active_versions,
+        max_cpu_loras=options.max_cpu_versions,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        enforce_eager=options.enforce_eager,
+        max_num_seqs=options.max_num_seqs,
+        # Not vLLM's constant: an engine that starts again would sample the same completions again.
+        seed=secrets.randbits(31),
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        structured_outputs_config=grammar_config(),
+        max_logprobs=MAX_TOPK,
+        enable_log_requests=False,
+        disable_log_stats=True,
+        worker_extension_cls="sampler_service.engine.vllm.worker.extension.WorkerExtension",
+    )
+    if options.base_dir is not None:
+        args.load_format = LOAD_FORMAT
+        args.model_loader_extra_config = extra_config(options)
+        # Steps that are prepared ahead would be marked with a version that came after they were computed.
+        args.async_scheduling = False if options.in_place == "hogwild" else None
+    if options.pipeline_parallel_size > 1:
+        # The model runner that is used prepares no steps ahead there.
+        args.async_scheduling = False
+    if current_platform.is_cpu():
+        _set_cpu_args(args, options)
+    return args
+
+
+def _dtype(options: EngineOptions) -> Dtype:
+    """Return the dtype to compute in. On CPUs vLLM would take bfloat16 by itself for what is stored in float32.
+
+    On GPUs it does that, too, where it computes adapters in 16 bits only.
+    """
+    if options.dtype == "auto" and current_platform.is_cpu() and stored_dtype(options.model_path) is torch.float32:
+        return "float32"
+    return options.dtype
+
+
+def _set_cpu_args(args: AsyncEngineArgs, options: EngineOptions) -> None:
+    args.kv_cache_memory_bytes = int(options.kv_cache_gib * 2**30)
+    args.block_size = CPU_BLOCK_SIZE
+    args.worker_cls = "sampler_service.engine.vllm.cpu.lora.GroupedLoraCpuWorker"
+    alone = options.tensor_parallel_size * options.pipeline_parallel_size == 1
+    if alone and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+        # The worker needs a process of its own only for its threads to be bound to cores. Without one, starting takes
+        # half as long and steps do not wait for messages.
+        args.distributed_executor_backend = UniProcExecutor
+
+
+def _prepare_environment() -> None:
+    """Set what vLLM reads from the environment only: no usage reports, processes by spawn."""
+    if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") != "0":
+        raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION lets anyone who reaches vLLM's sockets run code; unset it")
+    os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_WORKER_MULTIPROC_METHOD="spawn")
+    # vLLM has two model runners and takes the second where it finds Triton. What is done here with adapters, seeds,
+    # filters and log-probabilities was tested with the first.
+    os.environ.setdefault(RUNNER_VARIABLE, "0")
+    if current_platform.is_cpu():
+        # With adapters vLLM runs eagerly on CPU; the few functions that it compiles all the same need a C++ compiler,
+        # which a machine that only serves does not have.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineUnavailable("the engine died; it is starting again") from error
+    except VLLMValidationError as error:
+        field = error.parameter or ""
+        raise InvalidArgument("vLLM does not take this value; see its documentation", field=field) from error

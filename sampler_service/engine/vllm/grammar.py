@@ -1,0 +1,74 @@
+"""Structured outputs: vLLM masks tokens that would break a JSON Schema or a regular expression, through xgrammar."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.config import StructuredOutputsConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+from paceline.errors import InvalidArgument
+from paceline.types import SamplingParams
+from sampler_service.engine.constraints import check_constraint, check_length
+
+
+def grammar_config() -> StructuredOutputsConfig:
+    """Return vLLM's settings: one backend for all.
+
+    By itself vLLM looks for a backend that takes the request, and then serves every request by that of the first.
+    """
+    return StructuredOutputsConfig(backend="xgrammar")
+
+
+def structured_outputs(params: SamplingParams) -> StructuredOutputsParams | None:
+    """Return vLLM's form of a request's constraint, if it has one."""
+    if params.json_schema:
+        return StructuredOutputsParams(json=params.json_schema)
+    return StructuredOutputsParams(regex=params.regex) if params.regex else None
+
+
+async def check_constraint_of(params: VllmSamplingParams) -> None:
+    """Refuse a constraint of vLLM's own parameters that is none of ours. Raises InvalidArgument, OutOfRange."""
+    constraint = params.structured_outputs
+    if constraint is None or constraint.json_object:
+        return
+    if constraint.json:
+        schema = constraint.json if isinstance(constraint.json, str) else json.dumps(constraint.json)
+        given = SamplingParams(json_schema=schema)
+    else:
+        choices = "|".join(re.escape(str(choice)) for choice in constraint.choice or ())
+        given = SamplingParams(regex=constraint.regex or choices)
+    if constraint.structural_tag:  # it comes of tools, whose calls have to be of their schemas
+        check_length(constraint.structural_tag, "tools")
+    elif given.json_schema or given.regex:
+        check_constraint(given)
+    else:
+        raise InvalidArgument("takes json, regex, choice or json_object", field="structured_outputs")
+    await _check_enforced(constraint, "structured_outputs")
+
+
+async def check_grammar(params: SamplingParams) -> None:
+    """Refuse a constraint that no grammar can be made of. Raises InvalidArgument.
+
+    vLLM checks it too, but in the event loop and only after the prompt was scored.
+    """
+    constraint = structured_outputs(params)
+    if constraint is not None:
+        await _check_enforced(constraint, "params.json_schema" if params.json_schema else "params.regex")
+
+
+async def _check_enforced(constraint: StructuredOutputsParams, field: str) -> None:
+    try:
+        await asyncio.to_thread(validate_xgrammar_grammar, VllmSamplingParams(structured_outputs=constraint))
+    except (VLLMValidationError, ValueError) as error:
+        raise InvalidArgument(f"cannot be enforced: {_reason(error)}", field=field) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what xgrammar found, without the place in its source that it puts first."""
+    return str(error).rpartition(".cc:")[2].partition(": ")[2].strip() or str(error)

@@ -1,0 +1,197 @@
+"""OpenAI's API by vLLM's own serving layer, whose requests take their turn, their tenant and their weights here.
+
+The layer knows vLLM as an engine client. It is given one that passes everything on but `generate`: there a request gets
+the adapter that was leased for it, the tenant's salt for the prefix cache, and a place among those that wait.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from pydantic import ValidationError
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from paceline import errors
+from paceline.types import ModelInfo
+from sampler_service.engine.limits import check_tokens
+from sampler_service.engine.protocol import TextEndpoint, TextRequest
+from sampler_service.engine.vllm.grammar import check_constraint_of
+from sampler_service.engine.vllm.params import lora_request
+
+_DATA, _DONE = "data: ", "[DONE]"
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call in progress."""
+
+    request: TextRequest
+    model: str
+    """What the answer has as its model."""
+    failure: BaseException | None = None
+    """What went wrong in the engine, which the layer tells in words of its own."""
+
+
+_CALL: ContextVar[_Call] = ContextVar("paceline_text_call")
+
+
+class TextServer:
+    """Answers calls."""
+
+    def __init__(self, llm: AsyncLLM, info: ModelInfo, tool_parser: str) -> None:
+        """Take the name of vLLM's parser of the model's tool calls; empty means that there are none."""
+        engine: Any = _Engine(llm, info)
+        models = _Models(engine, [BaseModelPath(name=info.name, model_path=info.name)])
+        self._info = info
+        shared: dict[str, Any] = {"enable_auto_tools": bool(tool_parser), "tool_parser": tool_parser or None}
+        template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
+        renderer = OnlineRenderer(engine.model_config, llm.renderer, request_logger=None, **template, **shared)
+        self._chat = OpenAIServingChat(
+            engine, models, "assistant", online_renderer=renderer, request_logger=None, **template, **shared
+        )
+        self._completion = OpenAIServingCompletion(
+            engine, models, online_renderer=renderer, request_logger=None, return_tokens_as_token_ids=False
+        )
+
+    async def complete(self, request: TextRequest) -> AsyncGenerator[bytes]:
+        """Yield the answer, whole or event by event, as JSON. Raises InvalidArgument for what the layer refuses."""
+        call = _Call(request, str(request.body.get("model") or self._info.name))
+        body = {**request.body, "model": self._info.name}
+        token = _CALL.set(call)
+        try:
+            answer = await self._answer(request.endpoint, body)
+        except (
+            VLLMValidationError,
+            ValidationError,
+            TemplateError,
+            ValueError,
+            TypeError,
+            NotImplementedError,
+        ) as error:
+            raise call.failure or _refusal(error) from error
+        finally:
+            _CALL.reset(token)
+        if call.failure is not None:
+            raise call.failure
+        if isinstance(answer, ErrorResponse):
+            raise errors.InvalidArgument(answer.error.message, field=answer.error.param or "")
+        if not isinstance(answer, AsyncGenerator):
+            yield answer.model_dump_json().encode()
+            return
+        async with aclosing(_in_context(answer, call)) as events:
+            async for event in events:
+                if call.failure is not None:
+                    raise call.failure
+                yield event
+        if call.failure is not None:
+            raise call.failure
+
+    async def _answer(self, endpoint: TextEndpoint, body: dict[str, Any]) -> Any:
+        if endpoint is TextEndpoint.CHAT_COMPLETIONS:
+            return await self._chat.create_chat_completion(ChatCompletionRequest.model_validate(body))
+        return await self._completion.create_completion(CompletionRequest.model_validate(body))
+
+
+async def _in_context(answer: AsyncGenerator[str], call: _Call) -> AsyncGenerator[bytes]:
+    """Yield the data of server-sent events. Each step of the layer's generator knows its call."""
+    async with aclosing(answer):
+        while True:
+            token = _CALL.set(call)
+            try:
+                text = await anext(answer, None)
+            finally:
+                _CALL.reset(token)
+            if text is None:
+                return
+            for line in text.splitlines():
+                data = line.removeprefix(_DATA)
+                if line.startswith(_DATA) and data != _DONE:
+                    yield data.encode()
+
+
+class _Models(OpenAIServingModels):
+    """Names the model as the caller did."""
+
+    def model_name(self, lora_request: LoRARequest | None = None) -> str:
+        return _CALL.get().model
+
+
+class _Engine:
+    """vLLM, of which every request is one of a call."""
+
+    def __init__(self, llm: AsyncLLM, info: ModelInfo) -> None:
+        self._llm = llm
+        self._info = info
+        # The engine's context has room for one token more, by which it scores sequences of the full length.
+        self.model_config = copy.copy(llm.model_config)
+        self.model_config.max_model_len = info.max_context_length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: VllmSamplingParams, request_id: str, **others: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Sample for the call of this context."""
+        return self._generate(_CALL.get(), prompt, sampling_params, request_id)
+
+    async def _generate(
+        self, call: _Call, prompt: Any, params: VllmSamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        request, tokens = call.request, prompt.get("prompt_token_ids") or []
+        try:
+            check_tokens(self._info, tokens, "prompt", room=1)
+            await check_constraint_of(params)
+            params.logprobs = params.logprobs or 0  # of what is sampled, so that NaN is seen
+            lora = lora_request(request.adapter) if request.adapter else None
+            prompt["cache_salt"] = request.tenant or None
+            async with request.place(len(tokens), params.n, params.max_tokens or 1):
+                outputs = self._llm.generate(prompt, params, request_id, lora_request=lora)
+                async with aclosing(outputs) as source:
+                    async for output in source:
+                        _check(output, request)
+                        yield output
+        except errors.PacelineError as error:
+            call.failure = error
+            raise
+        except VLLMValidationError as error:
+            call.failure = _refusal(error)
+            raise
+
+
+def _check(output: RequestOutput, request: TextRequest) -> None:
+    """See that tokens came of numbers, and that the engine did not end them. Raises NonFinite, EngineUnavailable."""
+    for completion in output.outputs:
+        if completion.finish_reason == "abort":
+            raise errors.EngineUnavailable("the engine stopped before the answer was whole; try again")
+        positions = completion.logprobs or ()
+        new = zip(completion.token_ids, positions, strict=False)
+        request.see(position[token].logprob for token, position in new if position and token in position)
+
+
+def _refusal(error: Exception) -> errors.PacelineError:
+    """Say what the layer does not take."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return errors.InvalidArgument(str(first["msg"]), field=".".join(str(part) for part in first["loc"]))
+    if isinstance(error, TemplateError):
+        return errors.InvalidArgument(f"the model's chat template does not take them: {error}", field="messages")
+    return errors.InvalidArgument(str(error), field=getattr(error, "parameter", None) or "")

@@ -1,0 +1,163 @@
+"""What vLLM samples for a request, taken where vLLM hands it over.
+
+vLLM makes several objects of every token of every request and wakes a task, which passes them on through generators of
+its own. A feed takes a token and its log-probability as they come from the engine's process, and the reader's task
+wakes when the coalescer says so. What else may come with tokens goes through vLLM's own conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector, RequestState
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import IterationStats
+
+from sampler_service.engine.coalescer import Coalescer
+from sampler_service.engine.protocol import EngineUnfit, GenerationRequest, TokenDelta
+from sampler_service.engine.vllm.params import lora_request, prompt_input
+from sampler_service.engine.vllm.stock_output import put_tokens
+
+
+class Feed(RequestOutputCollector):
+    """Stands in for the collector that vLLM makes for each request."""
+
+    def __init__(self, request: GenerationRequest, params: SamplingParams, tokens: Coalescer) -> None:
+        super().__init__(params.output_kind, request.request_id)
+        self._tokens, self._topk = tokens, request.topk_logprobs
+        self.ended = False
+        """Whether vLLM knows the request no more."""
+
+    def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
+        """Take the new tokens of a step. Raises nothing: vLLM's caller serves every request."""
+        if isinstance(output, RequestOutput):
+            self._take(output)
+        elif isinstance(output, Exception):
+            self.ended = isinstance(output, EngineDeadError)
+            self._tokens.close(output)
+
+    def take_plain(self, state: RequestState, output: EngineCoreOutput) -> bool:
+        """Take new tokens of a completion that goes on, unless there is more to them than log-probabilities."""
+        logprobs = output.new_logprobs
+        if (
+            logprobs is None
+            or output.finish_reason is not None
+            or state.is_prefilling
+            or self._topk
+            # Others look for stop strings.
+            or type(state.detokenizer) is not IncrementalDetokenizer
+        ):
+            return False
+        values = logprobs.logprobs[:, 0].tolist()
+        self._tokens.put(TokenDelta(state.request_index, output.new_token_ids, values))
+        return True
+
+    def _take(self, output: RequestOutput) -> None:
+        try:
+            put_tokens(output, self._topk, self._tokens)
+        except Exception as error:  # the reader raises it
+            self._tokens.close(error)
+        if output.finished:
+            self.ended = True
+            self._tokens.close()
+
+
+class FeedingProcessor(OutputProcessor):
+    """vLLM's conversion of what its engine sends, past which plain tokens go."""
+
+    def __init__(self, replaced: OutputProcessor) -> None:
+        """Take the place of one that has had no requests, with all that it was made with, known here or not."""
+        vars(self).update(vars(replaced))
+        self._feeds: dict[str, Feed] = {}
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: ParentRequest | None = None,
+        request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        """Register a request, with its feed if it has one."""
+        feed = self._feeds.get(request.external_req_id or "")
+        super().add_request(request, prompt, parent_req, request_index, feed or queue, *others, **named)
+
+    @contextmanager
+    def feeding(self, request_id: str, feed: Feed) -> Iterator[None]:
+        """Give the request of this name a feed, before it is added."""
+        self._feeds[request_id] = feed
+        try:
+            yield
+        finally:
+            del self._feeds[request_id]
+
+    def process_outputs(
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: IterationStats | None = None,
+        weight_version: str | None = None,
+        *others: Any,
+        **named: Any,
+    ) -> OutputProcessorOutput:
+        """Hand a step's tokens to whom they belong."""
+        rest = [output for output in engine_core_outputs if not self._feed(output, weight_version)]
+        return super().process_outputs(rest, engine_core_timestamp, iteration_stats, weight_version, *others, **named)
+
+    def _feed(self, output: EngineCoreOutput, weight_version: str | None) -> bool:
+        state = self.request_states.get(output.request_id)
+        if state is None or not isinstance(state.queue, Feed) or not state.queue.take_plain(state, output):
+            return False
+        # Of these vLLM's conversion of later tokens makes use.
+        if weight_version is not None:
+            state.track_weight_version(weight_version)
+        if state.detokenizer is not None:
+            state.detokenizer.token_ids.extend(output.new_token_ids)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class FedLlm:
+    """vLLM with feeds."""
+
+    llm: AsyncLLM
+    processor: FeedingProcessor
+
+    @classmethod
+    def of(cls, llm: AsyncLLM) -> FedLlm:
+        """Take over what vLLM hands out. Raises EngineUnfit when this vLLM does that in another way."""
+        if type(llm.output_processor) is not OutputProcessor or llm.output_handler is not None:
+            raise EngineUnfit(
+                f"vLLM {vllm.__version__} hands tokens out by another OutputProcessor than its own, or has begun to; "
+                "install the version that requirements/ pins, or set PACELINE_SAMPLER_OUTPUTS=stock"
+            )
+        llm.output_processor = processor = FeedingProcessor(llm.output_processor)
+        return cls(llm, processor)
+
+    @asynccontextmanager
+    async def generate(
+        self, request: GenerationRequest, params: SamplingParams, tokens: Coalescer
+    ) -> AsyncIterator[Coalescer]:
+        """Have a request's tokens put into the coalescer. Left early, it is freed before the engine's next step."""
+        prompt = prompt_input(request.prompt, request.tenant)
+        lora = lora_request(request.adapter) if request.adapter else None
+        feed = Feed(request, params, tokens)
+        with self.processor.feeding(request.request_id, feed):
+            added = await self.llm.add_request(request.request_id, prompt, params, lora_request=lora)
+            try:
+                yield tokens
+            finally:
+                if not feed.ended:
+                    await self.llm.abort(added.request_id, internal=True)

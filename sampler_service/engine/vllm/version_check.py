@@ -1,0 +1,219 @@
+"""What is used of vLLM beside its public interface, compared with the vLLM that is installed before anything starts.
+
+vLLM may change any of this in a minor release. Then the engine does not start, and says which part is another one, in
+which vLLM, and what to do. What one worker's objects hold is looked at in the worker (`worker.internals`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import vllm
+from vllm.platforms import current_platform
+
+from paceline.errors import Unsupported
+from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.protocol import EngineUnfit
+
+_NO_OTHER_WAY = ""
+_STOCK_TOKENS = "PACELINE_SAMPLER_OUTPUTS=stock"
+_STOCK_LOADING = "PACELINE_SAMPLER_APPLY=stock"
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A function that is called, or a class that is made, with so many values by position and these by name."""
+
+    path: str
+    """module:qualified name"""
+    positional: int
+    """`self` of methods included."""
+    named: tuple[str, ...] = ()
+
+    def differs(self) -> str:
+        """Say how the function differs; empty where it takes the call."""
+        try:
+            inspect.signature(_found(self.path)).bind(*range(self.positional), **dict.fromkeys(self.named))
+        except TypeError as problem:
+            return str(problem)
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A method that a class of ours overrides: these parameters come first, and what follows them is passed on."""
+
+    path: str
+    parameters: tuple[str, ...]
+    """Without `self`."""
+
+    def differs(self) -> str:
+        """Say how the method differs; empty where it is as it is known."""
+        names = tuple(inspect.signature(_found(self.path)).parameters)[1:]
+        known = self.parameters
+        return "" if names[: len(known)] == known else f"it takes {', '.join(names)}, not {', '.join(known)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Has:
+    """A class or a module with these attributes or fields."""
+
+    path: str
+    names: tuple[str, ...]
+
+    def differs(self) -> str:
+        """Say what is missing; empty where nothing is."""
+        thing = _found(self.path)
+        fields = {*getattr(thing, "__struct_fields__", ()), *getattr(thing, "__dataclass_fields__", ())}
+        missing = [name for name in self.names if name not in fields and not hasattr(thing, name)]
+        return f"it has no {', '.join(missing)}" if missing else ""
+
+
+Internal = Called | Replaced | Has
+
+_ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
+_OUTPUTS = "vllm.v1.engine.output_processor"
+_LAYER = "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA"
+
+ENGINE: tuple[Internal, ...] = (
+    Called(f"{_ASYNC_LLM}.from_vllm_config", 1, ("disable_log_stats",)),
+    Called(f"{_ASYNC_LLM}.generate", 4, ("lora_request",)),
+    Called(f"{_ASYNC_LLM}.abort", 2),
+    Called(f"{_ASYNC_LLM}.remove_lora", 2),
+    Called(f"{_ASYNC_LLM}.collective_rpc", 2, ("args", "kwargs")),
+    Has(_ASYNC_LLM, ("check_health", "get_num_unfinished_requests", "shutdown")),
+    Called("vllm.inputs.engine:tokens_input", 1, ("cache_salt",)),
+    Called("vllm.lora.request:LoRARequest", 0, ("lora_name", "lora_int_id", "lora_path")),
+    Called("vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar", 1),
+    Called("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict", 3),
+    Replaced(
+        "vllm.lora.punica_wrapper.punica_base:PunicaWrapperABC.add_lora_logits",
+        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale"),
+    ),
+)
+TOKENS: tuple[Internal, ...] = (
+    Called(f"{_ASYNC_LLM}.add_request", 4, ("lora_request",)),
+    Called(f"{_ASYNC_LLM}.abort", 2, ("internal",)),
+    Called(f"{_OUTPUTS}:RequestOutputCollector", 2),
+    Replaced(f"{_OUTPUTS}:RequestOutputCollector.put", ("output",)),
+    Replaced(f"{_OUTPUTS}:OutputProcessor.add_request", ("request", "prompt", "parent_req", "request_index", "queue")),
+    Replaced(
+        f"{_OUTPUTS}:OutputProcessor.process_outputs",
+        ("engine_core_outputs", "engine_core_timestamp", "iteration_stats", "weight_version"),
+    ),
+    Called(f"{_OUTPUTS}:RequestState.track_weight_version", 2),
+    Has("vllm.v1.engine:EngineCoreOutput", ("request_id", "new_token_ids", "new_logprobs", "finish_reason")),
+    Has("vllm.v1.engine.detokenizer:IncrementalDetokenizer", ("from_new_request",)),
+)
+SLOTS: tuple[Internal, ...] = (
+    Called(f"{_LAYER}.set_lora", 4),
+    Called(f"{_LAYER}.reset_lora", 2),
+    Called(f"{_LAYER}.slice_lora_a", 2),
+    Called(f"{_LAYER}.slice_lora_b", 2),
+    Called("vllm.lora.layers:MergedColumnParallelLinearWithLoRA.set_lora", 4),
+    Called("vllm.lora.lora_model:LoRAModel", 3),
+    Called("vllm.lora.peft_helper:PEFTHelper.from_local_dir", 2),
+    Called("vllm.lora.peft_helper:PEFTHelper.validate_legal", 2),
+    Called("vllm.lora.model_manager:LRUCacheLoRAModelManager.deactivate_adapter", 2),
+    Called("vllm.lora.model_manager:LRUCacheLoRAModelManager.remove_oldest_adapter", 1),
+)
+CPU: tuple[Internal, ...] = (
+    Has("vllm.v1.worker.cpu_worker:CPUWorker", ("load_model", "get_model")),
+    Replaced("vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids", ("block_ids",)),
+    Has("vllm.v1.kv_cache_interface:KVCacheConfig", ("needs_kv_cache_zeroing", "kv_cache_groups")),
+    Replaced("vllm.v1.core.sched.scheduler:Scheduler.__init__", ("vllm_config", "kv_cache_config")),
+    Has("vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU", ("token_lora_indices", "sampler_indices")),
+    Has("vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU", ("update_metadata",)),
+    Replaced(
+        "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear",
+        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"),
+    ),
+    Replaced(
+        "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits",
+        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale"),
+    ),
+    Replaced(
+        "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_embedding",
+        ("y", "x", "lora_b_stacked", "add_inputs"),
+    ),
+    Called("vllm.platforms.cpu:CpuPlatform.get_punica_wrapper", 0),
+    Has("vllm.model_executor.layers.fused_moe.layer", ("FusedMoEConfig",)),
+    Has("vllm.model_executor.layers.fused_moe.layer:FusedMoEConfig", ("is_lora_enabled",)),
+    Has("vllm.config:LoRAConfig", ("target_modules",)),
+    Called("vllm.v1.engine.utils:get_mp_context", 0),
+)
+_OPENAI = "vllm.entrypoints.openai"
+_SERVING = ("online_renderer", "request_logger")
+_CHAT = ("request_logger", "chat_template", "chat_template_content_format", "enable_auto_tools", "tool_parser")
+TEXT: tuple[Internal, ...] = (
+    Called(f"{_OPENAI}.chat_completion.serving:OpenAIServingChat", 3, ("online_renderer", *_CHAT)),
+    Called(f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion", 2),
+    Called(f"{_OPENAI}.completion.serving:OpenAIServingCompletion", 2, _SERVING),
+    Called(f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion", 2),
+    Called(f"{_OPENAI}.models.serving:OpenAIServingModels", 2),
+    Replaced(f"{_OPENAI}.models.serving:OpenAIServingModels.model_name", ("lora_request",)),
+    Called("vllm.renderers.online_renderer:OnlineRenderer", 2, _CHAT),
+)
+LENDING: tuple[Internal, ...] = (
+    Replaced(
+        "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
+        ("vllm_config", "model_config", "prefix"),
+    ),
+    Replaced("vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_weights", ("model", "model_config")),
+    Replaced("vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply", ("layer", "x", "bias")),
+    Called(f"{_ASYNC_LLM}.update_weight_version", 2),
+    Called(f"{_ASYNC_LLM}.pause_generation", 1, ("mode", "clear_cache")),
+    Called(f"{_ASYNC_LLM}.resume_generation", 1),
+)
+
+
+def check_vllm(options: EngineOptions) -> None:
+    """Compare what these options make use of. Raises EngineUnfit with a sentence that says what to do."""
+    for internals, stock in _used(options):
+        for internal in internals:
+            if problem := _problem(internal):
+                other_way = f", or set {stock} for vLLM's own way" if stock else ""
+                raise EngineUnfit(
+                    f"vLLM {vllm.__version__} has another {internal.path.rpartition(':')[2]} than the one that is "
+                    f"known here ({problem}); install the version that requirements/ pins{other_way}"
+                )
+
+
+def check_text() -> None:
+    """Compare what OpenAI's API is served by, when it is first asked for. Raises Unsupported."""
+    for internal in TEXT:
+        if problem := _problem(internal):
+            raise Unsupported(
+                f"vLLM {vllm.__version__} has another {internal.path.rpartition(':')[2]} than the one that is known "
+                f"here ({problem}); have the operator install the version that requirements/ pins"
+            )
+
+
+def _used(options: EngineOptions) -> Iterator[tuple[Sequence[Internal], str]]:
+    yield ENGINE, _NO_OTHER_WAY
+    if options.outputs == "direct":
+        yield TOKENS, _STOCK_TOKENS
+    if options.apply == "direct":
+        yield SLOTS, _STOCK_LOADING
+    if current_platform.is_cpu():
+        yield CPU, _NO_OTHER_WAY
+    if options.base_dir is not None:
+        yield LENDING, _NO_OTHER_WAY
+
+
+def _problem(internal: Internal) -> str:
+    try:
+        return internal.differs()
+    except (ImportError, AttributeError) as missing:
+        return str(missing)
+
+
+def _found(path: str) -> Any:
+    module, _, name = path.partition(":")
+    found = import_module(module)
+    return attrgetter(name)(found) if name else found

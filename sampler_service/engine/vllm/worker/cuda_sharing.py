@@ -1,0 +1,20 @@
+"""A GPU's memory for another process on the same GPU, by CUDA IPC."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.weight_sharing.export import CudaStorage, SharedStorage
+
+
+def share_cuda(tensor: Tensor) -> SharedStorage:
+    """Describe the memory of a GPU that a tensor lies in, for another process on the same GPU.
+
+    The values are those that torch.multiprocessing sends (torch/multiprocessing/reductions.py), which pickles them.
+    """
+    storage = tensor.untyped_storage()
+    _, handle, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    cuda = CudaStorage(uuid, handle, offset, counter, counter_offset, event, event_sync)
+    return SharedStorage(size, cuda=cuda)

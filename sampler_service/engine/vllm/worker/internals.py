@@ -1,0 +1,164 @@
+"""What is used of a vLLM worker's adapters without being vLLM's public interface, looked for when the engine starts.
+
+vLLM has no way in for an adapter that is not read from a directory of its own reading. What is relied on here is how
+its LoRA manager keeps account of adapters and slots; another vLLM may do that in another way, and then nothing starts.
+"""
+
+# ruff: noqa: SLF001 - private names are used here so that they are used nowhere else
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+
+from sampler_service.engine.protocol import EngineUnfit
+from sampler_service.engine.vllm.cpu.lora_slots import Slots
+from sampler_service.engine.vllm.worker.prompt_logits import PromptLogits
+
+_MANAGER = "lora_manager._adapter_manager"
+_EVERY_WAY = (f"{_MANAGER}.model", f"{_MANAGER}.modules", f"{_MANAGER}.packed_modules")
+_DIRECT = (
+    "lora_manager.max_position_embeddings",
+    f"{_MANAGER}.capacity",
+    f"{_MANAGER}.device",
+    f"{_MANAGER}.lora_config.lora_dtype",
+    f"{_MANAGER}.lora_index_to_id",
+    f"{_MANAGER}._registered_adapters",
+    f"{_MANAGER}._active_adapters.order",
+    f"{_MANAGER}._active_adapters.pinned_items",
+    f"{_MANAGER}.deactivate_adapter",
+    f"{_MANAGER}.remove_oldest_adapter",
+    f"{_MANAGER}._last_slot_layout",
+)
+"""The last one says that vLLM notices when a slot changes hands between two steps of the same requests."""
+_RUNNING = ("lora_state.lora_requests", "input_batch.lora_id_to_lora_request")
+"""Where vLLM's model runners, of which there are two, keep the adapters of requests in the batch: one is enough."""
+
+_SCORING = ("_get_prompt_logprobs_dict", "prompt_logprobs_worker.compute_prompt_logprobs")
+"""Where the two score prompts."""
+
+
+class VllmInternals:
+    """The account that one worker keeps of its adapters; used in the worker's own thread, between two steps."""
+
+    def __init__(self, model_runner: Any, *, direct: bool) -> None:
+        """Look for what is used; `direct` adds what slots need. Raises EngineUnfit when something is missing."""
+        missing = [path for path in (_EVERY_WAY + _DIRECT if direct else _EVERY_WAY) if not _has(model_runner, path)]
+        for either in (_RUNNING, _SCORING) if direct else (_SCORING,):
+            missing += [] if any(_has(model_runner, path) for path in either) else [" or ".join(either)]
+        if missing:
+            raise EngineUnfit(
+                f"vLLM {vllm.__version__} keeps adapters in another way: its model runner has no {', '.join(missing)}; "
+                "install the version that requirements/ pins, or, where that helps, set PACELINE_SAMPLER_APPLY=stock"
+            )
+        self._runner = model_runner
+        self._manager = model_runner.lora_manager._adapter_manager
+
+    @property
+    def layers(self) -> Mapping[str, Any]:
+        """Layers that take an adapter, by vLLM's name."""
+        layers: Mapping[str, Any] = self._manager.modules
+        return layers
+
+    def score_prompts_by_token(self) -> None:
+        """Have prompts scored with the adapter of each token's own request, where the head may have adapters."""
+        heads = [layer for layer in self.layers.values() if isinstance(layer, LogitsProcessorWithLoRA)]
+        for layer in heads:
+            PromptLogits(self._runner, layer.punica_wrapper)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots' matrices in all layers."""
+        names = ("lora_a_stacked", "lora_b_stacked")
+        stacks = [getattr(layer, name, ()) for layer in self.layers.values() for name in names]
+        laid_out = {pair for stack in stacks if isinstance(stack, Slots) for pair in stack.pairs}
+        others = [stack for stack in stacks if not isinstance(stack, Slots)]
+        plain = sum(matrix.nbytes for stack in others for matrix in stack if isinstance(matrix, torch.Tensor))
+        return plain + sum(pair.nbytes for pair in laid_out)
+
+    @property
+    def packed(self) -> Mapping[str, Sequence[str]]:
+        """The names of the modules that vLLM packed into a layer, by the layer's name."""
+        packed: Mapping[str, Sequence[str]] = self._manager.packed_modules
+        return packed
+
+    @property
+    def rename(self) -> Callable[[str], str]:
+        """What turns Hugging Face's name of a module into vLLM's."""
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        return mapper.get_rename_mapper()._map_name if mapper else str
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slots are."""
+        return torch.device(self._manager.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The slots' dtype."""
+        dtype: torch.dtype = self._manager.lora_config.lora_dtype
+        return dtype
+
+    @property
+    def can_look_aside(self) -> bool:
+        """Whether the operators of the layers call back while a step is computed: those for CPUs do."""
+        return all(_has(layer, "punica_wrapper.between_layers") for layer in self.layers.values())
+
+    def look_aside(self, look: Callable[[], None]) -> None:
+        """Have `look` called between layers."""
+        for layer in self.layers.values():
+            layer.punica_wrapper.between_layers = look
+
+    def read_config(self, directory: Path) -> PEFTHelper:
+        """Read an adapter's configuration as vLLM does. Raises ValueError when vLLM serves no adapter like it."""
+        peft = PEFTHelper.from_local_dir(str(directory), self._runner.lora_manager.max_position_embeddings)
+        peft.validate_legal(self._manager.lora_config)
+        return peft
+
+    def holds(self, adapter_id: int) -> bool:
+        """Return whether an adapter is here, in a slot or not."""
+        return adapter_id in self._manager._registered_adapters
+
+    def empty_a_slot(self) -> int | None:
+        """Return an empty slot, or else that of the adapter used longest ago of those that no request runs with."""
+        manager, active = self._manager, self._manager._active_adapters
+        if None not in manager.lora_index_to_id:
+            running = self._running()
+            idle = next((one for one in active.order if one not in running and one not in active.pinned_items), None)
+            if idle is None:
+                return None
+            manager.deactivate_adapter(idle)
+        slot: int = manager.lora_index_to_id.index(None)
+        return slot
+
+    def register(self, adapter: LoRAModel, slot: int | None) -> None:
+        """Take an adapter into the account, as one that is in a slot, or as one that vLLM has yet to put into one."""
+        manager = self._manager
+        if len(manager._registered_adapters) >= manager.capacity:
+            manager.remove_oldest_adapter()
+        manager._registered_adapters[adapter.id] = adapter
+        if slot is not None:
+            manager._active_adapters[adapter.id] = None
+            manager.lora_index_to_id[slot] = adapter.id
+
+    def _running(self) -> set[int]:
+        """Ids of the adapters of requests that are in the batch."""
+        if hasattr(self._runner, "lora_state"):
+            return {request.lora_int_id for request in self._runner.lora_state.lora_requests.values()}
+        return set(self._runner.input_batch.lora_id_to_lora_request)
+
+
+def _has(thing: object, path: str) -> bool:
+    try:
+        attrgetter(path)(thing)
+    except AttributeError:
+        return False
+    return True

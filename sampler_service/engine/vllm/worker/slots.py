@@ -1,0 +1,177 @@
+"""Puts adapters straight into vLLM's slots: one copy from the staged file, between two steps or two layers of one.
+
+vLLM's own way reads the file into tensors, scales them in a copy of its own, clears the slot and copies again. What
+stays vLLM's is everything after: which adapter is in which slot, which goes when all are taken, and how one that went
+comes back, for which vLLM asks the adapter for its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.lora.layers import (
+    LogitsProcessorWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
+)
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
+from paceline.weights import read_header
+from sampler_service.engine.vllm.worker.internals import VllmInternals
+from sampler_service.engine.vllm.worker.mapped_adapter import (
+    Layout,
+    MappedAdapter,
+    Matrices,
+    TypedViews,
+    map_file,
+    matrices,
+    read_file,
+    read_layout,
+)
+from sampler_service.engine.vllm.worker.upload import Uploader
+
+_MOST_LAYOUTS = 64
+"""Layouts that are remembered: one for each rank, choice of modules, alpha and dtype."""
+
+_LAYERS = (BaseLinearLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA)
+"""Layers whose weights are an A and a B for each part. Experts of a mixture are stacked in ways of their own."""
+
+_PLAIN = (BaseLinearLayerWithLoRA.set_lora, MergedColumnParallelLinearWithLoRA.set_lora)
+"""How layers are set that keep A and B as they come, each part in slot tensors of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where an adapter's matrices go in a slot: the same for all that are laid out alike."""
+
+    plain: list[str] = field(default_factory=list)
+    """Layers that are written here; the other layers are vLLM's to set and to clear."""
+    a: list[Tensor] = field(default_factory=list)
+    b: list[Tensor] = field(default_factory=list)
+    rest: list[Tensor] = field(default_factory=list)
+    """What the matrices leave of the slot in those layers."""
+
+
+class SlotWriter:
+    """Writes into the slots of one worker, in the worker's own thread."""
+
+    def __init__(self, internals: VllmInternals) -> None:
+        self._internals = internals
+        self._uploader = Uploader(internals.device)
+        self._layouts: dict[tuple[bytes, bytes], Layout] = {}
+        self._plans: dict[tuple[int, Layout], _Plan] = {}
+        self._touched: set[str] = set()
+        """Layers that some adapter has changed: in the others every slot is as it began, zero."""
+
+    def takes(self, directory: Path) -> bool:
+        """Return whether every layer that an adapter touches is of a kind that is written here."""
+        layers = self._internals.layers
+        return all(isinstance(layers[name], _LAYERS) for name in self._layout(directory).modules)
+
+    def add(self, adapter_id: int, directory: Path, *, in_memory: bool) -> bool:
+        """Take an adapter in and put it into a slot; return whether there was one that no running request uses.
+
+        Where there was none, vLLM finds one when it first schedules a request for the adapter. `in_memory` says that
+        the file lies in memory and stays as it is, so that it need not be read.
+        """
+        if self._internals.holds(adapter_id):
+            return True
+        layout = self._layout(directory)
+        data = (map_file if in_memory else read_file)(directory / WEIGHTS_FILE, layout.size)
+        adapter = MappedAdapter(adapter_id, layout, data, self._internals.dtype)
+        slot = self._internals.empty_a_slot()
+        if slot is not None:
+            self._write(slot, adapter)
+        self._internals.register(adapter, slot)
+        return slot is not None
+
+    def _layout(self, directory: Path) -> Layout:
+        internals = self._internals
+        key = (read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes())
+        if key not in self._layouts:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+                self._plans.clear()
+            peft = internals.read_config(directory)
+            layout = read_layout(directory, peft, internals.layers, internals.packed, internals.rename)
+            self._layouts[key] = layout
+            self._touched |= layout.modules.keys()
+        return self._layouts[key]
+
+    def _write(self, slot: int, adapter: MappedAdapter) -> None:
+        """Write every layer of a slot, so that nothing stays of what was there, whoever put it there."""
+        views, sources = TypedViews(self._uploader.upload(adapter.data)), list[Matrices]()
+        plan = self._plans.get((slot, adapter.layout)) or self._plan(slot, adapter.layout)
+        for name in plan.plain:
+            sources += filter(None, self._of_this_rank(name, adapter.layout, views))
+        _copy_all(plan.a, [source.a for source in sources])
+        if all(source.scaling == 1 for source in sources):
+            _copy_all(plan.b, [source.b for source in sources])
+        else:
+            for b, source in zip(plan.b, sources, strict=True):
+                _copy_scaled(b, source)
+        for rest in plan.rest:
+            rest.zero_()
+        for name in self._touched - set(plan.plain):
+            layer, weights = self._internals.layers[name], adapter.get_lora(name)
+            if weights is None:
+                layer.reset_lora(slot)
+            else:
+                layer.set_lora(slot, weights.lora_a, weights.lora_b)
+
+    def _plan(self, slot: int, layout: Layout) -> _Plan:
+        plan, shapes = _Plan(), TypedViews(torch.empty(layout.size, dtype=torch.uint8, device="meta"))
+        for name, stored in layout.modules.items():
+            layer = self._internals.layers[name]
+            if type(layer).set_lora not in _PLAIN or len(stored) != layer.n_slices:
+                continue
+            plan.plain.append(name)
+            for i, part in enumerate(self._of_this_rank(name, layout, shapes)):
+                a, b = (None, None) if part is None else (part.a, part.b)
+                _place(layer.lora_a_stacked[i][slot, 0], a, plan.a, plan.rest)
+                _place(layer.lora_b_stacked[i][slot, 0], b, plan.b, plan.rest)
+        self._plans[slot, layout] = plan
+        return plan
+
+    def _of_this_rank(self, name: str, layout: Layout, views: TypedViews) -> Sequence[Matrices | None]:
+        """Return a layer's matrices, cut to what this worker holds of them under tensor parallelism."""
+        layer: Any = self._internals.layers[name]
+        parts = matrices(layout.modules[name], views)
+        if layer.tp_size == 1:
+            return parts
+        a: Any = [None if part is None else part.a for part in parts]
+        b: Any = [None if part is None else part.b for part in parts]
+        if name in layout.packed:
+            a, b = layer.slice_lora_a(a), layer.slice_lora_b(b)
+        else:
+            a, b = [layer.slice_lora_a(a[0])], [layer.slice_lora_b(b[0])]
+        cut = zip(parts, a, b, strict=True)
+        return [None if part is None else Matrices(one_a, one_b, part.scaling) for part, one_a, one_b in cut]
+
+
+def _place(slot: Tensor, matrix: Tensor | None, into: list[Tensor], rest: list[Tensor]) -> None:
+    """Note where a matrix goes in a slot's, which is at least as large, and what it leaves there."""
+    rows, columns = (0, 0) if matrix is None else matrix.shape
+    if matrix is not None:
+        into.append(slot[:rows, :columns])
+    rest.extend(part for part in (slot[rows:], slot[:rows, columns:]) if part.numel())
+
+
+def _copy_all(into: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy matrices in one call; an adapter on the output head alone has none here."""
+    if into:
+        torch._foreach_copy_(into, sources)
+
+
+def _copy_scaled(into: Tensor, source: Matrices) -> None:
+    """Round to the slot's dtype, then scale, as vLLM does: the same bits."""
+    if source.b.dtype == into.dtype:
+        torch.mul(source.b, source.scaling, out=into)
+    else:
+        into.copy_(source.b).mul_(source.scaling)

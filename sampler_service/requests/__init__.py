@@ -1,0 +1,1 @@
+"""Requests and replies of sampling: read, checked, written."""

@@ -1,0 +1,1 @@
+"""Which requests are admitted, and whose turn it is."""

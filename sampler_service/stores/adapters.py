@@ -1,0 +1,415 @@
+"""Which adapters the engine holds, who uses them, and when they go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from itertools import chain, count
+from time import perf_counter
+
+from paceline import errors
+from paceline.layout import WEIGHTS_FILE
+from paceline.log import get_logger
+from paceline.rpc.identity import PEER_TENANT
+from paceline.types import ModelRef, ServedModel
+from paceline.weights import check_finite, served_model
+from sampler_service.background import Background
+from sampler_service.engine.protocol import Adapter, SamplerEngine
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.stores.disk import DiskTier
+from sampler_service.stores.leases import Departures, Lease, Listeners, LoadedVersion, RegistryLimits, run_of
+from sampler_service.stores.resolver import VersionResolver
+from sampler_service.transports.base import Bridge, ReplacedError, StagedAdapter, check_owner, is_for
+from sampler_service.transports.singleflight import Flights, arriving_within
+from sampler_service.transports.version_keys import VersionKey, absent
+
+_log = get_logger(__name__)
+
+_ROOM_SECONDS = 1.0
+"""When one that found all versions in use should come again."""
+
+
+class VersionRegistry:
+    """Loads versions on demand, each once, and unloads those that nothing needs.
+
+    What is loaded never changes: a key stands for one content. Where the trainer has other content under a number, as
+    after its volume was restored, its content takes the place of what is here; requests in progress end on what they
+    began with. When the engine is full, the least recently used version is evicted to disk: of those of
+    the tenant that needs the room, or of one that has more than its share while that one has less.
+    """
+
+    def __init__(
+        self,
+        engine: SamplerEngine,
+        bridge: Bridge,
+        resolver: VersionResolver,
+        base_model: str,
+        limits: RegistryLimits,
+        metrics: SamplerMetrics,
+        disk: DiskTier,
+    ) -> None:
+        self._engine = engine
+        self._bridge = bridge
+        self._resolver = resolver
+        self._base = ServedModel(base_model)
+        self._limits = limits
+        self._metrics = metrics
+        self._disk = disk
+        self._entries: OrderedDict[VersionKey, LoadedVersion] = OrderedDict()
+        self._unverified: set[LoadedVersion] = set()
+        """In the engine, and nobody's to ask for yet."""
+        self._displaced: set[LoadedVersion] = set()
+        """In the engine until their last request ends, and nobody's to ask for any more."""
+        self._departures = Departures()
+        self._adapter_ids = count(1)
+        self._changing = asyncio.Lock()
+        self._flights: Flights[LoadedVersion] = Flights()
+        self._installing: set[asyncio.Task[LoadedVersion]] = set()
+        self._unloading = Background("version not unloaded")
+        self.listeners = Listeners()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[LoadedVersion]:
+        return iter(list(self._entries.values()))
+
+    def serves(self, ref: ModelRef) -> bool:
+        return True
+
+    def find(self, key: VersionKey) -> LoadedVersion | None:
+        """Return what is loaded under a key."""
+        return self._entries.get(key)
+
+    def held(self) -> Iterator[ServedModel]:
+        """Yield what is loaded and what waits on disk."""
+        return chain((entry.served for entry in self), self._disk)
+
+    @asynccontextmanager
+    async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
+        """Keep the weights that `ref` means loaded while the block runs, fetching them first if need be.
+
+        Raises RunNotFound, VersionNotFound, CheckpointNotFound (also for another tenant's), TrainerUnavailable when
+        they do not arrive in time, EngineUnavailable, and what `install` raises.
+        """
+        await self._engine.check_health()
+        if ref.is_base:
+            yield Lease(self._base)
+            return
+        start = perf_counter()
+        entry, was_loaded = await self._acquire(ref, tenant)
+        milliseconds = 0.0 if was_loaded else 1e3 * (perf_counter() - start)
+        with ExitStack() as held:
+            held.callback(self._leave, entry)
+            yield Lease(entry.served, entry.adapter, milliseconds, held.close)
+
+    async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
+        """Bring a version and load it. Calls for the same one share the work, which goes on when a caller leaves."""
+        return await self._flights.join(key, tenant, lambda: self._fetch(key, tenant))
+
+    async def install(self, staged: StagedAdapter) -> LoadedVersion:
+        """Load a staged adapter into the engine. Its files are the registry's from here on, also when this raises.
+
+        It goes on when the caller leaves, so that the engine never has what nobody knows of. Raises VersionExists when
+        the key is taken by other content, Overloaded when every loaded version is in use, NonFinite for weights that
+        are no numbers, and what the engine raises.
+        """
+        task = asyncio.create_task(self._install_or_discard(staged))
+        self._installing.add(task)
+        task.add_done_callback(self._installed)
+        return await asyncio.shield(task)
+
+    def unload(self, ref: ModelRef, tenant: str) -> None:
+        """Let a version go once its last request ends. Raises VersionNotFound or CheckpointNotFound."""
+        meant = [key for key in map(VersionKey.of, self.held()) if key.ref() == ref]
+        mine = {key for key in meant if (held := self._staged(key)) and is_for(held.manifest.tenant, tenant)}
+        if not mine:
+            raise absent(ref)
+        self._retire_all(lambda served: VersionKey.of(served) in mine)
+
+    def displace(self, served: ServedModel) -> None:
+        """Let go of other content than this under its number: from here on nobody begins with it."""
+        key = VersionKey.of(served)
+        entry = self._entries.get(key)
+        if entry is not None and entry.staged.sha256 != served.sha256:
+            _log.warning("version displaced", weights=str(key.ref()), had=entry.staged.sha256, announced=served.sha256)
+            del self._entries[key]
+            self._displaced.add(entry)
+            self._retire(entry)
+        for staged in self._disk.remove(lambda one: VersionKey.of(one) == key and one.sha256 != served.sha256):
+            self._unloading.spawn(self._release(staged))
+
+    def forget_run(self, run_id: str) -> None:
+        """Let everything of a deleted run go, as requests end."""
+        self._retire_all(lambda served: run_of(served) == run_id)
+
+    def retire_superseded(self, run_id: str) -> None:
+        """Let all but the newest versions of a run go; one that is asked for later comes back.
+
+        Numbers above the newest are of another time, or were pushed before it: they go first.
+        """
+        newest = self._resolver.newest(run_id)
+        held = {served.version for served in self.held() if served.run_id == run_id}
+        versions = sorted(held, key=lambda version: (version <= newest, version), reverse=True)
+        superseded = set(versions[self._limits.keep_per_run :]) - {0}
+        self._retire_all(lambda served: served.run_id == run_id and served.version in superseded)
+
+    def revived(self, lost: Sequence[Adapter]) -> None:
+        """Fetch the versions again that the engine could not load from their files."""
+        for entry in self:
+            if entry.adapter in lost:
+                del self._entries[VersionKey.of(entry.served)]
+                self._unloading.spawn(self._bring_back(entry))
+        for entry in self._unverified:
+            entry.retired = entry.retired or entry.adapter in lost
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await self._flights.close()
+        for task in self._installing:
+            task.cancel()
+        await asyncio.gather(*self._installing, return_exceptions=True)
+        await self._unloading.close()
+        await self._disk.close()
+
+    async def _acquire(self, ref: ModelRef, tenant: str) -> tuple[LoadedVersion, bool]:
+        was_loaded = True
+        async with arriving_within(self._limits.fetch_timeout_seconds):
+            while True:
+                key = await self._resolve(ref, tenant)
+                entry = self._entries.get(key)
+                if entry is not None:
+                    break
+                was_loaded = False
+                await self.fetch(key, tenant)
+        # Nothing is awaited between finding the entry and counting the request, so it cannot be unloaded in between.
+        check_owner(entry.tenant, ref, tenant)
+        entry.requests_in_flight += 1
+        self._entries.move_to_end(key)
+        return entry, was_loaded
+
+    async def _resolve(self, ref: ModelRef, tenant: str) -> VersionKey:
+        try:
+            return await self._resolver.resolve(ref, tenant)
+        except errors.TrainerUnavailable:
+            # A checkpoint that is loaded outlives the trainer; its answers name the content by its SHA-256.
+            loaded = [key for key in self._entries if ref.checkpoint and key.checkpoint == ref.checkpoint]
+            if not loaded:
+                raise
+            return loaded[-1]
+
+    async def _fetch(self, key: VersionKey, tenant: str) -> LoadedVersion:
+        if (waiting := self._disk.find(key)) is not None:
+            check_owner(waiting.manifest.tenant, key.ref(), tenant)
+        if (waiting := self._disk.take(key)) is not None:
+            try:
+                return await self.install(waiting)
+            except BaseException as error:
+                self.listeners.tell_released(served_model(waiting.manifest))
+                if not isinstance(error, errors.ChecksumMismatch):
+                    raise
+                _log.warning("version damaged on disk; it is fetched again", weights=str(key.ref()))
+        self._check_room(tenant)
+        while True:
+            with self._metrics.fetch_seconds.time():
+                staged = await self._bridge.fetch(key.ref(), tenant)
+            try:
+                return await self.install(staged)
+            except ReplacedError:
+                _log.info("weights overwritten while they were loaded; they are fetched again", weights=str(key.ref()))
+
+    def _staged(self, key: VersionKey) -> StagedAdapter | None:
+        entry = self._entries.get(key)
+        return entry.staged if entry else self._disk.find(key)
+
+    async def _install_or_discard(self, staged: StagedAdapter) -> LoadedVersion:
+        try:
+            return await self._install(staged)
+        except BaseException as error:
+            await staged.discard()
+            if isinstance(error, FileNotFoundError) and staged.files is not None:
+                raise ReplacedError(
+                    "the files were removed while they were loaded; ask again", field="model"
+                ) from error
+            raise
+
+    def _installed(self, task: asyncio.Task[LoadedVersion]) -> None:
+        self._installing.discard(task)
+        if not task.cancelled():
+            task.exception()  # Whoever still waits has it.
+
+    async def _install(self, staged: StagedAdapter) -> LoadedVersion:
+        key = VersionKey.of(served_model(staged.manifest))
+        existing = self._entries.get(key)
+        if existing is None:
+            numbers = asyncio.ensure_future(asyncio.to_thread(check_finite, staged.directory / WEIGHTS_FILE))
+            async with self._loading(staged) as entry:
+                await staged.verified()
+                await numbers
+                entry.served = served_model(staged.manifest)
+                await self._disk.replace(staged)
+                if entry.retired:
+                    raise errors.EngineUnavailable("the engine died and lost the version")
+                existing = self._entries.setdefault(key, entry)
+            if existing is entry:
+                self.listeners.tell_loaded(entry)
+                return entry
+        await staged.verified()
+        existing.staged.check_same(staged)
+        await staged.discard()
+        return existing
+
+    @asynccontextmanager
+    async def _loading(self, staged: StagedAdapter) -> AsyncIterator[LoadedVersion]:
+        """Load an adapter, of which the last bytes may still be verified.
+
+        Nobody can ask for it before it is among the entries; unless it is when the block ends, the engine drops it.
+        """
+        async with self._changing:
+            await self._make_room(staged.manifest.tenant)
+            entry = await self._load(staged)
+            self._unverified.add(entry)
+        try:
+            yield entry
+        finally:
+            self._unverified.discard(entry)
+            if self._entries.get(VersionKey.of(entry.served)) is not entry:
+                await self._engine.remove_adapter(entry.adapter)
+
+    async def _load(self, staged: StagedAdapter) -> LoadedVersion:
+        served, tenant, number = served_model(staged.manifest), staged.manifest.tenant, next(self._adapter_ids)
+        name = f"{tenant}/{served.run_id}/{served.checkpoint or served.version}/{number}"
+        adapter = Adapter(number, name, staged.directory, in_memory=staged.in_memory, contents=staged)
+        with self._metrics.load_seconds.time():
+            times = await self._engine.add_adapter(adapter)
+        self._metrics.observe_load(times)
+        return LoadedVersion(served, tenant, adapter, staged, times)
+
+    async def _make_room(self, tenant: str) -> None:
+        """Unload what nobody uses until a version of this tenant fits. Raises QuotaExceeded, Overloaded."""
+        while (is_full := self._taken() >= self._limits.max_loaded) or self._has_its_own(tenant):
+            if is_full and self._departures:
+                await self._departures.next()
+                continue
+            idle = self._find_idle(tenant)
+            if idle is None:
+                raise self._no_room(tenant)
+            await self._unload(idle, may_wait=not idle.retired)
+
+    def _has_its_own(self, tenant: str) -> bool:
+        """Whether a tenant has as many versions as it may, also when it is alone."""
+        return bool(self._limits.max_per_tenant) and self._loaded_of()[tenant] >= self._limits.max_per_tenant
+
+    def _loaded_of(self) -> Counter[str]:
+        return Counter(entry.tenant for entry in chain(self._entries.values(), self._unverified))
+
+    def _taken(self) -> int:
+        """Return how many places of the engine are taken."""
+        return len(self._entries) + len(self._displaced) + len(self._unverified) + len(self._departures)
+
+    def _find_idle(self, tenant: str) -> LoadedVersion | None:
+        """Return the version to evict for one of this tenant; a tenant within its share loses none to another."""
+        if (nobodys := next((entry for entry in self._displaced if not entry.requests_in_flight), None)) is not None:
+            return nobodys
+        loaded = self._loaded_of()
+        share = self._share(loaded, tenant)
+        idle = [entry for entry in self if not entry.requests_in_flight]
+        mine = next((entry for entry in idle if entry.tenant == tenant), None)
+        if loaded[tenant] >= share or self._has_its_own(tenant):
+            return mine
+        return next((entry for entry in idle if loaded[entry.tenant] > share), mine)
+
+    def _share(self, loaded: Counter[str], tenant: str) -> int:
+        """Return how many versions a tenant may have, whatever those that have some hold."""
+        return max(1, self._limits.max_loaded // len({*loaded, tenant}))
+
+    def _check_room(self, tenant: str) -> None:
+        """Refuse, before anything travels, a version that could not be loaded. Raises QuotaExceeded, Overloaded."""
+        if self._taken() < self._limits.max_loaded or self._departures:
+            return
+        if tenant == PEER_TENANT:  # whose it is, its manifest will say
+            is_hopeless = all(entry.requests_in_flight for entry in chain(self._displaced, self))
+        else:
+            is_hopeless = self._find_idle(tenant) is None
+        if is_hopeless:
+            raise self._no_room(tenant)
+
+    def _no_room(self, tenant: str) -> errors.Exhausted:
+        loaded = self._loaded_of()
+        used, share = loaded[tenant], self._share(loaded, tenant)
+        if self._has_its_own(tenant):
+            return errors.QuotaExceeded(
+                f"all {used} versions that this tenant may have loaded are in use: wait for their requests to end, or "
+                f"have the operator raise max_versions_per_tenant",
+                metadata={"quota": "versions", "used": str(used), "limit": str(self._limits.max_per_tenant)},
+                retry_after=_ROOM_SECONDS,
+            )
+        message = f"all {self._limits.max_loaded} versions that fit are in use; try again"
+        if share <= used < self._limits.max_loaded:
+            message = f"all {used} versions of this tenant are in use, and {share} are its share; try again"
+        return errors.Overloaded(message, retry_after=_ROOM_SECONDS)
+
+    def _retire_all(self, is_meant: Callable[[ServedModel], bool]) -> None:
+        for entry in self:
+            if is_meant(entry.served):
+                self._retire(entry)
+        for staged in self._disk.remove(is_meant):
+            self._unloading.spawn(self._release(staged))
+
+    def _retire(self, entry: LoadedVersion) -> None:
+        entry.retired = True
+        self._settle(entry)
+
+    def _leave(self, entry: LoadedVersion) -> None:
+        entry.requests_in_flight -= 1
+        self._settle(entry)
+
+    def _settle(self, entry: LoadedVersion) -> None:
+        if entry.retired and not entry.requests_in_flight:
+            self._unloading.spawn(self._unload_idle(entry))
+
+    def _is_here(self, entry: LoadedVersion) -> bool:
+        return entry in self._displaced or self._entries.get(VersionKey.of(entry.served)) is entry
+
+    async def _unload_idle(self, entry: LoadedVersion) -> None:
+        if self._is_here(entry) and not entry.requests_in_flight:
+            await self._unload(entry)
+
+    async def _unload(self, entry: LoadedVersion, *, may_wait: bool = False) -> None:
+        """Unload an entry that no request uses; it cannot be found from the first moment on.
+
+        With `may_wait` its files wait on disk until it is asked for again.
+        """
+        if entry in self._displaced:
+            self._displaced.remove(entry)
+        else:
+            del self._entries[VersionKey.of(entry.served)]
+        waits = False
+        try:
+            with self._departures.one():
+                await self._engine.remove_adapter(entry.adapter)
+            waits = may_wait
+        finally:
+            await (self._disk.put(entry.staged, self._release) if waits else self._release(entry.staged))
+
+    async def _release(self, staged: StagedAdapter) -> None:
+        try:
+            await staged.discard()
+        finally:
+            served = served_model(staged.manifest)
+            if self._staged(VersionKey.of(served)) is None:  # else other content took its place, and is held
+                self.listeners.tell_released(served)
+
+    async def _bring_back(self, entry: LoadedVersion) -> None:
+        """Fetch what was lost; only when that fails is the trainer told that it is held no more."""
+        with suppress(FileNotFoundError):
+            await entry.staged.discard()
+        try:
+            if not entry.retired:
+                await self.fetch(VersionKey.of(entry.served))
+                return
+        except errors.PacelineError as error:
+            _log.warning("version lost with the engine", name=entry.adapter.name, reason=error.reason)
+        self.listeners.tell_released(entry.served)

@@ -1,0 +1,136 @@
+"""Versions that gave way to others in memory and wait on disk, from where they come back without the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+
+from paceline.layout import WEIGHTS_FILE
+from paceline.log import get_logger
+from paceline.types import ServedModel
+from paceline.weights import served_model
+from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.background import Background
+from sampler_service.transports.base import StagedAdapter
+from sampler_service.transports.staging import StagingArea
+from sampler_service.transports.version_keys import VersionKey
+
+_log = get_logger(__name__)
+
+_MOST_WRITTEN = 2
+"""Versions that are written to disk at a time; they take memory until then."""
+
+Release = Callable[[StagedAdapter], Awaitable[None]]
+
+
+class DiskTier:
+    """The files of versions that were loaded before. When it is full, the one goes that came longest ago.
+
+    Of the tenant with the most, that is: nobody's give way to those of a tenant that has more there.
+
+    What lies on the checkpoint volume stays where it is: the trainer keeps what a sampler holds. What lies in the
+    staging directory, which is memory, is copied into a scratch directory, and can be taken back meanwhile.
+    """
+
+    def __init__(self, scratch: StagingArea | None, most: int) -> None:
+        """Take up to `most` versions; without a scratch directory none from the staging directory."""
+        self._scratch = scratch
+        self.most = most
+        self._waiting: OrderedDict[VersionKey, StagedAdapter] = OrderedDict()
+        self._writing = asyncio.Semaphore(_MOST_WRITTEN)
+        self._moves = Background("version not kept on disk")
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter([served_model(staged.manifest) for staged in self._waiting.values()])
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the versions' safetensors files."""
+        return sum(staged.manifest.total_size for staged in self._waiting.values())
+
+    def find(self, key: VersionKey) -> StagedAdapter | None:
+        """Return what waits under a key."""
+        return self._waiting.get(key)
+
+    async def put(self, staged: StagedAdapter, release: Release) -> None:
+        """Take the files of a version that leaves memory; `release` gets what has to go: itself, or those before it.
+
+        The files are written after this returns, unless many others still are.
+        """
+        if not self.most or (staged.in_memory and self._scratch is None):
+            await release(staged)
+            return
+        key = VersionKey.of(served_model(staged.manifest))
+        self._waiting[key] = staged
+        if staged.in_memory and self._scratch is not None:
+            await self._writing.acquire()
+            self._moves.spawn(self._move(key, staged, self._scratch, release))
+        while len(self._waiting) > self.most:
+            await release(self._waiting.pop(self._superfluous()))
+
+    def take(self, key: VersionKey) -> StagedAdapter | None:
+        """Give up a version, whose bytes are verified again while it is loaded."""
+        staged = self._waiting.pop(key, None)
+        if staged is None:
+            return None
+        return replace(staged, verifying=asyncio.create_task(_verify(staged)))
+
+    async def replace(self, staged: StagedAdapter) -> None:
+        """Drop what waits under the key of weights that are loaded. Raises VersionExists when it has other content."""
+        key = VersionKey.of(served_model(staged.manifest))
+        if (waiting := self._waiting.get(key)) is not None:
+            waiting.check_same(staged)
+            del self._waiting[key]
+            await waiting.discard()
+
+    def remove(self, is_meant: Callable[[ServedModel], bool]) -> Sequence[StagedAdapter]:
+        """Give up all versions that are meant."""
+        keys = [VersionKey.of(served) for served in self if is_meant(served)]
+        return [self._waiting.pop(key) for key in keys]
+
+    def _superfluous(self) -> VersionKey:
+        """Return what has to go: of the tenants with the most versions, the one that has waited longest."""
+        counts = Counter(staged.manifest.tenant for staged in self._waiting.values())
+        most = max(counts.values())
+        return next(key for key, staged in self._waiting.items() if counts[staged.manifest.tenant] == most)
+
+    async def close(self) -> None:
+        """Finish what is being written."""
+        await self._moves.finish()
+
+    async def _move(self, key: VersionKey, staged: StagedAdapter, scratch: StagingArea, release: Release) -> None:
+        """Have a version wait on disk instead of in memory, unless somebody takes it meanwhile."""
+        try:
+            copy = await asyncio.to_thread(_copy, staged, scratch)
+        except OSError as error:
+            if self._waiting.get(key) is staged:
+                _log.warning("version not kept on disk", error=str(error))
+                await release(self._waiting.pop(key))
+            return
+        finally:
+            self._writing.release()
+        superfluous = copy
+        if self._waiting.get(key) is staged:
+            self._waiting[key], superfluous = copy, staged
+        await superfluous.discard()
+
+
+def _copy(staged: StagedAdapter, scratch: StagingArea) -> StagedAdapter:
+    directory = scratch.allocate(staged.manifest)
+    try:
+        shutil.copyfile(staged.directory / WEIGHTS_FILE, directory / WEIGHTS_FILE)
+    except BaseException:
+        shutil.rmtree(directory)
+        raise
+    return StagedAdapter(staged.manifest, directory, temporary=True, on_disk=True)
+
+
+async def _verify(staged: StagedAdapter) -> pb.Manifest:
+    await staged.verify_again()
+    return staged.manifest

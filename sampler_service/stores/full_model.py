@@ -1,0 +1,311 @@
+"""Whole models, one at a time: the engine's model is changed for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from time import perf_counter
+
+from paceline import errors
+from paceline.log import get_logger
+from paceline.rpc.identity import PEER_TENANT
+from paceline.types import ModelRef, ServedModel
+from paceline.weights import served_model
+from sampler_service.background import Background
+from sampler_service.engine.protocol import Adapter, LoadTimes, ModelEngine
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.stores.leases import Lease, Listeners, LoadedVersion, run_of
+from sampler_service.stores.resolver import VersionResolver
+from sampler_service.transports.base import Bridge, StagedAdapter, check_owner
+from sampler_service.transports.singleflight import Flights, arriving_within
+from sampler_service.transports.version_keys import VersionKey
+
+_BASE = VersionKey()
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A request, or an announced version, that waits until the engine has its weights."""
+
+    key: VersionKey
+    staged: StagedAdapter | None
+    """None for the base model, and where the weights were loaded when the waiting began."""
+    announced: bool
+    turn: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Whether it was let in; if not, it has to fetch the weights and wait again."""
+    entry: LoadedVersion | None = None
+    """What it was let in to; None for the base model."""
+
+
+class ModelSlot:
+    """Fulfils Versions for an engine that holds one whole model: a run's version, a checkpoint, or the base model.
+
+    Requests are let in in their order. One for another model than the engine has waits until those before it have
+    ended; then the engine's model is changed, and all that wait for the same model are let in. A model that the engine
+    does not load is not tried again: its number stands for these weights for ever.
+    """
+
+    def __init__(
+        self,
+        engine: ModelEngine,
+        bridge: Bridge,
+        resolver: VersionResolver,
+        base_model: str,
+        fetch_timeout_seconds: float,
+        set_ready: Callable[[bool], Awaitable[None]],
+        metrics: SamplerMetrics,
+    ) -> None:
+        """Take `set_ready` to say whether the engine has a model now."""
+        self._engine = engine
+        self._bridge = bridge
+        self._resolver = resolver
+        self._base = ServedModel(base_model)
+        self._base_path = engine.model_path
+        self._fetch_timeout = fetch_timeout_seconds
+        self._set_ready = set_ready
+        self._metrics = metrics
+        self._key: VersionKey | None = _BASE
+        """What the engine has; None for the model of a run that was deleted, which nobody gets."""
+        self._entry: LoadedVersion | None = None
+        self._queue: deque[_Waiter] = deque()
+        self._in_use = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._switching: asyncio.Task[None] | None = None
+        self._refused: dict[VersionKey, str] = {}
+        """What the engine did not load, with its SHA-256."""
+        self._flights: Flights[StagedAdapter] = Flights()
+        self._wanted: Counter[VersionKey] = Counter()
+        """How many wait for weights, or change to them; until nobody does, their files stay."""
+        self._brought: dict[VersionKey, StagedAdapter] = {}
+        self._discarding = Background("files of a model not removed")
+        self._numbers = count(1)
+        self.listeners = Listeners()
+        metrics.requests_queued.set_function(lambda: len(self._queue))
+        metrics.rebuilding.set_function(lambda: self._switching is not None)
+
+    def __len__(self) -> int:
+        return int(self._entry is not None)
+
+    def __iter__(self) -> Iterator[LoadedVersion]:
+        return iter([self._entry] if self._entry else [])
+
+    def serves(self, ref: ModelRef) -> bool:
+        return self._key == (_BASE if ref.is_base else VersionKey(ref.run_id, ref.version or 0))
+
+    def find(self, key: VersionKey) -> LoadedVersion | None:
+        return self._entry if key == self._key else None
+
+    def held(self) -> Iterator[ServedModel]:
+        return (entry.served for entry in self)
+
+    @asynccontextmanager
+    async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
+        """Bring a model and keep it. Raises as `VersionRegistry.lease`, and ModelNotLoadable."""
+        await self._engine.check_health()
+        start = perf_counter()
+        key = _BASE if ref.is_base else await self._resolver.resolve(ref, tenant)
+        was_loaded = key == self._key
+        async with self._hold(key, tenant) as (entry, release):
+            milliseconds = 0.0 if was_loaded else 1e3 * (perf_counter() - start)
+            yield Lease(entry.served if entry else self._base, load_milliseconds=milliseconds, release=release)
+
+    async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
+        """Load a model. Raises as `lease`, and EngineUnavailable where a newer one was announced before its turn."""
+        async with self._hold(key, tenant, announced=True) as (entry, _):
+            if entry is None:
+                raise errors.InvalidArgument("the base model is no version", field="model")
+            return entry
+
+    async def install(self, staged: StagedAdapter) -> LoadedVersion:
+        await staged.discard()
+        raise errors.Unsupported("this sampler serves whole models, which are not pushed", field="model")
+
+    def displace(self, served: ServedModel) -> None:
+        """Forget other content than this under its number; requests in progress end on it."""
+        key = VersionKey.of(served)
+        if self._refused.get(key, served.sha256) != served.sha256:
+            del self._refused[key]
+        if self._entry is not None and key == self._key and self._entry.staged.sha256 != served.sha256:
+            _log.warning("model displaced", weights=str(key.ref()), announced=served.sha256)
+            self._release()
+            self._key = None
+
+    def unload(self, ref: ModelRef, tenant: str) -> None:
+        raise errors.Unsupported("this sampler has one model; load another in its place", field="model")
+
+    def forget_run(self, run_id: str) -> None:
+        if self._entry is not None and run_of(self._entry.served) == run_id:
+            self._release()
+            self._key = None
+
+    def retire_superseded(self, run_id: str) -> None:
+        """Do nothing: the model that is loaded has taken the place of the one before it."""
+
+    def revived(self, lost: Sequence[Adapter]) -> None:
+        """Forget a model that was written over the one that the engine was built from; who wants it brings it again."""
+        if self._engine.model_path == self._base_path and self._key != _BASE:
+            self._release()
+            self._key = _BASE
+            self._advance()
+
+    async def close(self) -> None:
+        await self._flights.close()
+        await self._discarding.close()
+        if self._switching is not None:
+            self._switching.cancel()
+            await asyncio.gather(self._switching, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _hold(
+        self, key: VersionKey, tenant: str, *, announced: bool = False
+    ) -> AsyncIterator[tuple[LoadedVersion | None, Callable[[], None]]]:
+        """Have the engine keep the weights of `key`; gives None for the base model, and what lets go of them early."""
+        entered = False
+        while not entered:
+            with self._files(key):
+                waiter = _Waiter(key, await self._stage(key, tenant), announced)
+                entered = await self._enter(waiter)
+        with ExitStack() as held:
+            held.callback(self._leave, waiter)
+            if waiter.entry is not None:
+                check_owner(waiter.entry.tenant, key.ref(), tenant)
+            yield waiter.entry, held.close
+
+    async def _stage(self, key: VersionKey, tenant: str) -> StagedAdapter | None:
+        """Verify weights that are not loaded, before anything waits for them."""
+        if key in self._refused:
+            raise _not_loadable()
+        if key in {_BASE, self._key}:
+            return None
+        with self._metrics.fetch_seconds.time():
+            async with arriving_within(self._fetch_timeout):
+                staged = self._brought.get(key) or await self._flights.join(
+                    key, tenant, lambda: self._bring(key, tenant)
+                )
+        check_owner(staged.manifest.tenant, key.ref(), tenant)
+        return staged
+
+    async def _bring(self, key: VersionKey, tenant: str) -> StagedAdapter:
+        staged = await self._bridge.fetch(key.ref(), tenant)
+        await staged.verified()
+        with self._files(key):  # Those who wanted it may be gone.
+            self._brought[key] = staged
+        return staged
+
+    @contextmanager
+    def _files(self, key: VersionKey) -> Iterator[None]:
+        """Keep the files of weights that are brought while the block runs; an engine that has them needs none."""
+        self._wanted[key] += 1
+        try:
+            yield
+        finally:
+            self._wanted[key] -= 1
+            if not self._wanted[key]:
+                del self._wanted[key]
+                if staged := self._brought.pop(key, None):
+                    self._discarding.spawn(staged.discard())
+
+    async def _enter(self, waiter: _Waiter) -> bool:
+        self._queue.append(waiter)
+        self._advance()
+        try:
+            return await waiter.turn
+        except asyncio.CancelledError:
+            if not waiter.turn.cancelled() and waiter.turn.exception() is None and waiter.turn.result():
+                self._leave(waiter)
+            raise
+
+    def _leave(self, waiter: _Waiter) -> None:
+        if waiter.entry is not None:
+            waiter.entry.requests_in_flight -= 1
+        self._in_use -= 1
+        if not self._in_use:
+            self._idle.set()
+
+    def _advance(self) -> None:
+        """Let in who is next while the engine has what they want; then begin to change its model for the next."""
+        while self._queue and self._switching is None:
+            head = self._queue[0]
+            if head.turn.done() or head.key == self._key or not self._can_switch(head):
+                self._queue.popleft()
+                self._let_in(head)
+            else:
+                self._switching = asyncio.create_task(self._switch(head))
+
+    def _let_in(self, waiter: _Waiter) -> None:
+        if waiter.turn.done():
+            return
+        is_there = waiter.key == self._key
+        if is_there:
+            waiter.entry = self._entry
+            if waiter.entry is not None:
+                waiter.entry.requests_in_flight += 1
+            self._in_use += 1
+            self._idle.clear()
+        waiter.turn.set_result(is_there)
+
+    def _can_switch(self, head: _Waiter) -> bool:
+        """Whether a waiter brought weights; an announced version that a newer one supersedes ends its waiting here."""
+        if head.announced and head.key.version and head.key.version < self._resolver.newest(head.key.run_id):
+            # Of the reasons, the one by which a publish knows that the version exists all the same.
+            head.turn.set_exception(errors.EngineUnavailable("a newer version came before this one was loaded"))
+        return not head.turn.done() and (head.key == _BASE or head.staged is not None)
+
+    async def _switch(self, head: _Waiter) -> None:
+        """Change the model when the requests in progress have ended, and let in all that wait for it."""
+        with self._files(head.key):
+            await self._change(head)
+
+    async def _change(self, head: _Waiter) -> None:
+        failure: errors.PacelineError | None = None
+        try:
+            start = perf_counter()
+            await self._idle.wait()
+            await self._set_ready(False)
+            idle = perf_counter()
+            with self._metrics.load_seconds.time():
+                staged = head.staged
+                await self._engine.change_model(staged.directory if staged else self._base_path, staged)
+            self._loaded(head, LoadTimes(1e3 * (idle - start), 1e3 * (perf_counter() - idle)))
+        except errors.PacelineError as error:
+            failure = error
+            if isinstance(error, errors.ModelNotLoadable):
+                self._refused[head.key] = head.staged.sha256 if head.staged else ""
+        except Exception:
+            _log.exception("model not changed", weights=str(head.key.ref()))
+            failure = errors.Internal("the model could not be changed")
+        self._switching = None
+        await self._set_ready(not isinstance(failure, errors.EngineUnavailable))
+        for waiter in [waiter for waiter in self._queue if waiter.key == head.key]:
+            self._queue.remove(waiter)
+            if failure is None:
+                self._let_in(waiter)
+            elif not waiter.turn.done():
+                waiter.turn.set_exception(type(failure)(failure.message, field=failure.field))
+        self._advance()
+
+    def _loaded(self, head: _Waiter, times: LoadTimes) -> None:
+        self._release()
+        self._key = head.key
+        if head.staged is not None:
+            served = served_model(head.staged.manifest)
+            adapter = Adapter(next(self._numbers), str(head.key.ref()), head.staged.directory)
+            self._entry = LoadedVersion(served, head.staged.manifest.tenant, adapter, head.staged, times)
+            self.listeners.tell_loaded(self._entry)
+        _log.info("model loaded", weights=str(head.key.ref()))
+
+    def _release(self) -> None:
+        """Give up what is loaded; its files may go."""
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self.listeners.tell_released(entry.served)
+
+
+def _not_loadable() -> errors.ModelNotLoadable:
+    return errors.ModelNotLoadable("the engine did not load this model before; publish another", field="model")

@@ -1,0 +1,246 @@
+"""Versions of one full-parameter run, each written over the one before it in the engine's own weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+from paceline import errors
+from paceline.log import get_logger
+from paceline.rpc.identity import PEER_TENANT
+from paceline.types import ModelRef, ServedModel
+from paceline.weight_sharing.update_lock import WriteRequest
+from paceline.weights import served_model
+from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.engine.protocol import Adapter, LoadTimes, WritableEngine
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.stores.leases import Lease, Listeners, LoadedVersion
+from sampler_service.stores.resolver import VersionResolver
+from sampler_service.transports.base import Bridge, StagedAdapter, check_owner
+from sampler_service.transports.singleflight import Flights, arriving_within
+from sampler_service.transports.version_keys import VersionKey, absent
+
+_DRAIN_SECONDS = 45.0
+"""How long the first write waits for requests to the base model; less than a writer waits for its turn."""
+
+_log = get_logger(__name__)
+
+
+class InPlaceSlot:
+    """Fulfils Versions for an engine whose weights are written in place.
+
+    The base model is served until a run writes its first version; from then on the weights are this run's, until it is
+    deleted. Requests go on through a write, with the newer weights; which token is of which version the engine notes.
+    After a write that was broken off nothing is begun until one that was not.
+    """
+
+    def __init__(
+        self,
+        engine: WritableEngine,
+        bridge: Bridge,
+        resolver: VersionResolver,
+        base_model: str,
+        fetch_timeout_seconds: float,
+        metrics: SamplerMetrics,
+    ) -> None:
+        """Take the bridge by which versions come that were not written by the trainer itself."""
+        self._engine = engine
+        self._bridge = bridge
+        self._resolver = resolver
+        self._base = ServedModel(base_model)
+        self._fetch_timeout = fetch_timeout_seconds
+        self._metrics = metrics
+        self._flights: Flights[None] = Flights()
+        self._entry: LoadedVersion | None = None
+        self._is_base = True
+        self._is_torn = False
+        self._in_use = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._changing = asyncio.Lock()
+        self.listeners = Listeners()
+
+    def __len__(self) -> int:
+        return int(self._entry is not None)
+
+    def __iter__(self) -> Iterator[LoadedVersion]:
+        """Yield the version that is served, once it was announced: until then the trainer is not told that it is."""
+        return iter([self._entry] if self._entry and self._entry.staged.sha256 else [])
+
+    def serves(self, ref: ModelRef) -> bool:
+        return self._is_base if ref.is_base else self.find(VersionKey(ref.run_id, ref.version or 0)) is not None
+
+    def find(self, key: VersionKey) -> LoadedVersion | None:
+        """Return the version if it is the one that is served, and its manifest is known."""
+        return next((entry for entry in self if VersionKey.of(entry.served) == key), None)
+
+    def held(self) -> Iterator[ServedModel]:
+        return (entry.served for entry in self)
+
+    @asynccontextmanager
+    async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
+        """Let a request begin.
+
+        Raises ModelNotFound for the base model that was written over, VersionNotFound for a version that was,
+        EngineUnavailable after a write that was broken off, Unsupported for a checkpoint, and as `fetch`.
+        """
+        lease = await self._enter(ref, tenant)
+        with ExitStack() as held:
+            held.callback(self._leave)
+            yield replace(lease, release=held.close)
+
+    async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
+        """Return a version that was announced, written from the volume where the trainer did not write it.
+
+        While no run has the weights, as after a restart, the first that a request is for gets them: no announcement.
+        Raises EngineUnavailable then, and for a version that a newer one overtook; Unsupported for another run's.
+        """
+        if self._entry is None:
+            raise errors.EngineUnavailable("it is loaded when it is asked for")
+        return await self._bring(key, tenant)
+
+    async def _bring(self, key: VersionKey, tenant: str) -> LoadedVersion:
+        if key.checkpoint:
+            raise errors.Unsupported("this sampler's weights are a run's; it serves no checkpoints", field="model")
+        if not self._holds(key):
+            async with arriving_within(self._fetch_timeout):
+                await self._flights.join(key, tenant, lambda: self._load(key, tenant))
+        entry = self._entry
+        if entry is None or VersionKey.of(entry.served) != key:
+            raise errors.EngineUnavailable("a newer version came before this one was loaded")
+        manifest = await self._bridge.describe(key.ref(), tenant)
+        entry.served, entry.staged.manifest = served_model(manifest), manifest
+        return entry
+
+    async def _load(self, key: VersionKey, tenant: str) -> None:
+        staged = await self._bridge.fetch(key.ref(), tenant)
+        async with self.writing(WriteRequest("", key.run_id, key.version, staged.manifest.tenant)):
+            await self._engine.write_weights(staged.directory)
+            await staged.verified()
+
+    async def install(self, staged: StagedAdapter) -> LoadedVersion:
+        await staged.discard()
+        raise errors.Unsupported("this sampler's weights are written in place; nothing is pushed to it", field="model")
+
+    def displace(self, served: ServedModel) -> None:
+        """Forget other content than this under its number; what was just written has none that is known yet."""
+        entry = self._entry
+        if entry is None or VersionKey.of(entry.served) != VersionKey.of(served):
+            return
+        if entry.staged.sha256 not in {"", served.sha256}:
+            _log.warning("weights displaced", run=served.run_id, version=served.version, announced=served.sha256)
+            self._release()
+
+    def unload(self, ref: ModelRef, tenant: str) -> None:
+        raise errors.Unsupported("this sampler has one set of weights; publish another version", field="model")
+
+    def forget_run(self, run_id: str) -> None:
+        if self._entry is not None and self._entry.served.run_id == run_id:
+            self._release()
+
+    def retire_superseded(self, run_id: str) -> None:
+        """Do nothing: a version that is written takes the place of the one before it."""
+
+    def revived(self, lost: Sequence[Adapter]) -> None:
+        """Do nothing: an engine whose weights are lent to be written is not built anew within a service's life."""
+
+    async def close(self) -> None:
+        await self._flights.close()
+
+    @asynccontextmanager
+    async def writing(self, request: WriteRequest) -> AsyncIterator[None]:
+        """Have the weights written inside the block; when it ends the version is served.
+
+        Raises Unsupported while the weights are another run's, Overloaded when requests to the base model do not end,
+        EngineUnavailable where a newer version is there.
+        """
+        async with self._changing:
+            start = perf_counter()
+            await self._take_over(request)
+            await self._engine.begin_write(request.version)
+            self._is_torn, begun = True, perf_counter()
+            yield
+            times = LoadTimes(1e3 * (begun - start), 1e3 * (perf_counter() - begun))
+            await self._engine.end_write(request.version)
+            self._serve(request, times)
+            self._is_torn = False
+
+    async def _take_over(self, request: WriteRequest) -> None:
+        """See that the weights are the writer's to change; requests to what was there before have ended then."""
+        if self._entry is not None:
+            served = self._entry.served
+            if served.run_id != request.run_id:
+                raise errors.Unsupported("the weights are another run's; give each run a sampler of its own")
+            if served.version > request.version:
+                raise errors.EngineUnavailable("a newer version came before this one was written")
+            return
+        try:
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                await self._idle.wait()
+        except TimeoutError as error:
+            raise errors.Overloaded("requests to the weights before are still running; publish again") from error
+
+    def _serve(self, request: WriteRequest, times: LoadTimes) -> None:
+        self._release()
+        served = ServedModel(self._base.base_model, request.run_id, request.version)
+        staged = StagedAdapter(pb.Manifest(), Path(), temporary=False)
+        adapter = Adapter(request.version, f"{request.run_id}/{request.version}", Path())
+        self._entry = LoadedVersion(served, request.tenant, adapter, staged, times)
+        self._metrics.observe_load(times)
+        _log.info("weights written", run=request.run_id, version=request.version, milliseconds=times.apply_milliseconds)
+
+    async def _enter(self, ref: ModelRef, tenant: str) -> Lease:
+        while True:
+            # Those that wait here begin with the weights that are being written.
+            async with self._changing:
+                served = self._check(ref, tenant)
+                if served is not None:
+                    return self._begin(served)
+            await self._bring(await self._resolver.resolve(ref, tenant), tenant)
+
+    def _leave(self) -> None:
+        self._in_use -= 1
+        if not self._in_use:
+            self._idle.set()
+
+    def _begin(self, served: ServedModel) -> Lease:
+        entry = self._entry
+        self._in_use += 1
+        self._idle.clear()
+        return Lease(served, is_current=lambda: self._entry is entry and not self._is_torn)
+
+    def _check(self, ref: ModelRef, tenant: str) -> ServedModel | None:
+        """Return what a request gets; None if it names weights that are not there, or not yet."""
+        entry = self._entry
+        if self._is_torn:
+            raise errors.EngineUnavailable("the writing of the weights was broken off; the next publish writes them")
+        if ref.is_base:
+            if not self._is_base:
+                raise errors.ModelNotFound("the base model's weights were written over by a run's", field="model")
+            return self._base
+        if entry is not None and entry.served.run_id == ref.run_id:
+            check_owner(entry.tenant, ref, tenant)
+            if ref.version in {None, entry.served.version}:
+                return entry.served
+            if (ref.version or 0) < entry.served.version:
+                raise absent(ref)
+        return None
+
+    def _holds(self, key: VersionKey) -> bool:
+        """Whether a version, or a newer one of the same run, is served."""
+        entry = self._entry
+        return (
+            entry is not None
+            and not self._is_torn
+            and entry.served.run_id == key.run_id
+            and entry.served.version >= key.version
+        )
+
+    def _release(self) -> None:
+        entry, self._entry, self._is_base = self._entry, None, False
+        if entry is not None:
+            self.listeners.tell_released(entry.served)

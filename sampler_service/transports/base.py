@@ -1,0 +1,207 @@
+"""A bridge: a way by which versions reach this sampler."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from paceline import errors
+from paceline.base_weights import check_same_base
+from paceline.rpc.identity import PEER_TENANT
+from paceline.types import ModelRef
+from paceline.weights import hash_file, is_model, served_model, verify_adapter, verify_model, weights_file
+from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.transports.version_keys import foreign
+
+Files = Mapping[str, tuple[int, ...]]
+"""What tells the files of a directory from others of their names, without reading them: device, inode, size, time."""
+
+
+class ReplacedError(errors.ChecksumMismatch):
+    """Other files took the place of those that were verified before an engine had loaded them."""
+
+
+def files_of(directory: Path) -> Files:
+    """Tell a directory's files. Raises FileNotFoundError, NotADirectoryError."""
+    found = ((path.name, path.stat()) for path in directory.iterdir())
+    # Not by ctime, which a new link to the file changes, too.
+    return {name: (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found}
+
+
+@dataclass(slots=True, eq=False)
+class StagedAdapter:
+    """An adapter, or a whole model, in a directory that an engine can load.
+
+    Nothing is answered from it before `verified` returns, once an engine has loaded it.
+    """
+
+    manifest: pb.Manifest
+    directory: Path
+    """Holds adapter_model.safetensors and adapter_config.json (PEFT layout), or a Hugging Face model, of
+    which the file with the weights alone where it was sent."""
+    temporary: bool
+    """Whether the directory belongs to this sampler and goes when the adapter does."""
+    verifying: asyncio.Task[pb.Manifest] | None = None
+    """Verifies the bytes while the adapter is loaded and ends with its manifest, checksums included; None when that is
+    done."""
+    files: Files | None = None
+    """The files that were verified, of a directory that others may change; None of this sampler's own."""
+    on_disk: bool = False
+    """Whether a directory of this sampler's own lies on disk; the others are staged in memory."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it lies in the staging directory."""
+        return self.temporary and not self.on_disk
+
+    @property
+    def sha256(self) -> str:
+        """Return the SHA-256 of the weights; empty before they are verified where the manifest came without."""
+        return self.manifest.model.sha256
+
+    async def verified(self) -> None:
+        """Wait until every byte is verified. Raises ChecksumMismatch, TrainerUnavailable.
+
+        An engine reads by name what was verified by name before. Where the files are still those that were verified,
+        it has read those; else ReplacedError.
+        """
+        if self.verifying is not None:
+            self.manifest = await self.verifying
+        if self.files is not None and await asyncio.to_thread(self._is_replaced):
+            raise ReplacedError("the files were replaced while they were loaded; ask again", field="model")
+
+    async def verify_again(self) -> None:
+        """Verify every byte once more, before an engine reads the files by name again.
+
+        They may be other files by now, with the same bytes. Raises ChecksumMismatch, OSError.
+        """
+        files = await asyncio.to_thread(self._verify_bytes)
+        if self.files is not None:
+            self.files = files
+
+    def _verify_bytes(self) -> Files:
+        files = files_of(self.directory)
+        if not is_model(self.manifest):
+            verify_adapter(self.directory, self.manifest)
+        elif not self.temporary:
+            verify_model(self.directory, self.manifest)
+        elif hash_file(self.directory / weights_file(self.manifest)) != self.sha256:
+            raise errors.ChecksumMismatch("the bytes are not those of the manifest; send them again", field="model")
+        if files_of(self.directory) != files:
+            raise ReplacedError("the files were replaced while they were verified; ask again", field="model")
+        return files
+
+    def _is_replaced(self) -> bool:
+        try:
+            return files_of(self.directory) != self.files
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+
+    def check_same(self, other: StagedAdapter) -> None:
+        """Refuse other content under the same key. Raises VersionExists."""
+        if self.sha256 != other.sha256:
+            raise errors.VersionExists("the version exists with other content; publish a new one", field="model")
+
+    async def discard(self) -> None:
+        """Remove the files if they are this sampler's own."""
+        if self.verifying is not None:
+            self.verifying.cancel()
+        if self.temporary:
+            await asyncio.to_thread(shutil.rmtree, self.directory)
+
+
+class Bridge(Protocol):
+    """Brings versions and sampler checkpoints.
+
+    Errors of both calls: RunNotFound, VersionNotFound, CheckpointNotFound (also for another tenant's), ModelNotFound
+    (made for another base model), RankTooLarge, ChecksumMismatch, TrainerUnavailable.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return the name by which settings know it."""
+        ...
+
+    @property
+    def needs_volume(self) -> bool:
+        """Return whether a version can be fetched only when it is on the checkpoint volume."""
+        ...
+
+    async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
+        """Return the manifest of what `ref` means now. A version left open is the newest published one."""
+        ...
+
+    async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
+        """Bring an adapter; every byte of it is verified, or is being verified."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestRules:
+    """What this sampler takes; checked before any weight travels."""
+
+    base_model: str
+    max_lora_rank: int
+    max_bytes: int
+    """Largest safetensors file of an adapter."""
+    whole_models: bool = False
+    """Whether it takes whole models, and then no adapters: those belong to the base model alone."""
+    base_sha256: str = ""
+    """Identity of this sampler's base weights; empty where it is not known."""
+
+    def check(self, manifest: pb.Manifest) -> None:
+        """Refuse what the engine could not load. Raises ModelNotFound, BaseMismatch, Unsupported and others."""
+        if is_model(manifest) and not self.whole_models:
+            raise errors.Unsupported(
+                "is a whole model; a sampler that serves models takes it, or one that has it as its model",
+                field="model",
+            )
+        if self.whole_models and not is_model(manifest):
+            raise errors.Unsupported("is an adapter; a sampler that serves models takes none", field="model")
+        same_weights = self.base_sha256 and manifest.base_sha256 == self.base_sha256
+        if manifest.model.base_model != self.base_model and not same_weights:
+            raise errors.ModelNotFound(
+                f"was trained on {manifest.model.base_model}; this sampler serves {self.base_model}", field="model"
+            )
+        if not is_model(manifest):
+            check_same_base(self.base_sha256, manifest.base_sha256, "the adapter was made on")
+        if manifest.rank > self.max_lora_rank:
+            raise errors.RankTooLarge(
+                f"has rank {manifest.rank}; this sampler takes at most {self.max_lora_rank}", field="model"
+            )
+        if not self.whole_models and not 0 < manifest.total_size <= self.max_bytes:
+            raise errors.InvalidShape(
+                f"has {manifest.total_size} bytes; this sampler takes 1 to {self.max_bytes}",
+                field="manifest.total_size",
+            )
+
+
+def check_is(manifest: pb.Manifest, ref: ModelRef, tenant: str) -> None:
+    """Refuse a manifest of other weights than `ref` names, and one whose owner is not `tenant`.
+
+    Raises ChecksumMismatch, RunNotFound, CheckpointNotFound.
+    """
+    model = served_model(manifest)
+    same = (
+        model.checkpoint == ref.checkpoint
+        if ref.checkpoint
+        else model.run_id == ref.run_id and ref.version in {None, model.version}
+    )
+    if not same:
+        raise errors.ChecksumMismatch("the manifest describes other weights than were asked for", field="model")
+    check_owner(manifest.tenant, ref, tenant)
+
+
+def check_owner(owner: str, ref: ModelRef, tenant: str) -> None:
+    """Let in the owner, and services that call for themselves. Raises RunNotFound, CheckpointNotFound."""
+    if not is_for(owner, tenant):
+        raise foreign(ref)
+
+
+def is_for(owner: str, tenant: str) -> bool:
+    """Return whether a tenant may know of an owner's weights."""
+    return tenant in {PEER_TENANT, owner}

@@ -1,0 +1,166 @@
+"""The collective bridge: versions come over a process group; whatever does not come so is fetched as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+
+from paceline import errors
+from paceline.collective import GroupMember, GroupPlace
+from paceline.log import get_logger
+from paceline.types import ModelRef
+from paceline.weights import served_model, weights_file
+from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.background import Background
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.transports.base import ManifestRules, StagedAdapter, check_is
+from sampler_service.transports.staging import StagingArea
+from sampler_service.transports.stream import StreamBridge
+from sampler_service.transports.version_keys import VersionKey
+
+_log = get_logger(__name__)
+
+Say = Callable[[pb.WatchVersionsRequest], None]
+Arrival = asyncio.Task[StagedAdapter]
+
+
+class GroupReceiver:
+    """This sampler's member of the trainer's process group. Takes part in every broadcast that is announced to it."""
+
+    def __init__(self, staging: StagingArea, rules: ManifestRules, metrics: SamplerMetrics) -> None:
+        """Take the rules by which a file is received into nothing."""
+        self._staging = staging
+        self._rules = rules
+        self._metrics = metrics
+        self._member: GroupMember | None = None
+        self._generation = 0
+        """The one to be in; 0 for none."""
+        self._arrivals: dict[VersionKey, Arrival] = {}
+        self._background = Background("process group's work failed")
+
+    def join(self, group: pb.Group, say: Say) -> None:
+        """Take a place in a new generation, in the background; `say` tells the trainer when that fails."""
+        self.leave()
+        self._generation = group.generation
+        self._background.spawn(self._join(group, say))
+
+    def expect(self, announcement: pb.Announcement, say: Say) -> None:
+        """Receive a version that is broadcast over the generation that this sampler is in."""
+        member, manifest = self._member, announcement.manifest
+        if member is not None and member.generation == announcement.broadcast_generation:
+            key = VersionKey.of(served_model(manifest))
+            self.drop(key)
+            self._arrivals[key] = asyncio.create_task(self._receive(member, manifest, say))
+
+    def take(self, key: VersionKey) -> Arrival | None:
+        """Hand over a version that is coming or has come; whoever takes it owns its files."""
+        return self._arrivals.pop(key, None)
+
+    def drop(self, key: VersionKey) -> None:
+        """Let go of a version that nobody took."""
+        arrival = self.take(key)
+        if arrival is not None:
+            self._background.spawn(_discard(arrival))
+
+    def leave(self) -> None:
+        """Leave the group: the trainer is gone, or makes another one."""
+        member, self._member, self._generation = self._member, None, 0
+        for key in list(self._arrivals):
+            self.drop(key)
+        if member is not None:
+            self._background.spawn(member.stop())
+
+    async def close(self) -> None:
+        """End everything."""
+        self.leave()
+        await self._background.finish()
+
+    async def _join(self, group: pb.Group, say: Say) -> None:
+        place = GroupPlace(group.backend, group.address, group.generation, group.rank, group.size, group.seconds)
+        member = await GroupMember.start(place)
+        if self._generation != group.generation:
+            await member.stop()
+            return
+        self._member = member
+        try:
+            await member.join()
+        except errors.PeerLost as error:
+            self._lost(member, error, say)
+        else:
+            _log.info("group joined", generation=group.generation, rank=group.rank, size=group.size)
+
+    async def _receive(self, member: GroupMember, manifest: pb.Manifest, say: Say) -> StagedAdapter:
+        refusal = self._refusal(manifest)
+        directory = await asyncio.to_thread(self._staging.allocate, manifest)
+        file = directory / weights_file(manifest)
+        try:
+            await member.transfer(None if refusal else file, manifest.total_size)
+            if refusal:
+                raise refusal
+            staged = StagedAdapter(manifest, directory, temporary=True)
+            await staged.verify_again()
+        except BaseException as error:
+            await asyncio.to_thread(shutil.rmtree, directory)
+            if isinstance(error, errors.PeerLost):
+                self._lost(member, error, say)
+            raise
+        return staged
+
+    def _refusal(self, manifest: pb.Manifest) -> errors.PacelineError | None:
+        try:
+            self._rules.check(manifest)
+        except errors.PacelineError as error:
+            return error
+        return None
+
+    def _lost(self, member: GroupMember, error: errors.PeerLost, say: Say) -> None:
+        """Say once for each generation that it is of no use."""
+        if self._member is not member:
+            return
+        _log.warning("process group lost", generation=member.generation, reason=error.reason, error=str(error))
+        self._metrics.group_losses.inc()
+        self._member = None
+        self._background.spawn(member.stop())
+        say(pb.WatchVersionsRequest(left_group=pb.LeftGroup(generation=member.generation, reason=error.reason)))
+
+
+class CollectiveBridge:
+    """Takes what the group brings. A late joiner, and a version that the group lost, are served by the stream."""
+
+    name = "collective"
+    needs_volume = False
+
+    def __init__(self, receiver: GroupReceiver, stream: StreamBridge) -> None:
+        self._receiver = receiver
+        self._stream = stream
+
+    async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
+        return await self._stream.describe(ref, tenant)
+
+    async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
+        arrival = self._receiver.take(VersionKey(run_id=ref.run_id, version=ref.version or 0))
+        if arrival is not None:
+            try:
+                staged = await arrival
+            except (errors.PeerLost, errors.ChecksumMismatch) as error:
+                _log.warning("version did not come over the group; fetching it", weights=str(ref), reason=error.reason)
+            else:
+                return await _checked(staged, ref, tenant)
+        return await self._stream.fetch(ref, tenant)
+
+
+async def _checked(staged: StagedAdapter, ref: ModelRef, tenant: str) -> StagedAdapter:
+    try:
+        check_is(staged.manifest, ref, tenant)
+    except errors.PacelineError:
+        await staged.discard()
+        raise
+    return staged
+
+
+async def _discard(arrival: Arrival) -> None:
+    """Remove a version's files when it has come; nobody wants it, or what became of it."""
+    (staged,) = await asyncio.gather(arrival, return_exceptions=True)
+    if isinstance(staged, StagedAdapter):
+        await staged.discard()

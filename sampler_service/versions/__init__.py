@@ -1,1 +1,0 @@
-"""Versions on this sampler: how they arrive, which are loaded, when they go."""

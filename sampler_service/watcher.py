@@ -1,0 +1,283 @@
+"""Follows the trainer: loads versions as they are announced and says what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from time import perf_counter
+from uuid import uuid4
+
+import grpc
+
+from paceline import errors
+from paceline.log import get_logger
+from paceline.rpc.status import error_from_rpc
+from paceline.types import ModelInfo, ServedModel
+from paceline.weights import served_model
+from paceline.weights.v1 import weight_service_pb2 as pb
+from sampler_service.agreement.standing import Standing
+from sampler_service.background import Background
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.stores.base import Versions
+from sampler_service.stores.leases import LoadedVersion
+from sampler_service.stores.resolver import VersionResolver
+from sampler_service.transports.collective import GroupReceiver
+from sampler_service.transports.prefetch import Offers
+from sampler_service.transports.trainer_link import TrainerLink
+from sampler_service.transports.version_keys import VersionKey
+
+_FIRST_DELAY, _LAST_DELAY = 0.1, 2.0
+"""Seconds between attempts to reach the trainer: doubled each time, with jitter."""
+
+_FIRST_RETRY, _LAST_RETRY = 0.2, 5.0
+"""Seconds between attempts to load a version that there is no room for: doubled each time."""
+
+_CONCURRENT_LOADS = 4
+"""A trainer that restarts announces every run at once."""
+
+_log = get_logger(__name__)
+Outbox = asyncio.Queue[pb.WatchVersionsRequest]
+
+
+class VersionWatcher:
+    """Keeps a watch open for ever. Loaded versions outlive the trainer; on connecting it is told which they are."""
+
+    def __init__(
+        self,
+        trainer: TrainerLink,
+        registry: Versions,
+        resolver: VersionResolver,
+        sampler_id: str,
+        model: ModelInfo,
+        standing: Standing,
+        metrics: SamplerMetrics,
+        *,
+        needs_volume: bool,
+        offers: Offers | None,
+        group: GroupReceiver | None,
+    ) -> None:
+        """Take the place for the trainer's offers where they are of use, and the sampler's in its process group."""
+        self._trainer = trainer
+        self._registry = registry
+        self._resolver = resolver
+        self._sampler_id = sampler_id
+        self._instance = uuid4().hex
+        self._model = model
+        self._standing = standing
+        self._metrics = metrics
+        self._needs_volume = needs_volume
+        self._offers = offers
+        self._group = group
+        self._outbox: Outbox | None = None
+        self._applying = Background("version not applied")
+        self._awaited: set[VersionKey] = set()
+        """Announced, and not yet acknowledged or refused."""
+        self._slots = asyncio.Semaphore(_CONCURRENT_LOADS)
+        registry.listeners.loaded.append(self._loaded)
+        registry.listeners.released.append(self._release)
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        delay = _FIRST_DELAY
+        try:
+            while True:
+                start = perf_counter()
+                reason = await self._watch()
+                if perf_counter() - start > _LAST_DELAY:
+                    delay = _FIRST_DELAY
+                _log.warning("watch ended; watching again", reason=reason, seconds=delay)
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter is no secret
+                delay = min(2 * delay, _LAST_DELAY)
+        finally:
+            await self._applying.close()
+
+    async def _watch(self) -> str:
+        """Watch once; return why it ended."""
+        self._outbox = Outbox()
+        self._send(pb.WatchVersionsRequest(hello=self._hello()))
+        call = self._trainer.watch(_drain(self._outbox))
+        try:
+            async for message in call:
+                self._hear(message)
+        except grpc.aio.AioRpcError as failure:
+            error = error_from_rpc(failure)
+            if isinstance(error, errors.BaseMismatch):
+                await self._standing.turned_away(error.message)
+            told = isinstance(error, errors.Conflict | errors.BaseMismatch)
+            return f"{error.reason}: {error.message}" if told else failure.code().name
+        finally:
+            self._outbox = None
+            if self._offers is not None:
+                self._offers.clear()
+            if self._group is not None:
+                self._group.leave()
+            call.cancel()
+        return "closed by the trainer"
+
+    def _hello(self) -> pb.Hello:
+        held = [served for served in self._registry.held() if served.version]
+        return pb.Hello(
+            sampler_id=self._sampler_id,
+            held=[
+                pb.HeldVersion(run_id=served.run_id, version=served.version, sha256=served.sha256) for served in held
+            ],
+            joins_group=self._group is not None,
+            links_staged=self._offers is not None,
+            instance=self._instance,
+            base_model=self._model.name,
+            base_sha256=self._model.weights_sha256,
+        )
+
+    def _hear(self, message: pb.WatchVersionsResponse) -> None:
+        match message.WhichOneof("message"):
+            case "announcement":
+                self._announced(message.announcement)
+            case "welcome":
+                self._resolver.welcomed(message.welcome.trainer_instance)
+                self._applying.spawn(self._standing.welcomed())
+            case "probe":
+                self._applying.spawn(self._measure(message.probe))
+            case "run_deleted":
+                self._resolver.forget(message.run_deleted.run_id)
+                self._registry.forget_run(message.run_deleted.run_id)
+                self._standing.forget_run(message.run_deleted.run_id)
+                if self._offers is not None:
+                    self._offers.drop(message.run_deleted.run_id)
+            case "staged" if self._offers is not None:
+                self._applying.spawn(self._prepare(self._offers.expect(message.staged), self._offers))
+            case "group" if self._group is not None:
+                self._group.join(message.group, self._send)
+            case other:
+                _log.warning("unknown message on the watch", message=other)
+
+    def _announced(self, announcement: pb.Announcement) -> None:
+        """Start loading an announced version if it can be had and was not superseded before."""
+        served, arrival = served_model(announcement.manifest), perf_counter()
+        self._registry.displace(served)
+        if self._offers is not None:
+            self._offers.announced(announcement.manifest)
+        if self._group is not None and announcement.broadcast_generation:
+            self._group.expect(announcement, self._send)
+        newest, on_volume = self._resolver.last_announced(served.run_id), bool(announcement.volume_path)
+        if self._needs_volume and not on_volume:
+            return
+        self._resolver.announced(served.run_id, served.version)
+        # A version is announced again when it reaches the volume; by then a streamed one may have come and gone.
+        if on_volume and not self._needs_volume and served.version < newest:
+            return
+        self._awaited.add(VersionKey.of(served))
+        self._applying.spawn(self._apply(served, arrival))
+
+    async def _measure(self, probe: pb.Probe) -> None:
+        agreement = await self._standing.measure(probe)
+        if agreement is not None:
+            self._send(pb.WatchVersionsRequest(agreement=agreement))
+
+    async def _prepare(self, key: VersionKey, offers: Offers) -> None:
+        """Load a version before it exists, so that only its checksum is awaited when it does."""
+        try:
+            async with self._slots:
+                if offers.find(key) is not None and self._registry.find(key) is None:
+                    await self._registry.fetch(key)
+        except errors.PacelineError as error:
+            # Its announcement makes another attempt, and a refusal of that one.
+            _log.info("version not prepared", run=key.run_id, version=key.version, reason=error.reason)
+
+    async def _apply(self, served: ServedModel, arrival: float) -> None:
+        key = VersionKey.of(served)
+        try:
+            entry = await self._load(served)
+        except errors.PacelineError as error:
+            self._refuse(served, error)
+        except Exception:
+            _log.exception("version not loaded", run=served.run_id, version=served.version)
+            self._refuse(served, errors.Internal("the version could not be loaded; see the sampler's log"))
+        else:
+            seconds = perf_counter() - arrival
+            self._metrics.apply_seconds.observe(seconds)
+            self._acknowledge(entry, 1e3 * seconds)
+            self._registry.retire_superseded(served.run_id)
+        finally:
+            self._awaited.discard(key)
+            if self._group is not None:
+                self._group.drop(key)
+
+    async def _load(self, served: ServedModel) -> LoadedVersion:
+        """Load what was announced. Where there is no room, the trainer is told so and it is tried again.
+
+        Raises EngineUnavailable when a newer version came before there was room, and as `fetch`.
+        """
+        delay = _FIRST_RETRY
+        while True:
+            try:
+                async with self._slots:
+                    return await self._exactly(served)
+            except errors.Exhausted as error:
+                if served.version < self._resolver.last_announced(served.run_id):
+                    message = "a newer version came before there was room for this one"
+                    raise errors.EngineUnavailable(message) from error
+                self._refuse(served, error, pending=True)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LAST_RETRY)
+
+    async def _exactly(self, served: ServedModel) -> LoadedVersion:
+        """Load the content that was announced, and no other under its number. Raises ChecksumMismatch."""
+        key = VersionKey.of(served)
+        for _ in range(2):  # A fetch that began before the announcement may bring what was there then.
+            entry = self._registry.find(key) or await self._registry.fetch(key)
+            if entry.staged.sha256 == served.sha256:
+                return entry
+            self._registry.displace(served)
+        message = f"the bytes that came are {entry.staged.sha256}, and {served.sha256} was announced"
+        raise errors.ChecksumMismatch(message, field="model.sha256")
+
+    def _loaded(self, entry: LoadedVersion) -> None:
+        """Say that a version is held that was pushed or asked for, so that the trainer keeps it as long."""
+        if entry.served.version and VersionKey.of(entry.served) not in self._awaited:
+            times = entry.times
+            self._acknowledge(entry, times.step_wait_milliseconds + times.apply_milliseconds)
+
+    def _acknowledge(self, entry: LoadedVersion, milliseconds: float) -> None:
+        acknowledgement = acknowledge(entry, self._sampler_id, milliseconds)
+        acknowledgement.run_refused = self._standing.refuses_run(entry.served.run_id)
+        self._send(pb.WatchVersionsRequest(acknowledgement=acknowledgement))
+
+    def _refuse(self, served: ServedModel, error: errors.PacelineError, *, pending: bool = False) -> None:
+        """Say that a version is not loaded, for good or, `pending`, for now."""
+        reason, message = error.reason, str(error)
+        _log.warning(
+            "version refused", run=served.run_id, version=served.version, reason=reason, error=message, pending=pending
+        )
+        refusal = pb.Refusal(
+            run_id=served.run_id, version=served.version, reason=reason, message=message, pending=pending
+        )
+        self._send(pb.WatchVersionsRequest(refusal=refusal))
+
+    def _release(self, served: ServedModel) -> None:
+        if served.version:
+            held = pb.HeldVersion(run_id=served.run_id, version=served.version)
+            self._send(pb.WatchVersionsRequest(release=held))
+
+    def _send(self, message: pb.WatchVersionsRequest) -> None:
+        """Say something to the trainer; while it is away nothing need be said, since the next hello tells all."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(message)
+
+
+def acknowledge(entry: LoadedVersion, sampler_id: str, milliseconds: float) -> pb.Acknowledgement:
+    """Say that a version is active, with the checksum that was computed here."""
+    return pb.Acknowledgement(
+        run_id=entry.served.run_id,
+        version=entry.served.version,
+        sha256=entry.staged.sha256,
+        sampler_id=sampler_id,
+        milliseconds=milliseconds,
+        step_wait_milliseconds=entry.times.step_wait_milliseconds,
+        apply_milliseconds=entry.times.apply_milliseconds,
+    )
+
+
+async def _drain(outbox: Outbox) -> AsyncIterator[pb.WatchVersionsRequest]:
+    while True:
+        yield await outbox.get()

@@ -1,0 +1,1 @@
+"""The check that a base model computes what stock transformers computes."""

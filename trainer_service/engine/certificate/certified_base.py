@@ -1,0 +1,300 @@
+"""The base model that an engine serves: loaded, made ready for adapters, and computed by a mode that was checked."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.errors import OutOfMemory, PacelineError, Unsupported
+from paceline.types import Datum, LoraConfig, ModelCertificate
+from paceline.types.training import Array
+from trainer_service.engine import messages
+from trainer_service.engine.certificate.certificate import InDoubtError, Results, Verdict, certify
+from trainer_service.engine.certificate.probe import Probe, make_probe
+from trainer_service.engine.certificate.stock import RANK, Stock, Weights, measure_stock
+from trainer_service.engine.distributed.ranks import Ranks
+from trainer_service.engine.distributed.sharding import ShardedModel
+from trainer_service.engine.microbatch.executor import Execution
+from trainer_service.engine.microbatch.microbatch import Job, JobKind
+from trainer_service.engine.microbatch.packing import Batch
+from trainer_service.engine.microbatch.scheduler import Scheduler
+from trainer_service.engine.model.base_model import hidden_states, load_base_model, output_head
+from trainer_service.engine.model.blame import first_line, why_different, why_failed
+from trainer_service.engine.model.fused.swap import has_fused_family
+from trainer_service.engine.model.module_groups import adaptable_modules, groups_of
+from trainer_service.engine.model.packed_attention import VARIANT
+from trainer_service.engine.model.pass_mode import STOCK_ATTENTION, PassMode, modes_of, use_attention
+from trainer_service.engine.model.rope import company_in_rope
+from trainer_service.engine.model.row_spans import Routing
+from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.runs import adapters
+from trainer_service.engine.runs.lora_run import LoraRun
+from trainer_service.engine.runs.offload import Pager
+from trainer_service.engine.runs.run import seeded_rng_state
+
+_PROBES = 4
+"""Times that tokens are drawn, at most."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CertifiedBase:
+    """A base model, what routes the rows of runs through it, and how its passes are computed."""
+
+    sharded: ShardedModel
+    routing: Routing
+    mode: PassMode
+    certificate: ModelCertificate
+
+
+def load_certified_base(options: EngineOptions, ranks: Ranks, device: torch.device) -> CertifiedBase:
+    """Load the base model and find the fastest way in which it computes what stock transformers computes.
+
+    All ranks do this together. Raises Unsupported, with a sentence that names a module, where there is none; else what
+    `load_base_model` raises.
+    """
+    return _Loading(options, ranks, device).certified()
+
+
+class _Loading:
+    """Fulfils `certificate.Candidate`."""
+
+    _sharded: ShardedModel
+    _routing: Routing
+    _execution: Execution
+    _pager: Pager
+    _scheduler: Scheduler[Job]
+    _probe: Probe
+    _rope = ""
+    """Module whose rotary frequencies depend on the longest sequence of a pass."""
+    _variant = ""
+    """What the model adds to attention that only its own computes."""
+
+    def __init__(self, options: EngineOptions, ranks: Ranks, device: torch.device) -> None:
+        self._options, self._ranks, self._device = options, ranks, device
+        self._stock: Stock | None = None
+        self._seed = 0
+        """Of the tokens."""
+        self._seconds = 0.0
+        """Spent on checking so far."""
+
+    def certified(self) -> CertifiedBase:
+        """Load and check, on other tokens again where a few differ."""
+        while True:
+            self._load(fused=True)
+            # Rank 0 has measured, and all compare with the same.
+            stock = messages.decode(self._ranks.share(messages.encode(self._stock)), Stock)
+            start, last = time.perf_counter(), self._seed == _PROBES - 1
+            try:
+                verdict = certify(self, modes_of(self._model), stock, self._options.model_name, last=last)
+            except InDoubtError:
+                self._seed, self._stock = self._seed + 1, None
+            else:
+                self._seconds += time.perf_counter() - start
+                return self._certified(verdict, stock)
+
+    def _certified(self, verdict: Verdict, stock: Stock) -> CertifiedBase:
+        mode, differences = verdict.mode, verdict.differences
+        certificate = ModelCertificate(
+            packing=mode.packing,
+            attention=mode.attention,
+            reason=verdict.reason,
+            tokens=sum(len(own) for run in stock.logprobs.values() for own in run),
+            logprob_difference=differences.logprob,
+            logprob_bound=stock.logprob_bound,
+            gradient_difference=differences.gradient,
+            gradient_bound=stock.gradient_bound,
+            seconds=self._seconds,
+            groups=groups_of(self._model),
+        )
+        _log.info(
+            "%s is certified: %s; %s; bounds %.2g and %.2g; %.2f s. %s",
+            self._options.model_name,
+            mode,
+            differences,
+            stock.logprob_bound,
+            stock.gradient_bound,
+            certificate.seconds,
+            verdict.reason,
+        )
+        self._sharded.names_modules = False  # From now on errors are those of commands.
+        return CertifiedBase(self._sharded, self._routing, mode, certificate)
+
+    @property
+    def _model(self) -> PreTrainedModel:
+        return self._sharded.model
+
+    def use(self, mode: PassMode) -> None:
+        if self._fused and not mode.fused:
+            self._load(fused=False)
+        if mode.is_packed and self._rope:
+            raise Unsupported(f"{self._rope} turns by as much as suits the longest sequence of a pass.")
+        if mode.attention != STOCK_ATTENTION and self._variant:
+            raise Unsupported(f"attention {mode.attention} does not compute {self._variant}.")
+        use_attention(self._model, mode.attention)
+        self._sharded.rehearse(mode)
+        self._pager = Pager(None, Path())
+        self._execution = Execution(
+            self._sharded,
+            self._routing,
+            mode,
+            self._ranks,
+            self._pager,
+            self._device,
+            self._options.logprob_chunk,
+        )
+        tokens = sum(len(datum.model_input) for data in self._probe.values() for datum in data)
+        self._packed, self._mixes = mode.is_packed, False
+        self._scheduler = Scheduler(tokens if mode.is_packed else 1, joint=mode.is_packed, ranks=self._ranks.size)
+
+    def mixes(self, mode: PassMode) -> bool:
+        """By a derivative, which is zero to the last bit, in every dtype, where there is nothing to depend on."""
+        data = next(iter(self._probe.values()))
+        tokens = torch.from_numpy(data[-1].model_input.astype(np.int64)).to(self._device)
+        lengths = (len(tokens) // 2, len(tokens) - len(tokens) // 2)
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(self._device)[None]
+        entered: list[Tensor] = []
+
+        def enter(_module: nn.Module, _inputs: Any, out: Tensor) -> Tensor:
+            entered.append(out if out.requires_grad else out.requires_grad_())
+            return entered[-1]
+
+        def derive() -> bool:
+            hidden = self._sharded.inside(lambda: hidden_states(self._model, mode, tokens[None], positions, lengths))
+            own = hidden[:, lengths[0] :].float()
+            # Not their sum, which norms keep constant.
+            (slope,) = torch.autograd.grad((own * torch.arange(own.shape[-1], device=own.device).sin()).sum(), entered)
+            return bool((slope[:, : lengths[0]] != 0).any())
+
+        handle = self._model.get_input_embeddings().register_forward_hook(enter)
+        try:
+            self._mixes = bool(self._sharded.run(derive, with_gradient=True))
+            return self._mixes
+        finally:
+            handle.remove()
+
+    def compute(self, stock: Stock) -> Results:
+        runs: dict[str, LoraRun] = {}
+        try:
+            for run_id, weights in stock.adapters.items():
+                runs[run_id] = self._make_run(run_id, weights)
+            jobs = {run_id: self._job(run, self._probe[run_id]) for run_id, run in runs.items()}
+            passes: list[Sequence[str]] = []
+            self._finish(list(jobs.values()), passes.append)
+            if self._packed and len(passes) > 1:
+                raise Unsupported("a pass that two runs share fails.")
+            first, data = next(iter(runs.values())), next(iter(self._probe.values()))
+            alone = self._job(first, data[-1:], forward_only=True)
+            self._finish([alone], lambda _: None)
+            return Results(
+                {run_id: _logprobs(job) for run_id, job in jobs.items()},
+                {run_id: _gradients(run) for run_id, run in runs.items()},
+                _logprobs(alone)[0],
+            )
+        finally:
+            for run_id in runs:
+                adapters.remove_adapter(self._model, run_id)
+
+    def explain(self, mode: PassMode, error: Exception | None) -> str:
+        if isinstance(error, PacelineError):
+            self._variant = error.metadata.get(VARIANT, "") or self._variant
+        if error is not None:
+            return why_failed(error, self._model)
+        if mode.fused:
+            return "the fused layers compute otherwise than transformers"
+        tokens = np.concatenate([datum.model_input for data in self._probe.values() for datum in data])
+        device_tokens = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
+        return why_different(self._model, mode, device_tokens, self._pass, mixes=self._mixes)
+
+    def _pass(self, work: Callable[[], object]) -> object:
+        """Do a pass without gradients; all ranks do the same one."""
+        return self._sharded.run(lambda: self._sharded.inside(work), with_gradient=False)
+
+    def _load(self, *, fused: bool) -> None:
+        for name in ("_sharded", "_execution"):  # They hold a model that was loaded before.
+            self.__dict__.pop(name, None)
+        self._sharded = ShardedModel(
+            lambda: load_base_model(self._options, fused=fused, examine=self._examine), self._ranks, self._device
+        )
+        self._sharded.names_modules = True
+        self._fused = fused and has_fused_family(self._model)
+        try:
+            self._routing = adapters.adapt(self._model)
+        except ValueError as error:
+            reason = f"PEFT puts no adapter on it: {first_line(error).rstrip('(')}"
+            raise Unsupported(f"{self._options.model_name} cannot be served: {reason}.") from error
+
+    def _examine(self, model: PreTrainedModel) -> None:
+        start = time.perf_counter()
+        self._probe, self._rope = make_probe(model.config, self._seed), company_in_rope(model)
+        if self._ranks.leads and self._stock is None:
+            try:
+                self._stock = self._measure(model)
+            except OutOfMemory:
+                raise
+            except Exception as error:
+                raise Unsupported(
+                    f"{self._options.model_name} cannot be served: {why_failed(error, model)}."
+                ) from error
+        self._seconds += time.perf_counter() - start
+
+    def _measure(self, model: PreTrainedModel) -> Stock:
+        modules, head = adaptable_modules(model), output_head(model)
+        without_head = [name for name in modules if model.get_submodule(name) is not head]
+        # One run trains the head and one does not, which is computed in another way.
+        stock = measure_stock(
+            model, dict(zip(self._probe, (modules, without_head or modules), strict=True)), self._probe
+        )
+        if not modules:
+            raise Unsupported(f"{type(model).__name__} has no linear layer that can have an adapter.")
+        return stock
+
+    def _make_run(self, run_id: str, weights: Weights) -> LoraRun:
+        modules = tuple(
+            dict.fromkeys(name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in weights)
+        )
+        lora = LoraConfig(rank=RANK, alpha=RANK, target_modules=modules)
+        targets = adapters.target_modules(self._model, lora)
+        adapters.add_adapter(self._model, run_id, lora, targets)
+        parameters = adapters.adapter_parameters(self._model, run_id)
+        rng_state = seeded_rng_state(0, self._device)
+        run = LoraRun(run_id=run_id, lora=lora, targets=targets, parameters=parameters, rng_state=rng_state)
+        self._pager.add(run)
+        run.set_weights({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
+        return run
+
+    def _job(self, run: LoraRun, data: list[Datum], *, forward_only: bool = False) -> Job:
+        kind = JobKind(forward_only=forward_only, refuse_non_finite=False, alone=False)
+        return Job(run, data, Batch(data, ("target_tokens", "weights")), "cross_entropy", {}, kind)
+
+    def _finish(self, jobs: list[Job], announce: Callable[[Sequence[str]], None]) -> None:
+        """Do passes until all jobs are done. Raises what one failed of."""
+        while not all(job.is_done for job in jobs):
+            self._execution.compute(self._scheduler.next_passes(jobs), announce)
+        for job in jobs:
+            job.output()
+            job.pool(self._ranks)
+            job.finish()
+
+
+def _logprobs(job: Job) -> list[Array]:
+    return [output["logprobs"] for output in job.output().loss_fn_outputs]
+
+
+def _gradients(run: LoraRun) -> Weights:
+    return {name: _array(parameter.grad) for name, parameter in run.parameters.items()}
+
+
+def _array(gradient: Tensor | None) -> Array:
+    assert gradient is not None  # noqa: S101 - add_gradient gives every parameter one
+    return gradient.cpu().numpy()

@@ -1,0 +1,211 @@
+"""A base model as transformers computes it, one sequence at a time, and how much of that is rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.errors import Unsupported
+from paceline.types import Datum
+from paceline.types.training import Array
+from trainer_service.engine.certificate.probe import Probe
+
+RANK = 2
+"""Of the adapters that the check puts on every module that can have one; their alpha is as much."""
+
+_SHARE = 0.2
+"""Size of what an adapter adds to a module's weight, by the size of the weight."""
+_ROUNDED = (1,)
+"""Places of the sequences whose rounding is measured; long ones would cost more and say the same."""
+_ROUNDINGS = {torch.float32: 8.0}
+"""dtype -> roundings by which a module's output is moved, where that is not one. Sums are computed in float32: those of
+a float32 model are rounded at every step, those of others once, at their end."""
+_SLACK = 2.0
+"""How many times the measured rounding two ways to compute the same may differ."""
+_SUMS = 64.0
+"""Roundings in float32 that are always allowed: those within sums, whose order differs, are not measured."""
+
+Weights = dict[str, Array]
+"""An adapter's weights, or their gradients, float32, by the names that they have in adapter_model.safetensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What stock transformers gives for a probe, and how far from that rounding may lead."""
+
+    adapters: dict[str, Weights]
+    """Run -> its adapter."""
+    logprobs: dict[str, list[Array]]
+    """Run -> log-probabilities of each sequence, float32."""
+    gradients: dict[str, Weights]
+    """Run -> gradients of its cross entropy."""
+    logprob_bound: float
+    """For the root mean square of differences between log-probabilities."""
+    gradient_bound: float
+    """For the norm of the difference between gradients, by the norm of the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """What one sequence gives."""
+
+    logprobs: Array
+    gradients: list[Array]
+    """Of A and B of each module in turn."""
+
+
+def measure_stock(model: PreTrainedModel, targets: Mapping[str, Sequence[str]], probe: Probe) -> Stock:
+    """Compute a probe by a model as transformers made it, with adapters on the modules that `targets` names for a run.
+
+    The bounds come from Monte Carlo arithmetic (Parker, 1997): every module's output is moved at random by as much as
+    roundings in its dtype may, and what that does to the results is what rounding does. Raises Unsupported for models
+    whose tokens see later ones, or whose numbers are not finite.
+    """
+    adapters = {run: _draw_adapter(model, targets[run], seed) for seed, run in enumerate(probe)}
+    results: dict[str, list[_Sequence]] = {}
+    exact: list[_Sequence] = []
+    moved: list[_Sequence] = []
+    for run, data in probe.items():
+        with _adapted(model, adapters[run]) as factors:
+            results[run] = [_compute(model, datum, factors) for datum in data]
+            few = [place for place in _ROUNDED if place < len(data)]
+            exact += [results[run][place] for place in few]
+            with _moved_outputs(model):
+                moved += [_compute(model, data[place], factors) for place in few]
+    logprobs = {run: [own.logprobs for own in sequences] for run, sequences in results.items()}
+    if not all(np.isfinite(own).all() for run in logprobs.values() for own in run):
+        raise Unsupported(f"{type(model).__name__} gives log-probabilities that are not finite.")
+    least = torch.finfo(model.dtype).eps + _SUMS * torch.finfo(torch.float32).eps
+    size = rms(*(own for run in logprobs.values() for own in run))
+    off = rms(*(a.logprobs - b.logprobs for a, b in zip(exact, moved, strict=True)))
+    turned = apart([g for a in exact for g in a.gradients], [g for b in moved for g in b.gradients])
+    stock = Stock(
+        adapters,
+        logprobs,
+        {
+            run: dict(zip(adapters[run], _sums([own.gradients for own in sequences]), strict=True))
+            for run, sequences in results.items()
+        },
+        _SLACK * off + least * size,
+        _SLACK * turned + least,
+    )
+    _check_causal(model, probe, stock)
+    return stock
+
+
+def rms(*arrays: Array) -> float:
+    """Return the root mean square of all elements."""
+    return math.sqrt(np.mean(np.square(np.concatenate(arrays).astype(np.float64))))
+
+
+def apart(ones: Sequence[Array], others: Sequence[Array]) -> float:
+    """Return the norm of the difference between arrays of the same shapes, by the norm of the first ones."""
+    norm = _norm(ones)
+    off = _norm([one - other for one, other in zip(ones, others, strict=True)])
+    return off / norm if norm else off
+
+
+def _norm(arrays: Sequence[Array]) -> float:
+    return math.sqrt(sum(float(np.square(each.astype(np.float64)).sum()) for each in arrays))
+
+
+def _sums(lists: Sequence[Sequence[Array]]) -> list[Array]:
+    return [np.sum(own, axis=0) for own in zip(*lists, strict=True)]
+
+
+def _draw_adapter(model: PreTrainedModel, modules: Sequence[str], seed: int) -> Weights:
+    """Draw A and B that change what each module computes by a share of it, on the CPU."""
+    generator, adapter = torch.Generator().manual_seed(seed), Weights()
+    for name in modules:
+        linear: Any = model.get_submodule(name)
+        weight = linear.weight[:64].detach().float().cpu()
+        a = torch.rand(RANK, weight.shape[1], generator=generator) * 2 - 1
+        b = torch.rand(linear.weight.shape[0], RANK, generator=generator) * 2 - 1
+        # A and B of variance 1/3 make a product of variance RANK / 9.
+        b *= _SHARE * weight.square().mean().sqrt() * 3 / math.sqrt(RANK)
+        adapter[f"base_model.model.{name}.lora_A.weight"] = a.numpy()
+        adapter[f"base_model.model.{name}.lora_B.weight"] = b.numpy()
+    return adapter
+
+
+@contextmanager
+def _adapted(model: PreTrainedModel, adapter: Mapping[str, Array]) -> Iterator[list[Tensor]]:
+    """Let a run's adapter act; returns its A and B in turn, which gradients can be computed for."""
+    factors = {name: torch.from_numpy(value).to(model.device).requires_grad_() for name, value in adapter.items()}
+    handles = []
+    for name, a in factors.items():
+        module, _, kind = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        if kind == "lora_A":
+            hook = partial(_add_product, a=a, b=factors[name.replace("lora_A", "lora_B")])
+            handles.append(model.get_submodule(module).register_forward_hook(hook))
+    try:
+        yield list(factors.values())
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _add_product(_module: nn.Module, inputs: tuple[Tensor], out: Tensor, *, a: Tensor, b: Tensor) -> Tensor:
+    return (out.float() + inputs[0].float() @ a.t() @ b.t()).to(out.dtype)
+
+
+@contextmanager
+def _moved_outputs(model: PreTrainedModel) -> Iterator[None]:
+    """Move what every module computes by up to a rounding, at random."""
+    epsilon = torch.finfo(model.dtype).eps / 2 * _ROUNDINGS.get(model.dtype, 1.0)
+    generator = torch.Generator(model.device).manual_seed(0)
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        factor = torch.empty(value.shape, device=value.device).uniform_(-epsilon, epsilon, generator=generator).add_(1)
+        return (value.float() * factor).to(value.dtype)
+
+    def hook(_module: nn.Module, _inputs: Any, out: Any) -> Any:
+        if type(out) is tuple and out:
+            return (move(out[0]), *out[1:])
+        return move(out)
+
+    handles = [module.register_forward_hook(hook) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _compute(model: PreTrainedModel, datum: Datum, factors: Sequence[Tensor]) -> _Sequence:
+    logprobs = _logprobs(model, datum)
+    weights = torch.from_numpy(datum.loss_inputs["weights"]).to(model.device)
+    loss = -(logprobs * weights).sum()
+    gradients = torch.autograd.grad(loss, factors, allow_unused=True) if loss.requires_grad else ()
+    given = [torch.zeros_like(f) if g is None else g for f, g in zip_longest(factors, gradients)]
+    return _Sequence(logprobs.detach().cpu().numpy(), [each.cpu().numpy() for each in given])
+
+
+def _logprobs(model: PreTrainedModel, datum: Datum, length: int | None = None) -> Tensor:
+    """Log-probabilities of a sequence's targets, of its first `length` tokens alone."""
+    tokens = torch.from_numpy(datum.model_input[:length].astype(np.int64)).to(model.device)
+    targets = torch.from_numpy(datum.loss_inputs["target_tokens"][:length]).to(model.device)
+    logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+    return logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+
+
+@torch.no_grad()
+def _check_causal(model: PreTrainedModel, probe: Probe, stock: Stock) -> None:
+    run, place = next(iter(probe)), _ROUNDED[0]
+    whole, length = stock.logprobs[run][place], len(stock.logprobs[run][place]) // 2
+    with _adapted(model, stock.adapters[run]):
+        part = _logprobs(model, probe[run][place], length).cpu().numpy()
+    if rms(part - whole[:length]) > stock.logprob_bound:
+        raise Unsupported(f"{type(model).__name__} is no language model that reads from left to right.")

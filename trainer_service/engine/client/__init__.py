@@ -1,0 +1,1 @@
+"""The engine process as the service sees it."""

@@ -1,0 +1,142 @@
+"""The engine as the service sees it: a process of its own, so that its death is an error and not the service's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import NoneType
+from typing import Self, TypeVar
+
+from paceline.errors import EngineUnavailable
+from paceline.types import (
+    Datum,
+    ForwardBackwardOutput,
+    ModelInfo,
+    OptimizerParams,
+    OptimStepOutput,
+    Reduction,
+    RunParameters,
+)
+from trainer_service.engine import messages
+from trainer_service.engine.client.crash_suspects import Suspects
+from trainer_service.engine.client.link import Captured, Link, ignore
+from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs
+from trainer_service.engine.watchdog import DEFAULT_PATIENCE, Patience
+from trainer_service.failpoints import Failpoints
+
+R = TypeVar("R")
+
+
+class EngineProcess:
+    """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
+
+    A run's commands are executed in order of their calls, those of other runs beside them. A call whose waiting is
+    cancelled is executed all the same. When the process dies, the call that it was certainly executing raises
+    EngineDiedError; calls that wait and later ones raise EngineUnavailable until `restart`, and its runs are gone.
+    Where it did several things at the same time, a pass of several calls or a pass and what is saved, these raise
+    EngineUnavailable too, and are executed alone when they are made again. Until then errors are the engine's own.
+    A process that hangs, as `patience` has it, is killed, which is a death like any other.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        on_exit: Callable[[int], None] | None = None,
+        patience: Patience = DEFAULT_PATIENCE,
+    ) -> None:
+        """Take `on_exit` to be called with the exit status when the process dies by itself (negative: the signal)."""
+        self._options = options
+        self._on_exit = on_exit
+        self._patience = patience
+        self._link: Link | None = None
+        self._info: ModelInfo | None = None
+        self.base_sha256 = ""
+        """Identity of the base weights, told by whoever knows their files."""
+        self._suspects = Suspects()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        await self.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine. Raises EngineUnavailable when there is none."""
+        return self._running().process.pid
+
+    async def start(self) -> ModelInfo:
+        """Start the process and load the model. Raises what loading raised, or EngineUnavailable."""
+        link = self._link = await Link.open(self._options.ranks, self._on_exit, self._suspects, self._patience)
+        try:
+            self._info = await link.call(messages.Start(self._options), ModelInfo)
+        except BaseException:
+            await self.close()
+            raise
+        return self._info
+
+    async def restart(self) -> ModelInfo:
+        """End the process, if it still runs, and start a fresh one, which holds no runs."""
+        await self.close()
+        self._options = replace(self._options, failpoints=Failpoints(self._options.failpoints).lasting)
+        return await self.start()
+
+    async def close(self) -> None:
+        """End the process, at once; waiting calls raise EngineUnavailable."""
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+
+    def describe(self) -> ModelInfo:
+        """Say what base model is loaded."""
+        if self._info is None:
+            raise EngineUnavailable("the engine has not started.")
+        return replace(self._info, weights_sha256=self.base_sha256)
+
+    async def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
+        return await self._call(messages.create_run(run_id, parameters), AdapterInfo)
+
+    async def delete_run(self, run_id: str) -> None:
+        await self._call(messages.DeleteRun(run_id), NoneType)
+
+    async def forward_backward(
+        self,
+        run_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float],
+        *,
+        forward_only: bool,
+        reduction: Reduction = Reduction.SUM,
+        reduction_count: int | None = None,
+        refuse_non_finite: bool = False,
+    ) -> ForwardBackwardOutput:
+        options = (forward_only, reduction, reduction_count, refuse_non_finite)
+        command = messages.ForwardBackward(run_id, list(data), loss_fn, dict(loss_fn_config), *options)
+        return await self._call(command, ForwardBackwardOutput)
+
+    async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
+        return await self._call(messages.OptimStep.of(run_id, params), OptimStepOutput)
+
+    async def save_state(self, run_id: str, directory: Path, captured: Captured = ignore) -> None:
+        await self._running().call(messages.SaveState(run_id, str(directory)), NoneType, captured)
+
+    async def save_adapter(
+        self, run_id: str, directory: Path, captured: Captured = ignore, published: PublishedAs | None = None
+    ) -> None:
+        await self._running().call(messages.SaveAdapter(run_id, str(directory), published), NoneType, captured)
+
+    async def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
+        return await self._call(messages.LoadState(run_id, str(directory), with_optimizer), LoadedState)
+
+    def _running(self) -> Link:
+        if self._link is None:
+            raise EngineUnavailable("the engine is not running.")
+        return self._link
+
+    async def _call(self, command: messages.AnyCommand, kind: type[R]) -> R:
+        return await self._running().call(command, kind)

@@ -1,0 +1,1 @@
+"""Several ranks: processes with a device each."""

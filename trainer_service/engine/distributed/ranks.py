@@ -1,0 +1,210 @@
+"""The ranks of an engine: processes with a device each, which execute the same requests in the same order.
+
+Rank 0 holds the pipe to the service. What travels between ranks is numbers and bytes, never pickled objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from paceline.errors import Unsupported
+from trainer_service.engine import messages
+from trainer_service.engine.failures import failure_of
+from trainer_service.engine.watchdog import sign_file, write_sign
+
+_TIMEOUT = timedelta(minutes=15)
+"""How long a rank waits for the others. A rank that died is noticed by the launcher, long before."""
+_WATCH_MILLISECONDS = 500
+
+T = TypeVar("T")
+
+
+class OutOfStepError(BaseException):
+    """A rank went another way than the others. Their runs may differ, so the engine must begin anew.
+
+    Not an Exception, so that nothing takes it for the failure of a command: the others may wait in a collective.
+    """
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Do a collective; raise OutOfStepError if it fails, for other ranks may have done it."""
+    try:
+        yield
+    except Exception as error:
+        raise OutOfStepError(f"a collective failed: {error}") from error
+
+
+class Ranks:
+    """This process among those that make up the engine; one alone needs no process group and no agreement."""
+
+    def __init__(self, rank: int, size: int, sign: Path | None = None) -> None:
+        """Take the file of this rank's signs, where somebody looks for them."""
+        self.rank = rank
+        self.size = size
+        self._sign = sign
+        if sign is not None:
+            write_sign(sign, os.getpid())
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Be the only one."""
+        return cls(0, 1)
+
+    @classmethod
+    def join(cls, store: Path) -> Ranks:
+        """Join the others, started by torch's elastic launcher, at the file `store`."""
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
+        meeting = FileStore(str(store), size)
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=_TIMEOUT)
+        return cls(rank, size, sign_file(store.parent, rank))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def give_sign(self) -> None:
+        """Say that this rank lives. Raises OSError where nobody looks for that any more."""
+        if self._sign is not None:
+            self._sign.touch()
+
+    def take_device(self, device: str) -> str:
+        """Take this rank's own device of the kind `device`: a GPU, or a share of the CPU's cores; returns its name.
+
+        Raises Unsupported where there are fewer GPUs than ranks.
+        """
+        if self.size == 1:
+            return device
+        if device.startswith("cuda"):
+            if torch.cuda.device_count() < self.size:
+                raise Unsupported(f"{self.size} ranks need a GPU each; set as many as there are.", field="ranks")
+            torch.cuda.set_device(self.rank)
+            return f"cuda:{self.rank}"
+        if sys.platform == "linux":
+            cores = sorted(os.sched_getaffinity(0))
+            own = cores[self.rank * len(cores) // self.size : (self.rank + 1) * len(cores) // self.size]
+            os.sched_setaffinity(0, own or cores)
+        return device
+
+    def share(self, payload: bytes, source: int = 0) -> bytes:
+        """Return the payload of rank `source`; that of the others is ignored."""
+        if self.size == 1:
+            return payload
+        with in_step():
+            length = torch.tensor(len(payload))
+            dist.broadcast(length, source)
+            content = _as_tensor(payload) if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
+            if content.numel():
+                dist.broadcast(content, source)
+            return content.numpy().tobytes()
+
+    def share_all(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the payloads of rank 0; those of the others are ignored."""
+        if self.size == 1:
+            return payloads
+        shared = self.share(b"".join(map(messages.frame, payloads)))
+        return list(messages.frames(shared))
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Return every rank's payload, by rank."""
+        if self.size == 1:
+            return [payload]
+        with in_step():
+            lengths = [torch.tensor(0) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor(len(payload)))
+            longest = max(int(length) for length in lengths)
+            padded = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+            dist.all_gather(padded, _as_tensor(payload.ljust(longest)))
+        return [content[: int(n)].numpy().tobytes() for content, n in zip(padded, lengths, strict=True)]
+
+    def total(self, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+        """Sum float32 tensors over the ranks, None being zeros `like` the others; the same bits on each of them."""
+        pairs = list(zip(tensors, like, strict=True))
+        flat = self.together(
+            lambda: torch.cat([(torch.zeros_like(shape) if own is None else own).reshape(-1) for own, shape in pairs])
+        )
+        with in_step():
+            dist.all_reduce(flat)
+        parts = torch.split(flat, [shape.numel() for shape in like])
+        return [part.view_as(shape) for part, shape in zip(parts, like, strict=True)]
+
+    def together(self, work: Callable[[], T], catch_up: Callable[[], None] | None = None) -> T:
+        """Do `work` on every rank and raise on all of them what it raised on any.
+
+        Where `work` consists of collectives, `catch_up` completes those that this rank left out when it raised. Raises
+        OutOfStepError where it cannot.
+        """
+        if self.size == 1:
+            return work()
+        result: list[T] = []
+        failure = None
+        try:
+            result.append(work())
+        except Exception as error:  # Whatever it is, the others wait for this rank.
+            failure = failure_of(error, "a rank's part")
+        if failure is not None and catch_up is not None:
+            gc.collect()  # Torch's frames refer to themselves, and hold what the part had allocated.
+            catch_up()
+        agreed = self._first(failure)
+        if agreed is not None:
+            raise agreed.error()
+        return result[0]
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Do `work` on one rank after the other and raise on all of them what it raised on any."""
+        results = [self.together(work if turn == self.rank else _nothing) for turn in range(self.size)]
+        return cast("T", results[self.rank])
+
+    def check_alike(self, outcome: str) -> None:
+        """Check that a command came to the same end everywhere. Raises OutOfStepError."""
+        if self.size == 1:
+            return
+        outcomes = {payload.decode() for payload in self.gather(outcome.encode())}
+        if len(outcomes) > 1:
+            raise OutOfStepError(f"ranks disagree: {', '.join(sorted(outcomes))}")
+
+    def _first(self, failure: messages.Failure | None) -> messages.Failure | None:
+        """Return the failure of the lowest rank that has one."""
+        with in_step():
+            lowest = torch.tensor(self.size if failure is None else self.rank)
+            dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        if lowest == self.size:
+            return None
+        return messages.decode(self.share(messages.encode(failure), int(lowest)), messages.Failure)
+
+
+def end_with(descriptor: int) -> None:
+    """End this process within a second of the service, at the other end of `descriptor`, or of the launcher."""
+    threading.Thread(target=_watch, args=(descriptor, os.getppid()), daemon=True).start()
+
+
+def _watch(descriptor: int, launcher: int) -> NoReturn:
+    poll = select.poll()
+    poll.register(descriptor, 0)  # Hang-ups are always reported; what can be read is rank 0's to read.
+    while os.getppid() == launcher and not poll.poll(_WATCH_MILLISECONDS):
+        pass
+    os._exit(0)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _as_tensor(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

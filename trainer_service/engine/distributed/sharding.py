@@ -1,0 +1,188 @@
+"""The base model dealt over the ranks by FSDP2: each holds a part of every layer and gathers a layer while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import PreTrainedModel
+
+from paceline.errors import OutOfMemory, PacelineError, Unsupported
+from trainer_service.engine.distributed.ranks import Ranks, in_step
+from trainer_service.engine.memory import out_of_memory_named
+from trainer_service.engine.model.base_model import decoder_layers, hidden_states
+from trainer_service.engine.model.blame import why_failed
+from trainer_service.engine.model.pass_mode import FASTEST, PassMode
+
+T = TypeVar("T")
+
+
+class ShardedModel:
+    """A frozen base model on one rank or dealt over several, which pass through it at the same time."""
+
+    def __init__(self, load: Callable[[], PreTrainedModel], ranks: Ranks, device: torch.device) -> None:
+        """Load the model and deal its weights over `ranks`, onto `device`; all ranks do this together.
+
+        Raises Unsupported for models without a list of layers, and for a torch that cannot recover a failed pass.
+        """
+        self._ranks, self._device = ranks, device
+        self._gathers = _Gathers()
+        self._root: Any = None
+        self._mode = FASTEST
+        self.entrances: list[Tensor] = []
+        """What entered the layers of this pass, if every backward pass has to reach it."""
+        self.names_modules = False
+        """Whether what a pass raises says which module it came from: other ranks see no more than its message."""
+        if ranks.size == 1:
+            self.model = load()
+            return
+        mesh = init_device_mesh(device.type, (ranks.size,))
+        # One after the other, so that there is one whole copy in the host's memory, and not one for each rank.
+        self.model = ranks.in_turn(lambda: self._deal(load(), mesh))
+
+    def rehearse(self, mode: PassMode) -> None:
+        """Note the collectives of each kind of pass of a mode, before any can fail; all ranks do this together."""
+        self._mode = mode
+        self._gathers.forget()
+        for with_gradient in (True, False):
+            self.run(None, with_gradient=with_gradient)
+
+    def run(self, work: Callable[[], T] | None, *, with_gradient: bool) -> T | None:
+        """Do `work`, one forward pass, and a backward pass `with_gradient`; raise on all ranks what any of them raised.
+
+        A rank whose `work` is None passes a single token through the model, for the collectives alone.
+        """
+        if self._root is None:
+            return self._named(work) if work is not None else None
+        own: Callable[[], T | None] = work or (lambda: self._idle(with_gradient))
+        self._gathers.begin(with_gradient=with_gradient)
+        try:
+            return self._ranks.together(lambda: self._named(own), self._catch_up)
+        finally:
+            self.entrances.clear()
+            # After a pass without backward the weights outside the layers are still whole.
+            self._root.reset_iter_state()
+
+    def inside(self, compute: Callable[[], T]) -> T:
+        """Do the forward part of a pass, the output head's too; returns the tensors that its backward part begins with.
+
+        Only from then on, until the pass ends, are the weights outside the layers whole.
+        """
+        return compute() if self._root is None else self._root(compute)
+
+    def _named(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except OutOfMemory:
+            raise  # Of the machine, not of a module.
+        except Exception as error:
+            if not self.names_modules:
+                raise
+            metadata = error.metadata if isinstance(error, PacelineError) else {}
+            raise Unsupported(f"{why_failed(error, self.model)}.", metadata=metadata) from error
+
+    def _deal(self, model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
+        """Shard each layer by itself, and what is outside them, the head too, together: there weights may be shared."""
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise Unsupported("several ranks need a torch whose FSDPModule has reset_iter_state.", field="ranks")
+        layers = decoder_layers(model)
+        if not layers:
+            raise Unsupported(f"{type(model).__name__} has no list of layers to deal over ranks.", field="ranks")
+        for part in (*layers, _Root(model)):
+            self._root = fully_shard(part, mesh=mesh)
+            self._root.set_custom_all_gather(self._gathers)
+        model.get_input_embeddings().register_forward_hook(self._enter)
+        return model
+
+    def _enter(self, _embedding: nn.Module, _tokens: Any, hidden: Tensor) -> Tensor:
+        # So that every layer takes part in every backward pass, whichever of them a run has adapters in.
+        if torch.is_grad_enabled():
+            self.entrances.append(hidden.requires_grad_())
+        return hidden
+
+    def _idle(self, with_gradient: bool) -> None:
+        with out_of_memory_named():
+            with torch.set_grad_enabled(with_gradient):
+                total = self.inside(self._pass_token)
+            if with_gradient:
+                torch.autograd.grad(total, self.entrances)
+
+    def _pass_token(self) -> Tensor:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        return hidden_states(self.model, self._mode, token, token, (1,)).sum()
+
+    def _catch_up(self) -> None:
+        self._root.reset_iter_state()
+        self._gathers.complete()
+
+
+class _Root(nn.Module):
+    """What FSDP2 takes for the model: its forward pass is whatever is to be computed with the model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        return compute()
+
+
+class _Gathers:
+    """Gathers weights for FSDP2, whose `AllGather` this is, and knows what a pass gathers.
+
+    That is the same for all passes of a kind, as every pass runs through all layers, and backward through them all too.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[bool, list[tuple[int, torch.dtype, torch.device]]] = {}
+        self._plan: list[tuple[int, torch.dtype, torch.device]] = []
+        self._group: dist.ProcessGroup | None = None
+        self._done = 0
+        self._noting = False
+
+    def forget(self) -> None:
+        """Forget what passes gather."""
+        self._plans.clear()
+
+    def begin(self, *, with_gradient: bool) -> None:
+        """Begin a pass; the first of its kind is noted."""
+        self._noting = with_gradient not in self._plans
+        self._plan = self._plans.setdefault(with_gradient, [])
+        self._done = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make the tensor that weights are gathered into."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._group = group
+        if self._noting:
+            self._plan.append((input_tensor.numel(), input_tensor.dtype, input_tensor.device))
+        if output_tensor.device.type == "cpu":
+            # gloo counts a collective before it makes room for copies of both. One that then failed could not be made
+            # up for: it would meet the others' next. So whether there is room is found out before it is begun.
+            room = [torch.empty_like(tensor) for tensor in (output_tensor, input_tensor)]
+            del room
+        with in_step():
+            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        self._done += 1
+        return work
+
+    def complete(self) -> None:
+        """Take part in what is left of the pass, with zeros; its results are given up on every rank.
+
+        Raises OutOfStepError.
+        """
+        for count, dtype, device in self._plan[self._done :]:
+            with in_step():
+                zeros = torch.zeros(count, dtype=dtype, device=device)
+                whole = torch.empty(count * dist.get_world_size(self._group), dtype=dtype, device=device)
+                dist.all_gather_single(whole, zeros, group=self._group)
+        self._done = len(self._plan)

@@ -1,0 +1,1 @@
+"""The losses and their settings."""

@@ -1,0 +1,1 @@
+"""From a batch to microbatches, and their forward and backward passes."""

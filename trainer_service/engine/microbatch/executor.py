@@ -1,0 +1,104 @@
+"""Passes done, one on each rank; those that fail in smaller parts, so that a job fails of nothing but its own."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from paceline.errors import OutOfMemory
+from trainer_service.engine.distributed.ranks import Ranks
+from trainer_service.engine.distributed.sharding import ShardedModel
+from trainer_service.engine.memory import out_of_memory_named
+from trainer_service.engine.microbatch.oom_splitting import Passes, explain, jobs_of, smaller_passes
+from trainer_service.engine.microbatch.runner import PassRunner, Result, Share
+from trainer_service.engine.model.pass_mode import PassMode
+from trainer_service.engine.model.row_spans import Routing
+from trainer_service.engine.runs.full_run import FullRun
+from trainer_service.engine.runs.offload import Pager
+from trainer_service.engine.runs.run import EngineRun
+
+_log = logging.getLogger(__name__)
+
+
+class Execution:
+    """Does passes on the shared model, dealt over `ranks`, and on the models of full-parameter runs."""
+
+    def __init__(
+        self,
+        shared: ShardedModel,
+        routing: Routing,
+        mode: PassMode,
+        ranks: Ranks,
+        pager: Pager,
+        device: torch.device,
+        logprob_chunk: int,
+    ) -> None:
+        self._shared, self._ranks, self._pager = shared, ranks, pager
+        self._make_runner = partial(PassRunner, mode=mode, device=device, logprob_chunk=logprob_chunk)
+        self._runner = self._make_runner(shared, routing)
+
+    def compute(self, passes: Passes, announce: Callable[[Sequence[str]], None]) -> None:
+        """Do one pass on each rank, or where any fails smaller ones; what cannot be done is its job's failure.
+
+        What is split, and how, is the same on all ranks, which do this together.
+        """
+        jobs = jobs_of(passes)
+        if any(job.error is not None for job in jobs):
+            return
+        announce([job.run_id for job in jobs])
+        error = self._try(passes)
+        if error is None:
+            return
+        out_of_memory = isinstance(error, OutOfMemory)
+        parts = smaller_passes(passes, out_of_memory=out_of_memory)
+        if parts:
+            _log.warning("a pass failed and is done in %d parts: %s", len(parts), error)
+        elif out_of_memory:
+            error = explain(passes, lambda smaller: self._try(smaller, give=False) is None)
+        for part in parts:
+            self.compute(part, announce)
+        if not parts:
+            jobs[0].fail(error)
+
+    def bring_in(self, runs: Sequence[EngineRun]) -> None:
+        """Have runs in memory on every rank; all do this together. Raises OutOfMemory, DiskFull."""
+
+        def use() -> None:
+            with out_of_memory_named():
+                self._pager.use(runs)
+
+        self._ranks.together(use)
+
+    def _try(self, passes: Passes, *, give: bool = True) -> Exception | None:
+        """Do passes, for the jobs if `give`, else for nothing; return what they failed of."""
+        jobs, own = jobs_of(passes), passes[self._ranks.rank]
+        try:
+            self.bring_in([job.run for job in jobs])
+            work = partial(self._results, own) if own else None
+            results = self._shared.run(work, with_gradient=not jobs[0].forward_only)
+        except OutOfMemory as error:
+            # Without its traceback, whose frames hold the memory that the next try needs.
+            short = OutOfMemory(error.message, field=error.field, metadata=error.metadata)
+        except Exception as error:
+            return error
+        else:
+            for result in results or () if give else ():
+                result.give()
+            return None
+        gc.collect()  # Some of those frames refer to themselves.
+        return short
+
+    def _results(self, shares: Sequence[Share]) -> list[Result]:
+        with out_of_memory_named():
+            return self._runner_of(shares[0][0].run).compute(shares)
+
+    def _runner_of(self, run: EngineRun) -> PassRunner:
+        """Return what computes a run's passes: on a model of its own, which is on one rank, or on the shared one."""
+        if isinstance(run, FullRun):
+            own = ShardedModel(lambda: run.model, Ranks.alone(), run.model.device)
+            return self._make_runner(own, Routing())
+        return self._runner

@@ -1,0 +1,181 @@
+"""A forward_backward on its way through passes: what waits, what has come, and the run's gradient at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from paceline.types import Datum, ForwardBackwardOutput
+from paceline.types.training import Array
+from trainer_service.engine import messages
+from trainer_service.engine.distributed.ranks import Ranks
+from trainer_service.engine.loss.losses import LOSSES, TokenLoss
+from trainer_service.engine.loss.non_finite import count_non_finite, refuse_non_finite
+from trainer_service.engine.microbatch.packing import Batch, Pack, Segment, scatter_logprobs
+from trainer_service.engine.runs.run import EngineRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobKind:
+    """How a job is to be done."""
+
+    forward_only: bool
+    """Compute no gradient."""
+    refuse_non_finite: bool
+    """Fail where the loss or the gradient holds NaN or infinity."""
+    alone: bool
+    """Share no pass with other jobs."""
+
+
+class Job:
+    """Fulfils `base.Job` and `scheduler.Demand`. The run is left as it was until the last segment is done."""
+
+    def __init__(
+        self,
+        run: EngineRun,
+        data: Sequence[Datum],
+        batch: Batch,
+        loss_fn: str,
+        config: Mapping[str, float],
+        kind: JobKind,
+    ) -> None:
+        """Take a run's data, the same as a batch, and the name and resolved settings of a loss."""
+        self.run, self.batch, self._kind = run, batch, kind
+        self.error: Exception | None = None
+        """What it failed of."""
+        self.seed: int | None = None
+        """What dropout is drawn from."""
+        self._rng_state = run.rng_state
+        if run.drops and not kind.forward_only:
+            self.seed, self._rng_state = run.draw_seed()
+        self._groups = batch.segments()
+        self._loss_fn, self._config = loss_fn, config
+        self._outputs = [np.zeros(datum.loss_inputs["target_tokens"].shape, np.float32) for datum in data]
+        self._counted: set[int] = set()
+        """Datums that this rank has done."""
+        self._totals = Totals()
+        self._gradients: list[Tensor | None] = [None] * len(run.parameters)
+
+    @property
+    def forward_only(self) -> bool:
+        return self._kind.forward_only
+
+    @property
+    def alone(self) -> bool:
+        return self._kind.alone
+
+    @property
+    def run_id(self) -> str:
+        return self.run.run_id
+
+    @property
+    def waiting(self) -> list[Segment]:
+        """Segments of the group whose turn it is, longest first."""
+        return next((group for group in self._groups if group), [])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of it waits, be it that it failed."""
+        return self.error is not None or not self.waiting
+
+    def output(self) -> ForwardBackwardOutput:
+        if self.error is not None:
+            raise self.error
+        return ForwardBackwardOutput([{"logprobs": values} for values in self._outputs], self._totals.metrics())
+
+    def loss(self, logprobs: Tensor, pack: Pack) -> TokenLoss:
+        """Compute the weighted loss at a pack's counted positions."""
+        result = LOSSES[self._loss_fn](logprobs, pack.loss_inputs, self._config)
+        return TokenLoss(result.loss * pack.weights, result.means)
+
+    def add(self, pack: Pack, logprobs: Array, totals: Totals, gradients: Sequence[Tensor | None]) -> None:
+        """Take in what a pass gave, with no gradients where none are computed. Allocates nothing that can run out."""
+        scatter_logprobs(self._outputs, pack, logprobs)
+        self._counted.update(segment.index for segment in pack.segments)
+        self._totals.join(totals)
+        for place, gradient in enumerate(gradients):
+            sum_so_far = self._gradients[place]
+            if sum_so_far is None:
+                self._gradients[place] = gradient
+            elif gradient is not None:
+                sum_so_far.add_(gradient)
+
+    def pool(self, ranks: Ranks) -> None:
+        """Take in what the other ranks have of it; all do this together and have the same then."""
+        if ranks.size == 1:
+            return
+        own = {index: self._outputs[index] for index in self._counted}
+        self._totals, mine = Totals(), self._totals
+        for payload in ranks.gather(messages.encode(_Share(mine, own))):
+            share = messages.decode(payload, _Share)
+            self._totals.join(share.totals)
+            for index, values in share.outputs.items():
+                self._outputs[index] = values
+        if not self.forward_only:
+            shapes = list(self.run.parameters.values())
+            self._gradients = [*ranks.total(self._gradients, shapes)]
+
+    def finish(self) -> None:
+        """Add the gradient to the run's, once everything is done. Raises NonFiniteLoss where that was asked for."""
+        if not self.forward_only:
+            self._totals.elements = count_non_finite(self._gradients)
+        if self._kind.refuse_non_finite:
+            refuse_non_finite(self._totals.positions, self._totals.elements or 0)
+        if not self.forward_only:
+            self.run.add_gradient(self._gradients, self._totals.tokens)
+            self.run.rng_state = self._rng_state
+        self._gradients = []
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, the run as it was."""
+        self.error = error
+        self._groups, self._gradients = [], []
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the packs of one request."""
+
+    tokens: int = 0
+    positions: int = 0
+    """Where the loss is NaN or infinite."""
+    elements: int | None = None
+    """Of the gradient, that are NaN or infinite; None while it is not whole."""
+    loss: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, token_loss: TokenLoss) -> Totals:
+        """Sum over the positions of one pack."""
+        loss = token_loss.loss.detach()
+        positions = int(loss.isfinite().logical_not().sum())
+        sums = {name: values.double().sum().item() for name, values in token_loss.means.items()}
+        return cls(loss.numel(), positions, loss=loss.double().sum().item(), sums=sums)
+
+    def join(self, other: Totals) -> None:
+        """Add another's sums."""
+        self.tokens += other.tokens
+        self.positions += other.positions
+        self.loss += other.loss
+        for name, total in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + total
+
+    def metrics(self) -> dict[str, float]:
+        """Named name:reduction. Means over no tokens are left out."""
+        means = {f"{name}:mean": total / self.tokens for name, total in self.sums.items()}
+        non_finite = {"nonfinite:sum": float(self.positions)}
+        if self.elements is not None:
+            non_finite["nonfinite_gradient:sum"] = float(self.elements)
+        return {"loss:sum": self.loss, "tokens:sum": float(self.tokens), **non_finite, **means}
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank has of a job."""
+
+    totals: Totals
+    outputs: dict[int, Array]
+    """Place of a datum in the request -> its logprobs."""

@@ -1,0 +1,148 @@
+"""Ragged datums side by side in one row, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.types import Datum, Reduction
+from paceline.types.training import Array
+from trainer_service.engine.loss.losses import SEQUENCE_LENGTHS
+from trainer_service.engine.loss.specs import MASK
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of a datum that a forward pass reads."""
+
+    index: int
+    """Place of the datum in the request."""
+    length: int
+    """Tokens up to the last counted position; later ones influence nothing, as attention is causal."""
+    counted: Array
+    """int64, shape [k]: positions that count, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """The input of one forward pass over T tokens, K of them counted."""
+
+    segments: tuple[Segment, ...]
+    input_ids: Tensor
+    """int64, shape [1, T]."""
+    position_ids: Tensor
+    """int64, shape [1, T]; restarts at 0 with each segment."""
+    counted: Tensor
+    """int64, shape [K]: counted positions within the pack."""
+    loss_inputs: dict[str, Tensor]
+    """shape [K] each, [K, M] for M targets per position; target_tokens is int64, the rest float32.
+
+    And `SEQUENCE_LENGTHS`, int64, one for each segment.
+    """
+    weights: Tensor
+    """float32, shape [K]: what each position's loss is multiplied by, its datum's weight in the batch."""
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment, in order."""
+        return tuple(segment.length for segment in self.segments)
+
+
+def segment_of(index: int, datum: Datum) -> Segment:
+    """Find the counted positions of a datum: those with mask 1, or all without a mask."""
+    mask = datum.loss_inputs.get(MASK)
+    counted = np.arange(len(datum.model_input)) if mask is None else np.flatnonzero(mask)
+    return Segment(index, int(counted[-1]) + 1 if len(counted) else 0, counted)
+
+
+def datum_weights(data: Sequence[Datum], reduction: Reduction, count: int | None) -> list[float]:
+    """Return what the losses of each datum's positions are multiplied by, so that their sum is the reduced loss.
+
+    `count` is what the whole batch is divided by, of which `data` may be a part; None means that `data` is the whole.
+    """
+    divisor = max(1, reduction.count(data) if count is None else count)
+    if reduction is not Reduction.SEQUENCE_MEAN:
+        return [1.0 / divisor] * len(data)
+    return [1.0 / (divisor * max(1, datum.counted_positions)) for datum in data]
+
+
+def scatter_logprobs(outputs: Sequence[Array], pack: Pack, logprobs: Array) -> None:
+    """Write a pack's logprobs, shape [K] or [K, M], to the counted positions of `outputs`, an array for each datum."""
+    ends = list(accumulate(len(segment.counted) for segment in pack.segments))
+    for segment, values in zip(pack.segments, np.split(logprobs, ends[:-1]), strict=True):
+        outputs[segment.index][segment.counted] = values
+
+
+class Batch:
+    """The datums of a request, read a pass at a time."""
+
+    def __init__(
+        self,
+        data: Sequence[Datum],
+        input_names: Iterable[str],
+        *,
+        fills: Mapping[str, float] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        """Take datums and the names of their loss inputs.
+
+        `fills` names further inputs, which are left out if no datum has them, and gives their value where a datum lacks
+        them. `weights` multiply the losses of each datum; without them all are 1.
+        """
+        self._data = data
+        self._fills = fills or {}
+        self._weights = weights or [1.0] * len(data)
+        optional = (name for name in self._fills if any(name in datum.loss_inputs for datum in data))
+        self._names = (*input_names, *optional)
+
+    def segments(self) -> list[list[Segment]]:
+        """Return what is to be read, longest first, in groups that have as many targets per position.
+
+        A pack takes segments of one group, so that its targets are one array. Datums of which nothing counts are in
+        none.
+        """
+        groups: dict[tuple[int, ...], list[Segment]] = {}
+        for index, datum in enumerate(self._data):
+            segment = segment_of(index, datum)
+            if segment.length:
+                groups.setdefault(datum.loss_inputs["target_tokens"].shape[1:], []).append(segment)
+        return [sorted(group, key=lambda segment: -segment.length) for group in groups.values()]
+
+    def pack(self, segments: Sequence[Segment], device: torch.device) -> Pack:
+        """Put segments side by side, on `device`."""
+        lengths = [segment.length for segment in segments]
+        starts = [0, *accumulate(lengths)][:-1]
+        tokens = np.concatenate([self._data[s.index].model_input[: s.length] for s in segments])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        counted = np.concatenate([s.counted + start for s, start in zip(segments, starts, strict=True)])
+        return Pack(
+            tuple(segments),
+            torch.from_numpy(tokens.astype(np.int64)).to(device)[None],
+            torch.from_numpy(positions.astype(np.int64)).to(device)[None],
+            torch.from_numpy(counted).to(device),
+            {name: values.to(device) for name, values in self._inputs(segments).items()},
+            torch.from_numpy(np.concatenate([_full(s, self._weights[s.index]) for s in segments])).to(device),
+        )
+
+    def _inputs(self, segments: Sequence[Segment]) -> dict[str, Tensor]:
+        """Return each input at the counted positions of the segments, and the segments' counted lengths."""
+        columns = {name: np.concatenate([self._values(s, name) for s in segments]) for name in self._names}
+        lengths = torch.tensor([len(segment.counted) for segment in segments])
+        return {name: _loss_input(name, values) for name, values in columns.items()} | {SEQUENCE_LENGTHS: lengths}
+
+    def _values(self, segment: Segment, name: str) -> Array:
+        values = self._data[segment.index].loss_inputs.get(name)
+        return _full(segment, self._fills[name]) if values is None else values[segment.counted]
+
+
+def _full(segment: Segment, value: float) -> Array:
+    return np.full(len(segment.counted), value, np.float32)
+
+
+def _loss_input(name: str, values: Array) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64 if name == "target_tokens" else np.float32))

@@ -1,0 +1,1 @@
+"""The frozen base model and its layers on packed sequences."""

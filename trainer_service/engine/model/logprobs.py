@@ -1,0 +1,120 @@
+"""Log-probabilities of target tokens, a chunk of positions at a time, so that the batch's logits never exist."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, autograd, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer_service.engine.model.fused.blocks import row_blocks
+from trainer_service.engine.model.fused.lora_linear import AdaptedLinear, shared_input
+from trainer_service.engine.model.row_spans import Span, clip
+
+
+def target_logprobs(
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    chunk: int,
+    spans: Sequence[Span] = (),
+    temperatures: Tensor | None = None,
+) -> Tensor:
+    """Compute log softmax(head(hidden) / temperatures)[targets] in float32.
+
+    `hidden` is [K, hidden_size], `targets` int64 [K], or [K, M] for M targets per position; returns a tensor of the
+    targets' shape, differentiable in `hidden` and in the head's parameters (LoRA adapters on the head among them). At
+    no time, forward or backward, are there logits of more than `chunk` positions. `spans` are the positions' runs,
+    `temperatures` float32 [K]; None means 1.
+    """
+    rows = _even(len(hidden), chunk)
+    parts = list(zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True))
+    warmth = [None] * len(parts) if temperatures is None else list(torch.split(temperatures, rows))
+    # Several targets of one position would need a derivative each.
+    frozen = _frozen_linear(head, spans) if targets.ndim == 1 else None
+    if frozen is not None:
+        chunks = zip(parts, warmth, strict=True)
+        return torch.cat([_FrozenHead.apply(h, t, w, frozen) for (h, t), w in chunks])  # type: ignore[no-untyped-call]
+    ends = accumulate(len(h) for h, _ in parts)
+    return torch.cat(
+        [
+            checkpoint(_chunk_logprobs, head, h, t, w, clip(spans, end - len(h), end), use_reentrant=False)
+            for (h, t), w, end in zip(parts, warmth, ends, strict=True)
+        ]
+    )
+
+
+def _even(rows: int, chunk: int) -> int:
+    """Shrink a chunk so that the last is like the others: a few rows would take as long as reading the weights."""
+    return math.ceil(rows / max(1, math.ceil(rows / chunk))) or chunk
+
+
+def has_part(head: nn.Module, run_id: str) -> bool:
+    """Whether a run has an adapter on the head."""
+    return isinstance(head, AdaptedLinear) and head.part(run_id) is not None
+
+
+def _frozen_linear(head: nn.Module, spans: Sequence[Span]) -> nn.Linear | None:
+    """Find the linear layer that the head is, if none of the runs trains anything in it."""
+    if isinstance(head, AdaptedLinear) and not any(has_part(head, span.run_id) for span in spans):
+        head = head.base_layer
+    trained = any(parameter.requires_grad for parameter in head.parameters())
+    return head if type(head) is nn.Linear and not trained else None
+
+
+def _chunk_logprobs(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, spans: Sequence[Span]
+) -> Tensor:
+    (logits,) = shared_input(hidden, head, spans=spans)
+    return chosen_logprobs(logits, targets, temperatures)
+
+
+def chosen_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    """Compute log softmax(logits / temperatures)[targets] in float32, of [K, vocabulary] and [K], or [K, M]."""
+    logits = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
+    chosen = logits.gather(1, targets.reshape(len(targets), -1)) - logits.logsumexp(1, keepdim=True)
+    return chosen.reshape(targets.shape)
+
+
+class _FrozenHead(autograd.Function):
+    """Logprobs under a frozen linear head, with the derivative taken while the logits are there.
+
+    A position's logprob depends on its own hidden state alone: d logprob / d hidden = (W[target] - softmax(logits) W)
+    / temperature is one vector for each position, whatever the loss. So the forward pass keeps that, [K, hidden_size],
+    and the backward pass scales it: nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, head: nn.Linear) -> Tensor:
+        logits = head(hidden)
+        if temperatures is not None:
+            logits /= temperatures[:, None]
+        logprobs, probabilities = _softmax(logits, targets, keep=ctx.needs_input_grad[0])
+        if ctx.needs_input_grad[0]:
+            slope = head.weight.index_select(0, targets).sub_(probabilities @ head.weight)
+            ctx.save_for_backward(slope if temperatures is None else slope.div_(temperatures[:, None]))
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (slope,) = ctx.saved_tensors
+        return (slope * gradients[0][:, None]).to(slope.dtype), None, None, None
+
+
+def _softmax(logits: Tensor, targets: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return log softmax(logits)[targets] in float32, and softmax(logits) in place of the logits if `keep`."""
+    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    for part, target, out in row_blocks(logits, targets, logprobs):
+        exact = part.float()
+        largest = exact.amax(1)
+        chosen = exact.gather(1, target[:, None]).squeeze(1)
+        probabilities = torch.softmax(exact, dim=1)
+        # The largest probability is 1 / sum(exp(logits - largest)), never too small for float32.
+        torch.sub(chosen, largest, out=out).add_(probabilities.amax(1).log_())
+        if keep:
+            part.copy_(probabilities)
+    return logprobs, logits

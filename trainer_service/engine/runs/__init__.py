@@ -1,0 +1,1 @@
+"""What the engine holds of each run, in memory and in files."""

@@ -1,0 +1,221 @@
+"""A run's state as it is now, written to files while the run goes on.
+
+A capture holds the run's own tensors, and takes no time. They are copied before they change: by the thread that writes
+the files, or, where a command that changes the run comes first, by that command. Whatever changes a run's tensors in
+place calls `Capture.secure` of all captures of the run before (`EngineRun.before_change`); tensors that are replaced by
+others need nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+from torch import Tensor
+
+from paceline import layout
+from trainer_service.engine.runs.preallocated_file import SERIAL_ELEMENTS, MappedFile, SpareFile
+from trainer_service.engine.runs.tensor_files import TensorFile
+
+_ALIGNMENT = 64
+
+
+class StagingMemory:
+    """Memory for copies: kept, so that its pages are there when it is used again, and never above a limit."""
+
+    def __init__(self, limit_bytes: int, *, pinned: bool = False) -> None:
+        self._limit = limit_bytes
+        self._pinned = pinned
+        self._free: list[Tensor] = []
+        self._bytes = 0
+        self._lock = Lock()
+
+    def take(self, size: int) -> Tensor | None:
+        """Return `size` bytes or more (uint8); None when those in use leave no room."""
+        with self._lock:
+            fitting = [buffer for buffer in self._free if buffer.numel() >= size]
+            if fitting:
+                best = min(fitting, key=Tensor.numel)
+                self._free = [buffer for buffer in self._free if buffer is not best]
+                return best
+            while self._free and self._bytes + size > self._limit:
+                self._bytes -= self._free.pop(0).numel()
+            if self._bytes + size > self._limit:
+                return None
+            self._bytes += size
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Take back what `take` returned."""
+        with self._lock:
+            self._free.append(buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a directory is to hold."""
+
+    files: Sequence[TensorFile]
+    """One at least."""
+    texts: Mapping[str, Any]
+    """Name of a JSON file -> what it says, or the bytes of a file of another kind."""
+
+
+class Capture:
+    """What a run was when this was made. Any thread may call any method."""
+
+    def __init__(self, content: Content, memory: StagingMemory, spare: SpareFile | None = None) -> None:
+        """Take content, whose tensors must not be changed in place before `secure`.
+
+        A `spare` is to become its file, the only one, on a CPU: it is used if it fits, and the next one is begun.
+        """
+        self._files = content.files
+        self._texts = content.texts
+        self._memory = memory
+        self._spare = spare
+        self._mapped: MappedFile | None = None
+        self._buffer: Tensor | None = None
+        self._lock = Lock()
+        self._written = Event()
+        self._ready = _event_now(content.files)
+
+    def secure(self) -> None:
+        """Return when the tensors may be changed: they are copied, or, where there is no room for that, written."""
+        with self._lock:
+            if self._written.is_set() or self._copy():
+                return
+        self._written.wait()
+
+    def write(self, directory: Path) -> None:
+        """Write the files into a directory, once. Raises DiskFull."""
+        try:
+            with self._lock:
+                if not self._copy():
+                    self._write_files(directory, map(self._bytes_of_tensors, self._files))
+            if self._buffer is not None and not self._link(directory):
+                self._write_files(directory, ([part.numpy().data] for part in self._parts(self._buffer)))
+            for name, text in self._texts.items():
+                (directory / name).write_bytes(text if isinstance(text, bytes) else _json(text))
+        except OSError as error:
+            raise layout.translate(error) from error
+        finally:
+            self._end(directory)
+
+    def _copy(self) -> bool:
+        """Copy the tensors, unless that was done; return whether there was room."""
+        if self._buffer is None:
+            self._buffer = self._take_buffer()
+            if self._buffer is not None:
+                for file, part in zip(self._files, self._parts(self._buffer), strict=True):
+                    _copy_file(file, part, self._ready)
+        return self._buffer is not None
+
+    def _take_buffer(self) -> Tensor | None:
+        """Return memory for the copies: in the file that they are to be in, where there is one."""
+        if self._spare is not None:
+            header = self._files[0].header
+            self._mapped = self._spare.take(len(header) + self._files[0].size)
+            if self._mapped is not None:
+                return self._mapped.begin(header)
+        return self._memory.take(sum(_aligned(file.size) for file in self._files))
+
+    def _parts(self, buffer: Tensor) -> Iterator[Tensor]:
+        start = 0
+        for file in self._files:
+            yield buffer[start : start + file.size]
+            start += _aligned(file.size)
+
+    @staticmethod
+    def _bytes_of_tensors(file: TensorFile) -> Iterator[memoryview]:
+        for _, tensor in file.ordered:
+            yield tensor.detach().to("cpu", file.dtype_of(tensor)).contiguous().view(-1).view(torch.uint8).numpy().data
+
+    def _write_files(self, directory: Path, contents: Iterable[Iterable[memoryview]]) -> None:
+        for file, content in zip(self._files, contents, strict=True):
+            with (directory / file.name).open("wb", buffering=0) as target:
+                for part in (memoryview(file.header), *content):
+                    _write_all(target, part)
+
+    def _link(self, directory: Path) -> bool:
+        """Give the file that the copies are in its name; return whether they are in one and it could have it."""
+        if self._mapped is None:
+            return False
+        try:
+            self._mapped.link(directory / self._files[0].name)
+        except OSError:  # It is in another file system, or the directory has no room.
+            return False
+        return True
+
+    def _end(self, directory: Path) -> None:
+        with self._lock:
+            files, buffer, mapped = self._files, self._buffer, self._mapped
+            self._files, self._buffer, self._mapped = (), None, None
+            self._written.set()
+        if buffer is not None and mapped is None:
+            self._memory.give_back(buffer)
+        del buffer  # A file that is mapped is not let go of while somebody looks at it.
+        if self._spare is not None:
+            # Beside the directory, which is about to have another name.
+            self._spare.prepare(directory.parent, len(files[0].header) + files[0].size, mapped)
+
+
+@torch.no_grad()
+def _copy_file(file: TensorFile, target: Tensor, ready: torch.cuda.Event | None) -> None:
+    """Copy tensors one after the other into `target` (uint8, of exactly their bytes)."""
+    offset = 0
+    for dtype, group in itertools.groupby(file.ordered, key=lambda item: file.dtype_of(item[1])):
+        pieces = [piece for _, tensor in group for piece in _pieces(tensor)]
+        sizes = [piece.numel() for piece in pieces]
+        end = offset + sum(sizes) * dtype.itemsize
+        copies = torch.split(target[offset:end].view(dtype), sizes)
+        pairs = zip(copies, pieces, strict=True)
+        _copy_pieces([copy if piece.dim() == 1 else copy.view(piece.shape) for copy, piece in pairs], pieces, ready)
+        offset = end
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    if not tensor.is_contiguous():
+        return (tensor,)
+    flat = tensor.view(-1)
+    return (flat,) if tensor.numel() <= SERIAL_ELEMENTS else torch.split(flat, SERIAL_ELEMENTS)
+
+
+def _copy_pieces(targets: list[Tensor], sources: list[Tensor], ready: torch.cuda.Event | None) -> None:
+    if ready is None:
+        torch._foreach_copy_(targets, sources)
+        return
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+    stream.synchronize()
+
+
+def _event_now(files: Sequence[TensorFile]) -> torch.cuda.Event | None:
+    """Return what marks the work queued so far on the GPU where the tensors are; None on a CPU."""
+    if not any(tensor.is_cuda for tensor in files[0].tensors.values()):
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(msgspec.to_builtins(content), indent=2, sort_keys=True) + "\n").encode()
+
+
+def _aligned(size: int) -> int:
+    return size + -size % _ALIGNMENT
+
+
+def _write_all(file: BinaryIO, content: memoryview) -> None:
+    rest = content
+    while rest:
+        rest = rest[file.write(rest) :]

@@ -1,0 +1,165 @@
+"""Runs that train every parameter, in a model of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from paceline.layout import MODEL_FILE
+from paceline.types import FullParameters, OptimizerParams, WeightStorage
+from trainer_service.engine.model.base_model import load_base_model
+from trainer_service.engine.model.pass_mode import PassMode, use_attention
+from trainer_service.engine.optimizers.base import AnyOptimizer
+from trainer_service.engine.optimizers.make import make_optimizer
+from trainer_service.engine.optimizers.rounded import RoundedOptimizer
+from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.runs.async_save import Content
+from trainer_service.engine.runs.reading import check_tensors, read_tensors
+from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng_state
+from trainer_service.engine.runs.tensor_files import TensorFile
+from trainer_service.text.tokenizer_files import read_tokenizer_files
+
+_CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
+_METADATA = {"format": "pt"}
+
+
+@dataclass(kw_only=True)
+class FullRun(EngineRun):
+    """A run's own model. Weights that are tied are one parameter, under the name of the first."""
+
+    full: FullParameters
+    model: PreTrainedModel
+    model_path: str
+    """Where the model was loaded from."""
+    masters: dict[str, nn.Parameter] | None
+    """float32 weights of which `parameters` are a rounded copy; None where those are the weights."""
+
+    @property
+    def trained(self) -> FullParameters:
+        return self.full
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.parameters if self.masters is None else self.masters
+
+    @property
+    def owned(self) -> list[nn.Parameter]:
+        return [*self.parameters.values(), *(self.masters or {}).values()]
+
+    def exact(self, base_model: str) -> Content:
+        del base_model
+        return Content([TensorFile(MODEL_FILE, self.weights, metadata=_METADATA)], {})
+
+    def export(self, base_model: str, dtype: torch.dtype) -> Content:
+        """Return what makes a directory that transformers and vLLM load: weights in one file, configuration, tokenizer.
+
+        Weights that are kept in bfloat16 are written so, whatever `dtype`.
+        """
+        del base_model
+        if self.full.storage is WeightStorage.BFLOAT16:
+            dtype = torch.bfloat16
+        file = TensorFile(MODEL_FILE, self._exported(), dtype, _METADATA)
+        # Among the tokenizer's files is the configuration of the model that was loaded.
+        return Content([file], {**read_tokenizer_files(self.model_path), **self._configuration(dtype)})
+
+    def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
+        """Without `exact`: any floating-point model of the same names and shapes, sampler checkpoints too."""
+        weights = read_tensors(directory / MODEL_FILE)
+        kept = next(iter(self.weights.values())).dtype
+        dtypes = (kept,) if exact else (torch.float32, torch.bfloat16, torch.float16)
+        check_tensors(weights, {name: weight.shape for name, weight in self.weights.items()}, dtypes)
+        return weights
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        super().set_weights(weights)
+        self._round_masters()
+
+    def make_optimizer(self, params: OptimizerParams) -> AnyOptimizer:
+        if self.full.storage is WeightStorage.BFLOAT16:
+            return RoundedOptimizer(self.parameters, params, torch.Generator(self.model.device))
+        return make_optimizer(self.parameters if self.masters is None else self.masters, params)
+
+    def take_step(self, optimizer: AnyOptimizer, params: OptimizerParams, norm: float) -> float:
+        if isinstance(optimizer, RoundedOptimizer):
+            return self._take_rounded_step(optimizer, params, norm)
+        for name, master in (self.masters or {}).items():
+            master.grad = self.parameters[name].grad
+        try:
+            learning_rate = super().take_step(optimizer, params, norm)
+        finally:
+            for master in (self.masters or {}).values():
+                master.grad = None
+        self._round_masters()
+        return learning_rate
+
+    def _take_rounded_step(self, optimizer: RoundedOptimizer, params: OptimizerParams, norm: float) -> float:
+        optimizer.generator.set_state(self.rng_state)
+        learning_rate = super().take_step(optimizer, params, norm)
+        self.rng_state = optimizer.generator.get_state()
+        return learning_rate
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        for name, master in (self.masters or {}).items():
+            self.parameters[name].copy_(master)
+
+    def _exported(self) -> dict[str, Tensor]:
+        """Return the model's state, weights that are tied once, by the names that files of this architecture have."""
+        weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = {name: value for name, value in self.model.state_dict().items() if name not in weights}
+        state: dict[str, Tensor] = revert_weight_conversion(self.model, {**buffers, **self.weights})
+        return state
+
+    def _configuration(self, dtype: torch.dtype) -> dict[str, Any]:
+        config = json.loads(self.model.config.to_json_string())
+        named = {"architectures": [type(self.model).__name__], "dtype": str(dtype).removeprefix("torch.")}
+        texts = {_CONFIG: config | named}
+        if self.model.can_generate():
+            texts[_GENERATION_CONFIG] = json.loads(self.model.generation_config.to_json_string())
+        return texts
+
+
+def full_run_bytes(full: FullParameters, options: EngineOptions, count: int) -> int:
+    """Return the bytes that a run of `count` parameters comes to hold: 14, 16 or 18 for each of them."""
+    weights = 2 if full.storage is WeightStorage.BFLOAT16 else 4 if options.dtype == "float32" else 6
+    return (weights + TRAINED_BYTES) * count
+
+
+def make_full_run(run_id: str, full: FullParameters, options: EngineOptions, mode: PassMode) -> FullRun:
+    """Load the base model anew and train all of it, by passes of a mode.
+
+    A run that is kept in bfloat16 is computed in it too. One that is kept in float32 where the engine computes in
+    bfloat16 has a rounded copy that is computed with. Raises ModelNotFound.
+    """
+    in_float32 = full.storage is WeightStorage.FLOAT32
+    own = replace(options, dtype="float32" if in_float32 else "bfloat16", base_dir="")
+    model = load_base_model(own, fused=mode.fused)
+    use_attention(model, mode.attention)
+    parameters = dict(model.named_parameters())
+    masters = None
+    if in_float32 and options.dtype == "bfloat16":
+        masters = {name: nn.Parameter(parameter.detach()) for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        if masters is not None:
+            parameter.data = parameter.data.bfloat16()
+        parameter.requires_grad_()
+        # Gradients of several passes are added in float32 whatever the passes compute in.
+        parameter.grad_dtype = torch.float32
+    return FullRun(
+        run_id=run_id,
+        parameters=parameters,
+        rng_state=seeded_rng_state(full.seed, torch.device(options.device)),
+        full=full,
+        model=model,
+        model_path=options.model_path,
+        masters=masters,
+    )

@@ -1,0 +1,55 @@
+"""A run that trains an adapter on the base model that it shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.types import LoraConfig
+from paceline.weights import read_adapter_config
+from trainer_service.engine.runs.adapters import adapter_config
+from trainer_service.engine.runs.async_save import Content
+from trainer_service.engine.runs.peft_format import check_adapter_config
+from trainer_service.engine.runs.reading import check_tensors, read_tensors
+from trainer_service.engine.runs.run import EngineRun
+from trainer_service.engine.runs.tensor_files import TensorFile
+
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(slots=True, kw_only=True)
+class LoraRun(EngineRun):
+    """A run's adapter: float32 weights by the names that PEFT gives them."""
+
+    lora: LoraConfig
+    targets: list[str]
+    """target_modules of the adapter."""
+    _files: dict[torch.dtype, TensorFile] = field(default_factory=dict, init=False)
+    """What `export` returned for each dtype: the tensors stay the same ones."""
+
+    @property
+    def trained(self) -> LoraConfig:
+        return self.lora
+
+    @property
+    def drops(self) -> bool:
+        return self.lora.dropout > 0
+
+    def exact(self, base_model: str) -> Content:
+        return self.export(base_model, torch.float32)
+
+    def export(self, base_model: str, dtype: torch.dtype) -> Content:
+        """Return an adapter in PEFT's layout."""
+        file = self._files.setdefault(dtype, TensorFile(ADAPTER_WEIGHTS, self.parameters, dtype, {"format": "pt"}))
+        return Content([file], {ADAPTER_CONFIG: adapter_config(self.lora, self.targets, base_model)})
+
+    def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
+        """Without `exact`: any floating-point adapter, PEFT's too, of the same modules, rank and scaling."""
+        weights = read_tensors(directory / ADAPTER_WEIGHTS)
+        check_adapter_config(self.lora, read_adapter_config(directory / ADAPTER_CONFIG).settings)
+        dtypes = (torch.float32,) if exact else (torch.float32, torch.bfloat16, torch.float16)
+        check_tensors(weights, {name: parameter.shape for name, parameter in self.parameters.items()}, dtypes)
+        return weights

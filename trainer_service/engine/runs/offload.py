@@ -1,0 +1,133 @@
+"""Runs that do not fit into their memory wait on disk, those used longest ago first."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from paceline.errors import DiskFull, OutOfMemory, PacelineError
+from trainer_service.engine.distributed.ranks import Ranks
+from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.runs import state_files
+from trainer_service.engine.runs.async_save import StagingMemory
+from trainer_service.engine.runs.run import EngineRun
+
+
+class UsesRun(Protocol):
+    """What needs a run in memory."""
+
+    @property
+    def run(self) -> EngineRun:
+        """The run."""
+        ...
+
+
+J = TypeVar("J", bound=UsesRun)
+
+_NO_COPIES = StagingMemory(0)
+"""A page is written at once."""
+
+
+class Pager:
+    """Keeps the runs in memory within `limit_bytes`; None means that all stay there.
+
+    What counts is what a run may come to hold between commands: its weights, a gradient and optimizer state. A run that
+    goes is written to `scratch`, all of it, and comes back to the last bit. Nothing there outlives the engine: what it
+    held is then rebuilt from the journal.
+    """
+
+    def __init__(self, limit_bytes: int | None, scratch: Path) -> None:
+        self._limit = limit_bytes
+        self._scratch = scratch
+        self._resident: dict[str, EngineRun] = {}
+        """Least recently used first."""
+        if limit_bytes is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(mode=0o700, parents=True)
+
+    def make_room(self, size: int) -> None:
+        """Page runs out until `size` bytes fit beside the others. Raises OutOfMemory, DiskFull."""
+        if self._limit is None:
+            return
+        if size > self._limit:
+            message = f"the run takes {size} bytes, and runs have {self._limit}; raise run_memory_gib, or train less."
+            raise OutOfMemory(message, metadata={"bytes": str(size), "limit_bytes": str(self._limit)})
+        self._evict(size, keep=())
+
+    def add(self, run: EngineRun) -> None:
+        """Take in a run that was made in the room that there is."""
+        self._resident[run.run_id] = run
+
+    def use(self, runs: Sequence[EngineRun]) -> None:
+        """Bring runs into memory, those that are not there, and note that they are used.
+
+        Raises OutOfMemory, DiskFull. Runs that do not fit together are what `fitting` leaves out.
+        """
+        for run in runs:
+            if run.run_id not in self._resident:
+                self._evict(run.reserved_bytes, keep=runs)
+                self._page_in(run)
+            self._resident[run.run_id] = self._resident.pop(run.run_id)
+
+    def fitting(self, jobs: Sequence[J]) -> Sequence[J]:
+        """Return the first of the jobs, as many as have runs that fit into memory together; one at least."""
+        if self._limit is None:
+            return jobs
+        sizes = itertools.accumulate(job.run.reserved_bytes for job in jobs)
+        return jobs[: max(1, sum(size <= self._limit for size in sizes))]
+
+    def forget(self, run: EngineRun) -> None:
+        """Forget a run that is deleted."""
+        self._resident.pop(run.run_id, None)
+        shutil.rmtree(self._page(run), ignore_errors=True)
+
+    def _evict(self, size: int, keep: Sequence[EngineRun]) -> None:
+        limit = self._limit or 0
+        for run in [run for run in self._resident.values() if run not in keep]:
+            if sum(other.reserved_bytes for other in self._resident.values()) + size <= limit:
+                return
+            self._page_out(run)
+
+    def _page_out(self, run: EngineRun) -> None:
+        page = self._page(run)
+        try:
+            page.mkdir()
+            state_files.capture(run, "", _NO_COPIES).write(page)
+        except (OSError, DiskFull) as error:
+            shutil.rmtree(page, ignore_errors=True)
+            raise DiskFull(f"idle runs cannot be written to scratch_dir: {_reason(error)}; give it room.") from error
+        run.release()
+        del self._resident[run.run_id]
+
+    def _page_in(self, run: EngineRun) -> None:
+        page = self._page(run)
+        try:
+            run.refill()
+            state_files.load(run, page)
+        except PacelineError as damage:
+            # Starting again, the engine gets the run back from its journal.
+            raise SystemExit(f"the page of run {run.run_id} cannot be read: {damage}") from damage
+        except BaseException:
+            run.release()
+            raise
+        self._resident[run.run_id] = run
+        shutil.rmtree(page)
+
+    def _page(self, run: EngineRun) -> Path:
+        return self._scratch / run.run_id
+
+
+def make_pager(options: EngineOptions, ranks: Ranks) -> Pager:
+    """Make a rank's pager, in a directory of its own where there are several; all ranks do this together."""
+    scratch = Path(options.scratch_dir)
+    if options.run_memory_bytes is not None and ranks.size > 1:
+        ranks.together(lambda: shutil.rmtree(scratch, ignore_errors=True) if ranks.leads else None)
+        scratch /= str(ranks.rank)
+    return Pager(options.run_memory_bytes, scratch)
+
+
+def _reason(error: OSError | DiskFull) -> str | None:
+    return error.strerror if isinstance(error, OSError) else "it is full"

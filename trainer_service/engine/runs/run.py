@@ -1,0 +1,193 @@
+"""What the engine holds of one run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline.types import OptimizerParams, RunParameters
+from trainer_service.engine.optimizers.base import AnyOptimizer
+from trainer_service.engine.optimizers.make import make_optimizer
+from trainer_service.engine.runs.async_save import Capture, Content
+
+GRADIENT_BYTES = 4
+"""Of each trained parameter's gradient, in float32."""
+TRAINED_BYTES = GRADIENT_BYTES + 8
+"""Of its gradient and AdamW's moments, beside the weight itself."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineRun(ABC):
+    """A run's weights, optimizer and counters, whatever it is that the run trains."""
+
+    run_id: str
+    parameters: dict[str, nn.Parameter]
+    """What gradients are computed for, by the names of the weights on disk. The gradients are float32."""
+    rng_state: Tensor
+    """uint8; state of the generator that everything random in the run is drawn from."""
+    optimizer: AnyOptimizer | None = None
+    """Made by the first step; None before it."""
+    step: int = 0
+    """Optimizer steps taken."""
+    has_gradient: bool = False
+    """Whether a gradient waits for the optimizer, be it zero."""
+    pending_tokens: int = 0
+    """Tokens whose loss went into the waiting gradient."""
+    captures: list[Capture] = field(default_factory=list)
+    """What was taken of the run since it last changed."""
+    released_moments: int | None = None
+    """Bytes of the optimizer's state, where `release` freed it."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> RunParameters:
+        """What the run trains, as it was made."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout acts in training."""
+        return False
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What the run remembers of its weights, exactly; not a copy."""
+        return self.parameters
+
+    @abstractmethod
+    def exact(self, base_model: str) -> Content:
+        """Return files of `weights` of which `read_weights` gives the same bits."""
+
+    @abstractmethod
+    def export(self, base_model: str, dtype: torch.dtype) -> Content:
+        """Return files of the weights, rounded to `dtype`, for other tools. The same weights give the same bytes."""
+
+    @abstractmethod
+    def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
+        """Read weights that fit the run; with `exact` only the files of `exact`.
+
+        Raises CheckpointMismatch or ChecksumMismatch.
+        """
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights by what `read_weights` gave."""
+        self.before_change()
+        for name, own in self.weights.items():
+            own.copy_(weights[name])
+
+    @property
+    def owned(self) -> list[nn.Parameter]:
+        """Every tensor that is there from the run's making to its end."""
+        return list(self.parameters.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights, gradient and optimizer state that are in memory."""
+        tensors = [*self.owned, *(parameter.grad for parameter in self.parameters.values())]
+        tensors += self.optimizer.tensors.values() if self.optimizer is not None else []
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the run may come to hold between commands; without an optimizer yet, those of AdamW's moments."""
+        count = sum(parameter.numel() for parameter in self.parameters.values())
+        moments = TRAINED_BYTES - GRADIENT_BYTES
+        if self.optimizer is not None:
+            optimizer = _bytes(self.optimizer.tensors.values())
+        else:
+            optimizer = moments * count if self.released_moments is None else self.released_moments
+        return _bytes(self.owned) + GRADIENT_BYTES * count + optimizer
+
+    def hold(self, capture: Capture) -> Capture:
+        """Note that a capture holds the run's tensors; return it."""
+        self.captures.append(capture)
+        return capture
+
+    def before_change(self) -> None:
+        """Wait until tensors of the run may be changed in place: call it before weights, moments or gradients are."""
+        for capture in self.captures:
+            capture.secure()
+        self.captures.clear()
+
+    def release(self) -> None:
+        """Free the memory of weights, gradient and optimizer; step and random state stay."""
+        self.before_change()
+        self._clear_gradients()
+        if self.optimizer is not None:
+            self.released_moments = _bytes(self.optimizer.tensors.values())
+        self.optimizer = None
+        for tensor in self.owned:
+            tensor.data = tensor.data.new_empty(1).expand(tensor.shape)
+
+    def refill(self) -> None:
+        """Get memory for the weights again, whose values are then anything."""
+        for tensor in self.owned:
+            tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+    def make_optimizer(self, params: OptimizerParams) -> AnyOptimizer:
+        """Make an optimizer without history for the run's weights."""
+        return make_optimizer(self.parameters, params)
+
+    def take_step(self, optimizer: AnyOptimizer, params: OptimizerParams, norm: float) -> float:
+        """Apply the waiting gradient, of norm `norm`; return the learning rate. Drops no gradient, counts no step.
+
+        Comes after `before_change`.
+        """
+        return optimizer.step(params, self.step + 1, norm)
+
+    def drop_gradient(self) -> None:
+        """Forget the waiting gradient."""
+        self._clear_gradients()
+        self.has_gradient = False
+        self.pending_tokens = 0
+
+    def reset(self, device: torch.device) -> None:
+        """Forget everything but the weights."""
+        self.drop_gradient()
+        self.optimizer = self.released_moments = None
+        self.rng_state = seeded_rng_state(self.trained.seed, device)
+        self.step = 0
+
+    def add_gradient(self, gradients: Sequence[Tensor | None], tokens: int) -> None:
+        """Add gradients, None where there is none, over `tokens` tokens to the waiting ones; takes them over."""
+        pairs = list(zip(self.parameters.values(), gradients, strict=True))
+        # What can run out of memory comes before anything is changed.
+        new = [
+            torch.zeros_like(p, dtype=torch.float32) if p.grad is None and gradient is None else gradient
+            for p, gradient in pairs
+        ]
+        self.before_change()
+        for (parameter, _), gradient in zip(pairs, new, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad.add_(gradient)
+        self.has_gradient = True
+        self.pending_tokens += tokens
+
+    def draw_seed(self) -> tuple[int, Tensor]:
+        """Draw a seed for dropout; returns it and the state in which the generator is then."""
+        device = next(iter(self.parameters.values())).device
+        generator = torch.Generator(device)
+        generator.set_state(self.rng_state)
+        seed = torch.randint(1 << 62, (1,), generator=generator, device=device)
+        return int(seed.item()), generator.get_state()
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def seeded_rng_state(seed: int, device: torch.device) -> Tensor:
+    """Return the state of a fresh generator."""
+    return torch.Generator(device).manual_seed(seed).get_state()

@@ -1,0 +1,1 @@
+"""Base weights that a sampler holds (bridge `shared`)."""

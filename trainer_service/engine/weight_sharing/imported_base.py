@@ -1,0 +1,148 @@
+"""A base model whose weights are a sampler's: transformers' model around tensors that lie in the sampler's memory.
+
+The weights are only read. Each is a view of the sampler's tensor, under Hugging Face's name; what vLLM fused is seen in
+its parts. Buffers, such as the inverse frequencies of rotary embeddings, scaled or not, transformers computes itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from paceline.errors import BaseMismatch, BaseUnavailable
+from paceline.weight_sharing.export import BaseManifest, CudaStorage, SharedStorage, SharedTensor, read_base
+from trainer_service.engine.options import EngineOptions
+
+
+def is_borrowed(options: EngineOptions) -> bool:
+    """Return whether the engine is to compute with a sampler's weights. Raises BaseUnavailable, BaseMismatch."""
+    return bool(options.base_dir) and not read_base(Path(options.base_dir)).writable
+
+
+def borrow_base_model(options: EngineOptions, attention: str) -> PreTrainedModel:
+    """Build the model on the weights that a sampler lends in `options.base_dir`.
+
+    Raises BaseUnavailable while no sampler does, BaseMismatch when its weights do not fit, OSError when the model's
+    configuration cannot be read.
+    """
+    directory = Path(options.base_dir)
+    manifest = read_base(directory)
+    if manifest.model != options.model_name:
+        raise BaseMismatch(
+            f"the sampler lends {manifest.model}, and the trainer's model is {options.model_name}; "
+            "give both the same model and model_name."
+        )
+    config = AutoConfig.from_pretrained(options.model_path, trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=getattr(torch, options.dtype), attn_implementation=attention, trust_remote_code=False
+        )
+    attach(model, open_tensors(directory, manifest, torch.device(options.device)))
+    return model
+
+
+def open_tensors(
+    directory: Path, manifest: BaseManifest, device: torch.device, *, writable: bool = False
+) -> dict[str, Tensor]:
+    """Map the weights of a manifest: views by name, nothing copied.
+
+    On a CPU writing to one reaches the sampler if they are `writable`. Raises BaseMismatch when they are not on
+    `device`, BaseUnavailable when they are gone.
+    """
+    storages = [_open_storage(directory, storage, device, writable=writable) for storage in manifest.storages]
+    return {tensor.name: _view(tensor, storages) for tensor in manifest.tensors}
+
+
+def attach(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Make tensors a model's parameters, by name. The parameters were on the meta device, the buffers were not.
+
+    Raises BaseMismatch, naming the first, when the model has a parameter or a saved buffer that the tensors lack or
+    that differs in shape or dtype, when tied weights are not the same memory, and when a tensor is left over.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    saved = [name for name in model.state_dict() if name not in names]
+    for name in (*names, *saved):
+        if name not in tensors and not _is_tied_copy(name, model):
+            raise BaseMismatch(f"the sampler lends no {name}, which {type(model).__name__} has.")
+    for name, parameter in list(model.named_parameters()):
+        _check_alike(name, parameter, tensors[name])
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, nn.Parameter(tensors[name], requires_grad=False))
+    model.tie_weights()
+    _check_complete(model, tensors)
+
+
+def _check_complete(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    held = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in tensors.items():
+        if name not in held:
+            raise BaseMismatch(f"the sampler lends {name}, which {type(model).__name__} does not have.")
+        if held[name].data_ptr() != tensor.data_ptr():
+            raise BaseMismatch(f"{name} is tied in {type(model).__name__}, and a tensor of its own in the sampler.")
+    for name, value in (*held.items(), *model.named_buffers()):
+        if value.is_meta:
+            raise BaseMismatch(f"{name} of {type(model).__name__} has no value.")
+
+
+def _is_tied_copy(name: str, model: PreTrainedModel) -> bool:
+    """Whether a parameter is another one, under a name that comes later."""
+    return name not in dict(model.named_parameters()) and name in dict(model.named_parameters(remove_duplicate=False))
+
+
+def _check_alike(name: str, parameter: Tensor, tensor: Tensor) -> None:
+    if parameter.shape != tensor.shape:
+        raise BaseMismatch(
+            f"{name} has shape {list(tensor.shape)} in the sampler and {list(parameter.shape)} in the trainer; "
+            "give both the same model."
+        )
+    if parameter.dtype != tensor.dtype:
+        theirs, ours = (str(one.dtype).removeprefix("torch.") for one in (tensor, parameter))
+        raise BaseMismatch(
+            f"{name} is {theirs} in the sampler and {ours} in the trainer; "
+            "set PACELINE_SAMPLER_DTYPE and PACELINE_TRAINER_DTYPE to the same."
+        )
+
+
+def _view(tensor: SharedTensor, storages: list[torch.UntypedStorage]) -> Tensor:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    storage = storages[tensor.storage]
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if tensor.offset % dtype.itemsize or tensor.offset + (steps + 1) * dtype.itemsize > storage.nbytes():
+        raise BaseMismatch(f"the manifest places {tensor.name} where the sampler has no memory for it.")
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, tensor.offset // dtype.itemsize, tensor.shape, tensor.strides)
+
+
+def _open_storage(
+    directory: Path, storage: SharedStorage, device: torch.device, *, writable: bool
+) -> torch.UntypedStorage:
+    if storage.cuda is not None:
+        return _open_cuda(storage.size, storage.cuda, device)
+    if device.type != "cpu":
+        raise BaseMismatch(f"the sampler's weights are in the host's memory, and the trainer computes on {device}.")
+    path = directory / Path(storage.file).name
+    if not path.exists():
+        raise BaseUnavailable(f"the sampler that lent {path} is gone.")
+    return torch.from_file(str(path), shared=writable, size=storage.size, dtype=torch.uint8).untyped_storage()
+
+
+def _open_cuda(size: int, cuda: CudaStorage, device: torch.device) -> torch.UntypedStorage:
+    """Open another process's memory on the GPU, as torch/multiprocessing/reductions.py does with what it unpickles."""
+    if device.type != "cuda":
+        raise BaseMismatch(f"the sampler's weights are on a GPU, and the trainer computes on {device}.")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    ours = str(torch.cuda.get_device_properties(index).uuid)
+    if ours != cuda.device_uuid:
+        raise BaseMismatch(
+            f"the sampler's weights are on GPU {cuda.device_uuid}, and the trainer computes on {ours}; "
+            "give both the same GPU by CUDA_VISIBLE_DEVICES."
+        )
+    opened: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(  # noqa: SLF001
+        index, cuda.handle, size, cuda.offset, cuda.counter, cuda.counter_offset, cuda.event, cuda.event_sync
+    )
+    return opened

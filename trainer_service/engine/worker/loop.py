@@ -1,0 +1,167 @@
+"""The engine's side of the pipe: a loop of turns, each of them the commands that wait and one pass."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from time import sleep
+from typing import NoReturn
+
+import msgspec
+
+from trainer_service.engine import messages
+from trainer_service.engine.distributed.ranks import OutOfStepError, Ranks
+from trainer_service.engine.failures import failure_of
+from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine.protocol import TrainerEngine
+from trainer_service.engine.worker.receiver import Intake
+from trainer_service.failpoints import Failpoints
+
+_log = logging.getLogger(__name__)
+
+_NOTHING = msgspec.Raw(messages.encode(None))
+_BEAT_SECONDS = 1.0
+
+
+class Worker:
+    """Serves one engine to the process at the other end of `connection`, together with the other ranks.
+
+    A turn takes every command that waits. Those that are no ForwardBackward are executed at once; a ForwardBackward is
+    begun, and the turn ends with one pass over all that were. What a turn does depends on the commands and their order
+    alone. Commands of a run are executed in the order in which they came. A command that saves takes the run's state in
+    its turn; a second thread writes it, in the same order, and answers.
+    """
+
+    _engine: TrainerEngine
+
+    def __init__(self, connection: socket.socket, ranks: Ranks) -> None:
+        self._connection = connection
+        self._ranks = ranks
+        self._intake = Intake(connection, ranks)
+        self._held: list[messages.Request] = []
+        """Commands of runs that have a job."""
+        self._jobs: dict[str, messages.Request] = {}
+        """Requests of the jobs that were begun, by run."""
+        self._unfinished: SimpleQueue[tuple[messages.Request, messages.Unfinished]] = SimpleQueue()
+        self._sending = threading.Lock()
+        self._failpoints = Failpoints("")
+        self._progress = 0
+        """Counted up by the loop with all that it does, so that beats tell whether it moves on."""
+
+    def serve(self) -> NoReturn:
+        """Answer commands for ever. The process ends, whatever it is doing, when the other end closes."""
+        self._intake.start()
+        threading.Thread(target=self._finish, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+        try:
+            while True:
+                self._turn()
+        except (Exception, OutOfStepError):
+            # Other ranks died or went another way; what this one would answer may be wrong.
+            _log.exception("the engine cannot go on")
+            os._exit(1)
+
+    def _turn(self) -> None:
+        self._progress += 1
+        self._take()
+        if self._jobs:
+            for job in self._engine.advance(self._announce):
+                self._answer(self._jobs.pop(job.run_id), job.output)
+
+    def _take(self) -> None:
+        """Execute or begin the commands that wait; wait for one if there is nothing else to do."""
+        waiting, self._held = self._held, []
+        waiting += self._intake.take(wait=not self._jobs and not waiting)
+        busy = set(self._jobs)
+        for request in waiting:
+            if request.run_id in busy:
+                self._held.append(request)
+            elif isinstance(request.command, messages.ForwardBackward):
+                self._begin(request, request.command)
+                busy.update(self._jobs)
+            else:
+                self._execute(request, request.command)
+
+    def _begin(self, request: messages.Request, command: messages.ForwardBackward) -> None:
+        try:
+            command.begin(self._engine, alone=request.alone)
+        except Exception as error:
+            self._send(messages.Reply(request.id, _NOTHING, failure_of(error, _name(request))))
+        else:
+            self._jobs[command.run_id] = request
+
+    def _execute(self, request: messages.Request, command: messages.Start | messages.Command) -> None:
+        if isinstance(command, messages.READING) and not self._ranks.leads:
+            return
+        self._progress += 1
+        self._send(messages.Began([request.id]))
+        self._answer(request, lambda: self._result(command))
+
+    def _announce(self, run_ids: Sequence[str]) -> None:
+        self._progress += 1
+        self._send(messages.Began([self._jobs[run_id].id for run_id in run_ids]))
+        for run_id in run_ids:
+            self._failpoints.hit(f"engine_pass_{run_id}")
+
+    def _finish(self) -> NoReturn:
+        while True:
+            request, rest = self._unfinished.get()
+            self._answer(request, rest.finish, "_written")
+
+    def _beat(self) -> NoReturn:
+        while True:
+            try:
+                self._send(messages.Beat(self._progress))
+                self._ranks.give_sign()
+            except OSError:
+                sys.exit()  # Ends this thread. The service has let go, and whoever notices ends the process.
+            sleep(_BEAT_SECONDS)
+
+    def _result(self, command: messages.Start | messages.Command) -> messages.Result | messages.Unfinished:
+        if isinstance(command, messages.Start):
+            self._failpoints = Failpoints(command.options.failpoints)
+            self._engine = PeftEngine(command.options, self._ranks)
+            return self._engine.describe()
+        return command.execute(self._engine)
+
+    def _answer(
+        self, request: messages.Request, execute: Callable[[], messages.Result | messages.Unfinished], point: str = ""
+    ) -> None:
+        rest: messages.Unfinished | None = None
+        report: messages.Report
+        try:
+            result = execute()
+            if isinstance(result, messages.Unfinished) and request.alone:
+                result.finish()
+                result = None
+            if isinstance(result, messages.Unfinished):
+                rest, report = result, messages.Captured(request.id)
+            else:
+                report = messages.Reply(request.id, msgspec.Raw(messages.encode(result)))
+        except Exception as error:
+            report = messages.Reply(request.id, _NOTHING, failure_of(error, _name(request)))
+        if not isinstance(request.command, messages.READING):
+            self._ranks.check_alike(_outcome(report))
+        self._failpoints.hit(f"engine_{_name(request)}{point}")
+        self._send(report)
+        if rest is not None:
+            self._unfinished.put((request, rest))
+
+    def _send(self, report: messages.Report) -> None:
+        if not self._ranks.leads:
+            return
+        with self._sending:
+            self._connection.sendall(messages.frame(messages.encode(report)))
+
+
+def _name(request: messages.Request) -> str:
+    return type(request.command).__name__
+
+
+def _outcome(report: messages.Report) -> str:
+    return report.failure.reason if isinstance(report, messages.Reply) and report.failure is not None else ""

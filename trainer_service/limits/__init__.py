@@ -1,0 +1,1 @@
+"""Room on the disk and in memory, and each tenant's part of it."""

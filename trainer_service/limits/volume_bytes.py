@@ -1,0 +1,140 @@
+"""How many bytes each tenant has on the checkpoint volume.
+
+Counted once at the start, and from then on whenever something of a run gets or loses a name: a checkpoint, a version,
+a snapshot, a loaded checkpoint that is kept for a replay (also where it shares its bytes with the one that was loaded),
+or a segment of a journal. Each is measured as it is then, whatever was known of it before. A checkpoint counts as long
+as it is there, also when its run is deleted. run.json and its copy count as nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from paceline import errors, layout
+from paceline.log import get_logger
+from trainer_service.volume.run_file import tenant_of
+
+_log = get_logger(__name__)
+
+QUOTA = "volume_bytes"
+"""The quota's name."""
+
+
+class VolumeBytes:
+    """Bytes on the checkpoint volume by tenant. May be called from any thread."""
+
+    def __init__(self, volume: layout.Volume, limit: int | None = 0) -> None:
+        """Take how many bytes a tenant may have: None means half of what the volume can hold, 0 any number."""
+        self._volume = volume
+        self._wanted = limit
+        self.limit = limit or 0
+        self._lock = threading.Lock()
+        self._owners: dict[str, str] = {}
+        self._sizes: dict[str, dict[str, int]] = {}
+        """By run, and by path in its folder."""
+        self._by_tenant: Counter[str] = Counter()
+
+    def count_all(self) -> None:
+        """Count what is on the volume, after what a crash left half done was put in order."""
+        if self._wanted is None:
+            self.limit = shutil.disk_usage(self._volume.root).total // 2
+        for folder in self._volume.runs.glob("run-*"):
+            if not layout.is_run_id(folder.name):
+                continue
+            try:
+                self.count(folder.name)
+            except OSError as error:
+                _log.error("a run's bytes cannot be counted; they count as none", run=folder.name, error=str(error))
+
+    def own(self, run_id: str, tenant: str) -> None:
+        """Note whose a run is."""
+        with self._lock:
+            self._owners[run_id] = tenant
+
+    def count(self, run_id: str) -> None:
+        """Count a run's folder anew; one that is gone counts as nothing."""
+        folder = self._volume.run(run_id)
+        sizes = {str(path.relative_to(folder)): _size_of(path) for path in _parts(folder)}
+        tenant = tenant_of(folder)
+        with self._lock:
+            owner = tenant if tenant is not None else self._owners.get(run_id, "")
+            before = sum(self._sizes.pop(run_id, {}).values())
+            self._by_tenant[self._owners.get(run_id, owner)] -= before
+            if folder.exists():
+                self._owners[run_id] = owner
+                self._sizes[run_id] = sizes
+                self._by_tenant[owner] += sum(sizes.values())
+            else:
+                self._owners.pop(run_id, None)
+
+    def measure(self, path: Path) -> None:
+        """Count a part of a run's folder as it is now: a directory with its files, or a file."""
+        parts = path.relative_to(self._volume.runs).parts
+        run_id, name = parts[0], "/".join(parts[1:])
+        with self._lock:
+            size = _size_of(path)
+            if run_id not in self._owners:
+                return  # it is counted as a whole when it is known whose it is
+            sizes = self._sizes.setdefault(run_id, {})
+            self._by_tenant[self._owners[run_id]] += size - sizes.pop(name, 0)
+            if size:
+                sizes[name] = size
+
+    def used(self, tenant: str) -> int:
+        """Return how many bytes a tenant has, with those that it is about to write."""
+        return self._by_tenant[tenant]
+
+    def tenants(self) -> list[str]:
+        """Return those who have something."""
+        with self._lock:
+            return [tenant for tenant, size in self._by_tenant.items() if size]
+
+    def check(self, tenant: str, size: int) -> None:
+        """Raise QuotaExceeded unless a tenant may have `size` bytes more."""
+        used = self.used(tenant)
+        if self.limit and used + size > self.limit:
+            raise errors.QuotaExceeded(
+                f"this tenant has {used} bytes on the checkpoint volume and this takes up to {size}; at most "
+                f"{self.limit} are its own: delete checkpoints or runs, give checkpoints a TTL, or have the operator "
+                f"raise max_volume_bytes_per_tenant",
+                metadata={"quota": QUOTA, "used": str(used), "limit": str(self.limit), "needed": str(size)},
+            )
+
+    @contextmanager
+    def taking(self, tenant: str, size: int, replaced: Path) -> Iterator[None]:
+        """Keep `size` bytes for what the block writes in the place of `replaced`. Raises QuotaExceeded."""
+        size -= min(size, _size_of(replaced))
+        self.check(tenant, size)
+        with self._lock:
+            self._by_tenant[tenant] += size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._by_tenant[tenant] -= size
+
+
+def _parts(folder: Path) -> Iterator[Path]:
+    """Yield what is counted of a run's folder: what lies in its own folders."""
+    for part in folder.iterdir() if folder.exists() else ():
+        if part.is_dir():
+            yield from (path for path in part.iterdir() if not path.name.startswith("."))
+
+
+def _size_of(path: Path) -> int:
+    """Return the bytes of a file, or of a directory's files, as far as they can be read; 0 where there is none."""
+    size = 0
+    with suppress(OSError):  # what it counts is written already: nothing may fail of that
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    size += entry.stat().st_size
+        except NotADirectoryError:
+            size = path.stat().st_size
+    return size

@@ -1,0 +1,164 @@
+"""The process group over which versions are broadcast: the trainer's member, and who else is in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.collective import GroupMember, GroupPlace
+from paceline.errors import PeerLost
+from paceline.log import get_logger
+from paceline.weights.v1 import weight_service_pb2 as pb
+from trainer_service.publish.watch_hub import Feed, Watcher
+
+_FIRST_DELAY, _LAST_DELAY = 0.5, 60.0
+"""Seconds until a group that did not come about, or broke, is made again: doubled each time."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """How the group is made."""
+
+    listen: str
+    """host:port of the store at which members meet; port 0 means any that is free."""
+    backend: str
+    seconds: float
+    """How long one transfer may take."""
+
+
+class BroadcastGroup:
+    """Makes a new generation of the group whenever who is in it changes. Without members there is no process either.
+
+    While there is no group, samplers fetch versions as those of the bridge stream do: nothing waits for a group.
+    """
+
+    def __init__(self, options: GroupOptions, feed: Feed) -> None:
+        self._options = options
+        self._feed = feed
+        self._generation = 0
+        self._member: GroupMember | None = None
+        self._samplers = 0
+        self._changed = asyncio.Event()
+        self._refused = False
+        """Whether a sampler said that this generation is of no use to it."""
+        self._absent: set[Watcher] = set()
+        """Those that did not come when they were called; they are called again when they watch anew."""
+        self._transfers: set[asyncio.Task[None]] = set()
+
+    def count(self) -> int:
+        """Return how many samplers are in the group."""
+        return self._samplers if self._member else 0
+
+    def changed(self, watcher: Watcher) -> None:
+        """Note that a sampler came or went."""
+        if watcher.joins_group:
+            self._changed.set()
+
+    def left(self, watcher: Watcher, left: pb.LeftGroup) -> None:
+        """Note that a sampler says that it is not, or no longer, in the group."""
+        _log.warning("sampler left the group", sampler=watcher.sampler_id, reason=left.reason)
+        if left.generation == self._generation:
+            self._refused = True
+            self._changed.set()
+
+    def send(self, path: Path, size: int) -> int:
+        """Broadcast a file; returns the generation to announce it with, 0 where there is no group."""
+        if self._member is None:
+            return 0
+        task = asyncio.create_task(self._transfer(self._member, path, size))
+        self._transfers.add(task)
+        task.add_done_callback(self._transfers.discard)
+        return self._member.generation
+
+    async def run(self) -> None:
+        """Make groups until cancelled."""
+        delay = _FIRST_DELAY
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                try:
+                    await self._regroup()
+                    delay = _FIRST_DELAY
+                except (PeerLost, OSError) as error:
+                    _log.warning("no group; trying again", error=str(error), seconds=delay)
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, _LAST_DELAY)
+                    self._changed.set()
+        finally:
+            await self._end()
+            for task in self._transfers:
+                task.cancel()
+            await asyncio.gather(*self._transfers, return_exceptions=True)
+
+    async def _regroup(self) -> None:
+        await self._end()
+        watchers = self._feed.watchers()
+        self._absent &= set(watchers)
+        samplers = [watcher for watcher in watchers if watcher.joins_group and watcher not in self._absent]
+        if not samplers:
+            return
+        self._generation, self._refused = self._generation + 1, False
+        member = await GroupMember.start(self._place(len(samplers) + 1))
+        try:
+            if await self._gather(member, samplers):
+                self._member, self._samplers = member, len(samplers)
+                _log.info("group made", generation=self._generation, samplers=len(samplers))
+        finally:
+            if self._member is not member:
+                await member.stop()
+
+    async def _gather(self, member: GroupMember, samplers: Sequence[Watcher]) -> bool:
+        """Call the samplers and wait until all came; False when others came or went meanwhile. Raises PeerLost."""
+        port = await member.listening()
+        for rank, watcher in enumerate(samplers, 1):
+            watcher.outbox.put_nowait(pb.WatchVersionsResponse(group=self._invitation(rank, len(samplers) + 1, port)))
+        joining, changing = asyncio.create_task(member.join()), asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({joining, changing}, return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                joining.result()
+            elif self._refused:
+                raise PeerLost("a sampler could not join")
+            return joining.done()
+        except PeerLost as error:
+            missing = filter(None, error.metadata.get("missing", "").split(","))
+            self._absent.update(samplers[int(rank) - 1] for rank in missing)
+            raise
+        finally:
+            for task in (joining, changing):
+                task.cancel()
+
+    def _place(self, size: int) -> GroupPlace:
+        options = self._options
+        return GroupPlace(options.backend, options.listen, self._generation, 0, size, options.seconds)
+
+    def _invitation(self, rank: int, size: int, port: int) -> pb.Group:
+        host, options = self._options.listen.rpartition(":")[0], self._options
+        return pb.Group(
+            generation=self._generation,
+            address=f"{host}:{port}",
+            rank=rank,
+            size=size,
+            backend=options.backend,
+            seconds=options.seconds,
+        )
+
+    async def _transfer(self, member: GroupMember, path: Path, size: int) -> None:
+        try:
+            await member.transfer(path, size)
+        except PeerLost as error:
+            _log.warning("broadcast failed; samplers fetch the version", error=str(error), reason=error.reason)
+            if self._member is member:
+                self._member = None
+                self._changed.set()
+            await member.stop()
+
+    async def _end(self) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            await member.stop()

@@ -1,0 +1,1 @@
+"""Bringing runs back after the engine or the service died."""

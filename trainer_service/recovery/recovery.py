@@ -1,0 +1,215 @@
+"""Bringing runs back into an engine that has lost them: the newest snapshot, then the journal, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+
+from paceline import errors
+from paceline.base_weights import check_same_base
+from paceline.log import get_logger
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import RunState
+from trainer_service.backoff import backoff
+from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.protocol import EngineDiedError
+from trainer_service.failpoints import Failpoints
+from trainer_service.journal.records import AnswerRecord, JournalDamagedError
+from trainer_service.limits.byte_gate import ByteGate
+from trainer_service.publish.publisher import Publisher
+from trainer_service.recovery.restore_point import RestorePoints
+from trainer_service.runs.command import Command, answer_from_record
+from trainer_service.runs.executor import CommandVerbs, RunExecutor, SnapshotPolicy
+from trainer_service.runs.progress import Turn
+from trainer_service.runs.record import RunRecord
+from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.storage import Past, RunStorage
+
+_log = get_logger(__name__)
+
+
+_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
+"""Between attempts to restore a run: after the first that failed, and at most."""
+_TRANSIENT = (errors.Unavailable, errors.DiskFull, errors.OutOfMemory)
+"""What a command that succeeded before may fail of for a while. The run waits, and is lost of none of them."""
+
+
+class ReplayFailedError(Exception):
+    """A command that succeeded before does so no more."""
+
+
+class Recovery:
+    """Rebuilds runs and lets their commands go on."""
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        storage: RunStorage,
+        publisher: Publisher,
+        verbs: CommandVerbs,
+        policy: SnapshotPolicy,
+        memory: ByteGate,
+        failpoints: Failpoints,
+        spawn: Callable[[Coroutine[None, None, None]], None],
+        restore_points: RestorePoints,
+        registry: RunRegistry,
+    ) -> None:
+        self._engine = engine
+        self._storage = storage
+        self._publisher = publisher
+        self._verbs = verbs
+        self._policy = policy
+        self._memory = memory
+        self._failpoints = failpoints
+        self._spawn = spawn
+        self._restore_points = restore_points
+        self._registry = registry
+        self._deaths: Counter[str] = Counter()
+        """How often in a row the engine died while it executed a run's answered commands again, by run."""
+
+    def start(self, run: RunRecord, engines_lost: int) -> None:
+        """Let the commands of a new run execute, which was made in the engine after that many others were lost."""
+        if self._registry.engines_lost == engines_lost:
+            run.sequencer.start(self._executor(run))
+            return
+        run.in_engine = run.is_restored = False  # that engine died before it was known to hold the run
+        self._spawn(self._try_recover(run))
+
+    def _executor(self, run: RunRecord) -> RunExecutor:
+        save_state, settled = self._engine.save_state, self._publisher.settled
+        return RunExecutor(run, self._verbs, save_state, settled, self._policy, self._failpoints)
+
+    async def recover_all(self, runs: Iterable[RunRecord]) -> None:
+        """Bring runs into an engine that has just started."""
+        await asyncio.gather(*map(self._try_recover, runs))
+
+    async def _try_recover(self, run: RunRecord) -> None:
+        """Restore a run unless that was done, is another engine's to do, or the run is gone; try until it is.
+
+        A run whose replay the engine died of lets the others go first, for longer each time.
+        """
+        await asyncio.sleep(backoff(self._deaths[run.run_id] - 1, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
+        for failures in itertools.count(1):
+            async with run.recovering:
+                if run.is_restored or run.sequencer.is_closed:
+                    return
+                try:
+                    self._take_base(run)
+                    await self.recover(run)
+                    del self._deaths[run.run_id]
+                    return
+                except errors.BaseMismatch as error:
+                    _log.error("run not restored: the base model is another one", run=run.run_id, error=error.message)
+                    run.sequencer.drain(error)
+                    return
+                except errors.EngineUnavailable:
+                    _log.warning("engine died while a run was restored", run=run.run_id)
+                    return
+                except Exception:
+                    _log.exception("run not restored; trying again", run=run.run_id)
+            await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
+
+    def _take_base(self, run: RunRecord) -> None:
+        """See that the engine has the run's base weights; a run of before they had an identity gets this one.
+
+        Raises BaseMismatch.
+        """
+        model = self._engine.describe()
+        check_same_base(model.weights_sha256, run.base_sha256, "the run was made on")
+        if run.base_model != model.name:
+            _log.warning("the base model has another name", run=run.run_id, was=run.base_model, name=model.name)
+        run.base_model, run.base_sha256 = model.name, model.weights_sha256 or run.base_sha256
+
+    async def recover(self, run: RunRecord) -> None:
+        """Rebuild a run's state and let its commands go on, or declare it lost. Raises EngineUnavailable."""
+        await run.sequencer.recover()
+        run.shown = run.shown or run.facts()
+        executor, engines_lost = self._executor(run), self._registry.engines_lost
+        try:
+            size = await asyncio.to_thread(self._storage.journal_bytes, run.run_id)
+            async with self._memory.hold(size):
+                past = await asyncio.to_thread(self._storage.read, run.run_id)
+                run.state = RunState.READY if past.has_state else RunState.LOST
+                if past.has_state:
+                    await self._rebuild(run, past, executor)
+                del past
+        except JournalDamagedError as damage:
+            await self._lose(run, damage)
+            run.damage.append(await run.sequencer.journal.begin_anew())
+        except ReplayFailedError as failure:  # its journal may serve another engine
+            await self._lose(run, failure)
+        if run.state is RunState.LOST:
+            await self._restore_points.offer(run)
+        run.in_engine = run.state is RunState.READY and self._registry.engines_lost == engines_lost
+        if run.state is RunState.LOST:
+            for seq_id in run.sequencer.overtaken:
+                await run.sequencer.replay(seq_id, executor)
+        if self._registry.engines_lost != engines_lost:
+            raise errors.EngineUnavailable("the engine died while the run was restored")
+        run.shown, run.is_restored = None, True
+        run.sequencer.start(executor)
+
+    async def _lose(self, run: RunRecord, reason: Exception) -> None:
+        _log.error("run's state lost: its journal cannot be replayed", run=run.run_id, reason=str(reason))
+        await self._engine.delete_run(run.run_id)
+        run.state = RunState.LOST
+
+    async def _rebuild(self, run: RunRecord, past: Past, executor: RunExecutor) -> None:
+        await self._engine.delete_run(run.run_id)
+        await self._engine.create_run(run.run_id, run.parameters)
+        run.in_engine = True
+        if past.snapshot is not None and past.first == past.snapshot.seq_id + 1:
+            await self._engine.load_state(run.run_id, past.snapshot.directory, with_optimizer=True)
+        place = past.facts_before(past.first)
+        replayed = [seq_id for seq_id in past.history.commands if past.first <= seq_id <= run.sequencer.executed]
+        for seq_id in replayed:
+            if before := past.history.answers.get(seq_id):
+                await self._replay(run, Command.from_record(past.history.commands[seq_id]), before)
+                place = before.facts
+            elif seq_id in run.sequencer.overtaken:
+                run.go_to(place)
+                await run.sequencer.replay(seq_id, executor)
+                place = run.facts()
+            else:  # it needed the engine no more when that died, and has ended meanwhile or will
+                place = run.sequencer.place(seq_id) or place
+            self._failpoints.hit("during_recovery")
+        run.go_to(place)
+        executor.count(len(replayed))
+        _log.info("run restored", run=run.run_id, replayed=len(replayed))
+
+    async def _replay(self, run: RunRecord, command: Command, before: AnswerRecord) -> None:
+        if not _changes_state(command, before):
+            await self._remake_version(run, command, before)
+            return
+        try:
+            await self._verbs.execute(run, command, Turn())
+        except EngineDiedError:
+            # It was answered, so it is never given up: the engine executed it before.
+            self._deaths[run.run_id] += 1
+            raise
+        except _TRANSIENT as error:
+            if before.failure is None or before.failure.reason != error.reason:
+                raise
+        except errors.PacelineError as error:
+            if before.failure is None or before.failure.reason != error.reason:
+                raise ReplayFailedError(f"command {command.seq_id} now fails: {error}") from error
+
+    async def _remake_version(self, run: RunRecord, command: Command, before: AnswerRecord) -> None:
+        """Make a version again that was published and had not reached the volume."""
+        if before.version == 0:
+            return
+        answer = answer_from_record(before)
+        # A publish that nobody acknowledged in time was refused, and its version exists all the same.
+        sha256 = answer.model.sha256 if isinstance(answer, pb.PublishWeightsResponse) else ""
+        await self._publisher.remake(run, before.version, command.seq_id, sha256)
+
+
+def _changes_state(command: Command, before: AnswerRecord) -> bool:
+    """Whether executing a command changed the run; a refusal leaves it as it was, but for one that drops a gradient."""
+    if before.failure is not None:
+        return before.failure.reason == errors.NonFiniteGradient.reason
+    if command.method == "ForwardBackward":
+        return not command.request.forward_only
+    return command.method in {"OptimStep", "LoadCheckpoint"}

@@ -1,0 +1,221 @@
+"""trainer.v1.TrainerService: decode, do, encode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from hashlib import sha256
+from typing import Any, Protocol, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from paceline import __version__, codec, errors
+from paceline.codec.checkpoints import checkpoint_to_proto, run_to_proto
+from paceline.layout import CheckpointPath, check_run_id
+from paceline.pages import page_of
+from paceline.rpc.identity import current_identity
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
+from paceline.types import Checkpoint, CheckpointKind, ModelInfo, RunParameters, RunState
+from paceline.weights.v1.weight_service_pb2 import Agreement
+from trainer_service.checkpoints import download
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.loss.specs import LOSS_SPECS
+from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
+from trainer_service.publish.agreements import Agreements
+from trainer_service.quotas import Quotas
+from trainer_service.rpc.command_handlers import Commands
+from trainer_service.runs.command import Command
+from trainer_service.runs.record import RunRecord
+from trainer_service.runs.registry import RunRegistry, lost
+from trainer_service.settings import TrainerSettings
+from trainer_service.text.conversations import ConversationRenderer
+from trainer_service.trainer import Trainer
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _RunCommand(Protocol):
+    """A request that has its place in a run's order."""
+
+    run_id: str
+    seq_id: int
+
+    def SerializeToString(self, *, deterministic: bool = ...) -> bytes: ...
+
+
+class TrainerServicer(TrainerServiceServicer):
+    """Runs, training, checkpoints, publishing."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        trainer: Trainer,
+        commands: Commands,
+        engine: EngineProcess,
+        registry: RunRegistry,
+        checkpoints: CheckpointStore,
+        agreements: Agreements,
+        quotas: Quotas,
+        tokenizer_files: Mapping[str, bytes],
+    ) -> None:
+        self._settings = settings
+        self._trainer = trainer
+        self._commands = commands
+        self._engine = engine
+        self._registry = registry
+        self._checkpoints = checkpoints
+        self._agreements = agreements
+        self._quotas = quotas
+        self._tokenizer_files = tokenizer_files
+        self._conversations = ConversationRenderer(settings.model)
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            service_version=__version__,
+            models=[codec.model_info_to_proto(self._engine.describe())],
+            loss_fns=LOSS_SPECS,
+            optimizers=OPTIMIZER_SPECS,
+            max_message_bytes=self._settings.max_message_bytes,
+            max_datums=self._settings.max_datums,
+            agreements=self._visible_agreements(),
+        )
+
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
+        quotas = self._quotas.of(current_identity().tenant)
+        return pb.GetUsageResponse(quotas=map(codec.quota_to_proto, quotas))
+
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
+        self._model(request.base_model)
+        return pb.GetTokenizerResponse(files=self._tokenizer_files)
+
+    async def RenderConversations(
+        self, request: pb.RenderConversationsRequest, context: Context
+    ) -> pb.RenderConversationsResponse:
+        longest = self._model(request.base_model).max_context_length
+        found = await self._conversations.render(current_identity().tenant, request.conversations, longest)
+        rendered = [pb.RenderedConversation(data=map(codec.datum_to_proto, data)) for data in found]
+        return pb.RenderConversationsResponse(conversations=rendered)
+
+    async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
+        if request.HasField("like_checkpoint"):
+            parameters: RunParameters | CheckpointPath
+            parameters = CheckpointPath.parse(request.like_checkpoint, "like_checkpoint")
+        else:
+            parameters = codec.parameters_from_proto(request)
+        record = await self._trainer.create_run(
+            current_identity(),
+            request.request_id,
+            _digest(request),
+            request.base_model,
+            parameters,
+            request.user_metadata,
+        )
+        return pb.CreateRunResponse(run=run_to_proto(record.public()))
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        return pb.GetRunResponse(run=run_to_proto(self._run(request.run_id).public()))
+
+    async def AttachRun(self, request: pb.AttachRunRequest, context: Context) -> pb.AttachRunResponse:
+        run = self._run(request.run_id)
+        attachment = await self._trainer.attach(run, request.request_id)
+        return pb.AttachRunResponse(run=run_to_proto(run.public()), attachment=attachment)
+
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
+        mine = self._registry.owned_by(current_identity())
+        page, token = page_of(mine, lambda run: run.list_key, request.page_size, request.page_token)
+        return pb.ListRunsResponse(runs=[run_to_proto(run.public()) for run in page], next_page_token=token)
+
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
+        await self._trainer.delete_run(self._run(request.run_id), delete_checkpoints=request.delete_checkpoints)
+        return pb.DeleteRunResponse()
+
+    async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
+        return cast("pb.ForwardBackwardResponse", await self._in_order(request))
+
+    async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
+        return cast("pb.OptimStepResponse", await self._in_order(request))
+
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
+        return cast("pb.SaveCheckpointResponse", await self._in_order(request))
+
+    async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
+        return cast("pb.LoadCheckpointResponse", await self._in_order(request, restores=True))
+
+    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
+        run_id = check_run_id(request.run_id) if request.run_id else ""
+        kind = CheckpointKind(request.kind) if request.kind else None
+        found = await asyncio.to_thread(self._checkpoints.find_all, current_identity(), run_id, kind)
+        page, token = page_of(found, _checkpoint_key, request.page_size, request.page_token)
+        return pb.ListCheckpointsResponse(
+            checkpoints=[checkpoint_to_proto(checkpoint) for checkpoint in page], next_page_token=token
+        )
+
+    async def DeleteCheckpoint(
+        self, request: pb.DeleteCheckpointRequest, context: Context
+    ) -> pb.DeleteCheckpointResponse:
+        await self._checkpoints.delete(CheckpointPath.parse(request.path), current_identity())
+        return pb.DeleteCheckpointResponse()
+
+    async def SetCheckpointTtl(
+        self, request: pb.SetCheckpointTtlRequest, context: Context
+    ) -> pb.SetCheckpointTtlResponse:
+        ttl_seconds = request.ttl_seconds if request.HasField("ttl_seconds") else None
+        path = CheckpointPath.parse(request.path)
+        checkpoint = await self._checkpoints.set_ttl(path, current_identity(), ttl_seconds)
+        return pb.SetCheckpointTtlResponse(checkpoint=checkpoint_to_proto(checkpoint))
+
+    async def DownloadCheckpoint(
+        self, request: pb.DownloadCheckpointRequest, context: Context
+    ) -> AsyncIterator[pb.DownloadCheckpointResponse]:
+        directory = self._checkpoints.find(CheckpointPath.parse(request.path), current_identity())
+        async for part in download.parts(directory, request.file, with_data=not request.without_data):
+            if isinstance(part, bytes):
+                yield pb.DownloadCheckpointResponse(data=part)
+            else:
+                yield pb.DownloadCheckpointResponse(file=pb.CheckpointFile(name=part.name, size_bytes=part.size_bytes))
+
+    async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Context) -> pb.PublishWeightsResponse:
+        return cast("pb.PublishWeightsResponse", await self._in_order(request))
+
+    def _visible_agreements(self) -> list[Agreement]:
+        """Return what is known of samplers with the base model, and with versions of the caller's own runs."""
+        mine = {"", *(run.run_id for run in self._registry.owned_by(current_identity()))}
+        return [agreement for agreement in self._agreements.all() if agreement.model.run_id in mine]
+
+    def _model(self, name: str) -> ModelInfo:
+        """Return the base model; empty names the one that is served."""
+        model = self._engine.describe()
+        if name not in {"", model.name}:
+            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        return model
+
+    def _run(self, run_id: str) -> RunRecord:
+        return self._registry.get(run_id, current_identity())
+
+    async def _in_order(self, request: _RunCommand, *, restores: bool = False) -> Message:
+        """Execute a run's command at its turn.
+
+        A lost run takes only one that restores it, at any seq_id not yet executed.
+        """
+        identity = current_identity()
+        run = self._registry.get(request.run_id, identity)
+        command = Command.of(request, identity.tenant)
+        run.sequencer.check_client(command)
+        if run.state is RunState.LOST:
+            if not restores:
+                raise lost(run)
+            await run.sequencer.rebase(request.seq_id)
+        if not run.sequencer.knows(command.seq_id):
+            command = self._commands.checked(run, command)
+        return await run.sequencer.execute(command)
+
+
+def _digest(request: Any) -> bytes:
+    return sha256(type(request).__name__.encode() + request.SerializeToString(deterministic=True)).digest()
+
+
+def _checkpoint_key(checkpoint: Checkpoint) -> str:
+    return f"{checkpoint.create_time.timestamp():020.6f} {checkpoint.path}"

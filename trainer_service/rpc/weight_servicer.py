@@ -1,0 +1,176 @@
+"""weights.v1.WeightService: versions leave the trainer here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import grpc
+
+from paceline import codec, errors, layout, weights
+from paceline.base_weights import check_same_base
+from paceline.layout import CheckpointPath
+from paceline.rpc.identity import PEER_TENANT, Identity, current_identity
+from paceline.types import CheckpointKind, ModelInfo, ModelRef
+from paceline.weights.v1 import weight_service_pb2 as pb
+from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.publish.agreements import Agreements
+from trainer_service.publish.process_group import BroadcastGroup
+from trainer_service.publish.publisher import Publisher
+from trainer_service.publish.watch_hub import Feed, Watcher
+from trainer_service.runs.registry import RunRegistry
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WeightServicer(WeightServiceServicer):
+    """Announcements, acknowledgements, and the bytes."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        group: BroadcastGroup,
+        publisher: Publisher,
+        registry: RunRegistry,
+        checkpoints: CheckpointStore,
+        describe: Callable[[], ModelInfo],
+        agreements: Agreements,
+    ) -> None:
+        """Take `describe` to say what base model the trainer has."""
+        self._feed = feed
+        self._group = group
+        self._publisher = publisher
+        self._registry = registry
+        self._checkpoints = checkpoints
+        self._describe = describe
+        self._agreements = agreements
+        self._instance = uuid4().hex
+
+    async def WatchVersions(
+        self, request_iterator: AsyncIterator[pb.WatchVersionsRequest], context: Context
+    ) -> AsyncIterator[pb.WatchVersionsResponse]:
+        watcher = await self._join(request_iterator, current_identity())
+        self._group.changed(watcher)
+        self._agreements.joined(watcher)
+        listening = asyncio.create_task(self._listen(watcher, request_iterator))
+        try:
+            async for response in _outbox(watcher, listening):
+                yield response
+        finally:
+            listening.cancel()
+            await self._feed.leave(watcher)
+            self._agreements.left(watcher, is_gone=self._feed.is_gone(watcher))
+            self._group.changed(watcher)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the service to a server."""
+        add_WeightServiceServicer_to_server(self, server)
+        weights.add_fetch_version(server, self.FetchVersion)
+
+    async def FetchVersion(  # type: ignore[override]
+        self, request: pb.FetchVersionRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        """Yield serialised replies, as `register` has them sent."""
+        identity = current_identity()
+        directory = self._find(codec.model_ref_from_proto(request.model), identity)
+        staged = self._publisher.staged_manifest(directory)
+        if staged is not None and request.accept_staged_path and identity.is_peer:
+            yield pb.FetchVersionResponse(manifest=staged).SerializeToString()
+            file = directory / weights.weights_file(staged)
+            yield pb.FetchVersionResponse(staged_path=str(file)).SerializeToString()
+            return
+        with layout.opened(directory) as opened:  # a checkpoint may be overwritten between its manifest and its weights
+            manifest = staged or weights.read_manifest(opened)
+            yield pb.FetchVersionResponse(manifest=manifest).SerializeToString()
+            for reply in weights.read_replies(opened / weights.weights_file(manifest)):
+                yield reply
+
+    async def _join(self, requests: AsyncIterator[pb.WatchVersionsRequest], identity: Identity) -> Watcher:
+        async for first in requests:
+            # Refused only now: a call that ends while its first message is on the way loses its status.
+            if not identity.is_peer:
+                raise errors.MissingCredential("versions are announced to samplers alone")
+            if first.WhichOneof("message") == "hello" and first.hello.sampler_id:
+                hello = first.hello
+                self._check_base(hello)
+                held = {(held.run_id, held.version): held.sha256 for held in hello.held}
+                watcher = Watcher(hello.sampler_id, held, hello.joins_group, hello.links_staged, hello.instance)
+                watcher.outbox.put_nowait(pb.WatchVersionsResponse(welcome=pb.Welcome(trainer_instance=self._instance)))
+                await self._feed.join(watcher)
+                return watcher
+            break
+        raise errors.InvalidArgument("the first message must be a hello with a sampler_id", field="hello.sampler_id")
+
+    def _check_base(self, hello: pb.Hello) -> None:
+        """Refuse a sampler whose answers would come from other base weights. Raises BaseMismatch."""
+        model = self._describe()
+        check_same_base(model.weights_sha256, hello.base_sha256, f"sampler {hello.sampler_id} has")
+        if hello.base_model not in {"", model.name}:
+            raise errors.BaseMismatch(
+                f"sampler {hello.sampler_id} serves {hello.base_model}, and the trainer's model is {model.name}; "
+                "give both the same model_name",
+                metadata={"theirs": hello.base_model, "ours": model.name},
+            )
+
+    async def _listen(self, watcher: Watcher, requests: AsyncIterator[pb.WatchVersionsRequest]) -> None:
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "acknowledgement":
+                    await self._acknowledge(watcher, request.acknowledgement)
+                case "refusal":
+                    await self._feed.refuse(watcher, request.refusal)
+                case "release":
+                    self._feed.release(watcher, (request.release.run_id, request.release.version))
+                case "left_group":
+                    self._group.left(watcher, request.left_group)
+                case "agreement":
+                    self._agreements.heard(watcher, request.agreement)
+                case _:
+                    raise errors.InvalidArgument(
+                        "only acknowledgement, release, refusal, left_group or agreement may follow the hello",
+                        field="message",
+                    )
+
+    async def _acknowledge(self, watcher: Watcher, ack: pb.Acknowledgement) -> None:
+        await self._feed.acknowledge(watcher, ack)
+        if self._feed.counts(watcher, (ack.run_id, ack.version)):
+            with suppress(errors.RunNotFound):  # deleted meanwhile
+                run = self._registry.get(ack.run_id, Identity(PEER_TENANT))
+                self._agreements.acknowledged(watcher, run, ack.version, is_refused=ack.run_refused)
+
+    def _find(self, ref: ModelRef, identity: Identity) -> Path:
+        if ref.is_base:
+            raise errors.InvalidArgument(
+                "the base model is not served here; name a version or checkpoint", field="model"
+            )
+        if not ref.checkpoint:
+            return self._publisher.find(self._registry.get(ref.run_id, identity), ref.version)
+        path = CheckpointPath.parse(ref.checkpoint, "model.checkpoint")
+        if path.kind is not CheckpointKind.SAMPLER:
+            raise errors.InvalidPath("is a state checkpoint; save one for the sampler", field="model.checkpoint")
+        return self._checkpoints.find(path, identity, "model.checkpoint")
+
+
+async def _outbox(watcher: Watcher, listening: asyncio.Task[None]) -> AsyncIterator[pb.WatchVersionsResponse]:
+    """Yield what the watcher is to be told until it leaves.
+
+    Raises what went wrong with what it said, and the error with which its watch is to end.
+    """
+    while True:
+        next_response = asyncio.create_task(watcher.outbox.get())
+        try:
+            await asyncio.wait({next_response, listening}, return_when=asyncio.FIRST_COMPLETED)
+            if not next_response.done():
+                listening.result()
+                return
+            response = next_response.result()
+            if isinstance(response, errors.PacelineError):
+                raise response
+            yield response
+        finally:
+            next_response.cancel()

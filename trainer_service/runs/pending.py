@@ -1,0 +1,170 @@
+"""A run's commands that have no answer yet: in the journal as soon as all before them have come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from paceline import errors
+from paceline.waiting_bytes import WaitingBytes
+from trainer_service.journal.journal import RunJournal
+from trainer_service.journal.records import Facts
+from trainer_service.runs.command import Answer, Command
+from trainer_service.runs.progress import Turn
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A command that was not answered yet."""
+
+    command: Command
+    answer: asyncio.Future[Message]
+    durable: asyncio.Future[None] | None = None
+    """Set when it was appended to the journal."""
+    turn: Turn | None = None
+    """Set while it executes."""
+    place: Facts | None = None
+    """What held in the run's order after it; set when it was captured before it ended."""
+    giving_up: asyncio.TimerHandle | None = None
+    """Set while it waits for commands before it."""
+
+    def settle(self, answer: Answer) -> None:
+        """Tell whoever waits."""
+        if isinstance(answer, errors.PacelineError):
+            self.answer.set_exception(answer)
+        else:
+            self.answer.set_result(answer)
+
+    def waits_no_longer(self) -> None:
+        """Note that nothing before it is missing, or that it is gone: a timer would keep it in memory."""
+        if self.giving_up is not None:
+            self.giving_up.cancel()
+            self.giving_up = None
+
+    def put_off(self, error: errors.PacelineError) -> None:
+        """Tell `error` to whoever waits now; those who come will get the answer."""
+        self.settle(error)
+        self.answer = _new_answer()
+
+
+class Waiting:
+    """Commands by seq_id, from their arrival to their answer."""
+
+    def __init__(
+        self, journal: RunJournal, last_seq_id: int, gap_wait_seconds: float, tenant: str, waiting_bytes: WaitingBytes
+    ) -> None:
+        """Take commands after `last_seq_id`, which is in the journal, and count those that wait as `tenant`'s."""
+        self.appended = self._answered = last_seq_id
+        """Highest seq_id that was appended to the journal."""
+        self._journal = journal
+        self._gap_wait = gap_wait_seconds
+        self._tenant = tenant
+        self._bytes = waiting_bytes
+        self._pending: dict[int, Pending] = {}
+        self._change = asyncio.Event()
+        journal.on_refused = self._refuse
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(list(self._pending.values()))
+
+    def get(self, seq_id: int) -> Pending | None:
+        """Return a command; None when it was answered or has not come."""
+        return self._pending.get(seq_id)
+
+    def restore(self, command: Command) -> None:
+        """Take in a command of the journal."""
+        pending = self._add(command)
+        pending.durable = asyncio.get_running_loop().create_future()
+        pending.durable.set_result(None)
+        self.appended = max(self.appended, command.seq_id)
+
+    def accept(self, command: Command) -> Pending:
+        """Take in a new command; append to the journal all whose turn to be appended has come.
+
+        Raises QuotaExceeded or Overloaded when too many bytes of commands wait, unless it is the one that the run needs
+        to go on.
+        """
+        if not self._is_next(command):
+            self._bytes.check(self._tenant, command.size)
+        pending = self._add(command)
+        while following := self._pending.get(self.appended + 1):
+            following.durable = self._journal.append(following.command.to_record(), sync=True)
+            following.waits_no_longer()
+            self.appended += 1
+        if pending.durable is None:
+            pending.giving_up = asyncio.get_running_loop().call_later(self._gap_wait, self._give_up, pending)
+        return pending
+
+    def remove(self, seq_id: int) -> None:
+        """Let go a command that was answered."""
+        self._let_go(seq_id)
+        self._answered = max(self._answered, seq_id)
+
+    def drop(self, is_dropped: Callable[[Pending], bool], error: errors.PacelineError) -> None:
+        """Refuse commands that have not begun."""
+        for pending in self:
+            if pending.turn is None and is_dropped(pending):
+                self._let_go(pending.command.seq_id)
+                pending.settle(error)
+
+    def skip_to(self, seq_id: int) -> None:
+        """Go on at a command; those before it are given up."""
+        self.appended = self._answered = seq_id - 1
+        lost = errors.RunStateLost("the run was restored by a later command", field="seq_id")
+        self.drop(lambda pending: pending.command.seq_id < seq_id, lost)
+
+    def under_way(self) -> list[tuple[Command, Turn]]:
+        """Return the commands that execute."""
+        return [(pending.command, pending.turn) for pending in self._pending.values() if pending.turn is not None]
+
+    async def changed(self) -> None:
+        """Wait for the next `notify`."""
+        await self._change.wait()
+
+    def notify(self) -> None:
+        """Wake up what waits for commands to end."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def _is_next(self, command: Command) -> bool:
+        """Whether a command is the first that is missing, and none before it is left to execute."""
+        return command.seq_id == self.appended + 1 and not any(one.durable for one in self._pending.values())
+
+    def _add(self, command: Command) -> Pending:
+        pending = self._pending[command.seq_id] = Pending(command, _new_answer())
+        self._bytes.add(self._tenant, command.size)
+        return pending
+
+    def _let_go(self, seq_id: int) -> None:
+        pending = self._pending.pop(seq_id)
+        pending.waits_no_longer()
+        self._bytes.remove(self._tenant, pending.command.size)
+
+    def _refuse(self, error: errors.PacelineError) -> None:
+        """Take back the commands that could not be journaled: none was executed, and their seq_ids are free."""
+        durable = {
+            key
+            for key, pending in self._pending.items()
+            if pending.durable is not None and pending.durable.done() and not pending.durable.exception()
+        }
+        self.appended = max([self._answered, *durable])
+        self.drop(lambda pending: pending.command.seq_id > self.appended and pending.durable is not None, error)
+
+    def _give_up(self, pending: Pending) -> None:
+        seq_id = pending.command.seq_id
+        if self._pending.get(seq_id) is not pending or pending.durable is not None:
+            return
+        self._let_go(seq_id)
+        missing = next(earlier for earlier in range(self.appended + 1, seq_id) if earlier not in self._pending)
+        message = f"command {missing} did not come within {self._gap_wait:g} s; send it, then this one again"
+        pending.settle(errors.SeqIdGap(message, field="seq_id", metadata={"missing": str(missing)}))
+
+
+def _new_answer() -> asyncio.Future[Message]:
+    answer = asyncio.get_running_loop().create_future()
+    # A failure may find nobody waiting any more; it is kept as the answer all the same.
+    answer.add_done_callback(lambda future: future.cancelled() or future.exception())
+    return answer

@@ -1,0 +1,1 @@
+"""The base model's tokenizer and chat template."""

@@ -1,0 +1,1 @@
+"""Files of the checkpoint volume that carry their format and a checksum."""
