@@ -25,8 +25,8 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from chaos_run import FAULTS, Chaos, Outcome  # noqa: E402
-from tiny_models import make_tiny_llama  # noqa: E402
+from support.chaos.chaos_run import FAULTS, Chaos, Outcome  # noqa: E402
+from support.models.tiny_models import make_tiny_llama  # noqa: E402
 from track_record import add_row  # noqa: E402
 
 _REPORT_SECONDS = 60.0

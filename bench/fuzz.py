@@ -19,9 +19,9 @@ from time import monotonic
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from cluster import Cluster  # noqa: E402
-from fuzz_run import SETTINGS, Fuzz, Outcome, is_flat  # noqa: E402
-from tiny_models import make_tiny_llama  # noqa: E402
+from support.fuzz.fuzz_run import SETTINGS, Fuzz, Outcome, is_flat  # noqa: E402
+from support.models.tiny_models import make_tiny_llama  # noqa: E402
+from support.stacks.cluster import Cluster  # noqa: E402
 
 _PART = 50_000
 """Cases between two reports; the canary trains once in each."""

@@ -25,8 +25,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT), str(ROOT / "tes
 import httpx  # noqa: E402
 import tinker  # noqa: E402
 from budgets import budget  # noqa: E402
-from cluster import Cluster  # noqa: E402
 from make_model import default_directory, make_model  # noqa: E402
+from support.stacks.cluster import Cluster  # noqa: E402
 from tinker import types  # noqa: E402
 
 import paceline  # noqa: E402

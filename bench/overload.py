@@ -38,7 +38,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
 from budgets import budget
 from make_model import default_directory, make_model
 from sample_servers import Place, serve_rpc
-from tiny_models import make_tiny_llama
+from support.models.tiny_models import make_tiny_llama
 
 from paceline.codec import tensor_to_proto
 from paceline.errors import Overloaded

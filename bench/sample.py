@@ -38,7 +38,7 @@ from make_model import default_directory, make_model
 from peft import LoraConfig, get_peft_model
 from sample_load import RANK, Arm, Load, Timing, processor_seconds
 from sample_servers import Place, serve_rpc, serve_sse, start_engine
-from tiny_models import VOCAB_SIZE, make_tiny_llama
+from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 RPC, SSE_TEXT, SSE_ALL = "service, gRPC", "vLLM's server, text alone", "vLLM's server, tokens and log-probabilities"

@@ -15,8 +15,8 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from ports import free_port
 from sample_load import BLOCK_SIZE, KV_CACHE_GIB, MAX_MODEL_LEN, MAX_NUM_SEQS, RANK, Load, Timing, run_load
+from support.ports import free_port
 
 from paceline.codec import tensor_to_proto
 from paceline.rpc.channel import open_channel

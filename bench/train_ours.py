@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from ports import free_port
+from support.ports import free_port
 
 from paceline import codec
 from paceline.layout import CheckpointPath

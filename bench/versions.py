@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
 from budgets import budget
-from cluster import Cluster, ServiceProcess
 from make_model import default_directory, make_model
-from ports import free_port
+from support.ports import free_port
+from support.stacks.cluster import Cluster, ServiceProcess
 
 import paceline
 from paceline import AdamParams, Datum

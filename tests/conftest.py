@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from warm_processes import VARIABLE, OwnWarmProcesses
+from support.stacks.warm_processes import VARIABLE, OwnWarmProcesses
 
 from paceline.machine import count_gpus
 

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, wait_for
-from ports import free_port
-from tiny_models import make_tiny_llama
+from support.models.tiny_models import make_tiny_llama
+from support.ports import free_port
+from support.stacks.cluster import Cluster, wait_for
 
 import paceline
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import make_model
 import pytest
-from cluster import Cluster, wait_for
+from support.stacks.cluster import Cluster, wait_for
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 

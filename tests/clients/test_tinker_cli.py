@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from cluster import Cluster
-from tiny_models import make_tiny_llama
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster
 
 pytestmark = pytest.mark.clients
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 from peft import LoraConfig, get_peft_model
-from sampler_contract import IDS, TARGETS, Reference, make_model, options_for
+from support.stacks.sampler_contract import IDS, TARGETS, Reference, make_model, options_for
 from transformers import AutoModelForCausalLM
 
 from sampler_service.engine.factory import create_engine

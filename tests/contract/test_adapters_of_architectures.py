@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from engine_cases import warmed
-from sampler_contract import IDS, PROMPT, options_for
-from tiny_models import make_tiny
+from support.models.engine_cases import warmed
+from support.models.tiny_models import make_tiny
+from support.stacks.sampler_contract import IDS, PROMPT, options_for
 
 from paceline.errors import InvalidShape
 from paceline.types import Datum, LoraConfig

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from sampler_contract import cache_is_free
-from sampler_stack import base_ref, sampling, stream_request, until
+from support.stacks.sampler_contract import cache_is_free
+from support.stacks.sampler_stack import base_ref, sampling, stream_request, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import pytest_asyncio
-from patience import PATIENCE
-from sampler_contract import IDS, PROMPT, options_for
+from support.patience import PATIENCE
+from support.stacks.sampler_contract import IDS, PROMPT, options_for
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 

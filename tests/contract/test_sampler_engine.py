@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from formulas import log_softmax
-from sampler_contract import CONTEXT, PROMPT, ask, complete, deltas_of, filtered, one
-from tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
+from support.models.formulas import log_softmax
+from support.models.tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
+from support.stacks.sampler_contract import CONTEXT, PROMPT, ask, complete, deltas_of, filtered, one
 
 from paceline.errors import InvalidArgument, OutOfRange, SequenceTooLong, TokenOutOfRange, VersionNotFound
 from paceline.types import StopReason

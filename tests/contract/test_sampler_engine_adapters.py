@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from sampler_contract import IDS, PROMPT, TARGETS, ask, one
+from support.stacks.sampler_contract import IDS, PROMPT, TARGETS, ask, one
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import InvalidShape, RankTooLarge

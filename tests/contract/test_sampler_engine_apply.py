@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
-from sampler_contract import IDS, PROMPT, TARGETS, ask, one, options_for
+from support.stacks.sampler_contract import IDS, PROMPT, TARGETS, ask, one, options_for
 
 from sampler_service.engine.factory import create_engine
 from sampler_service.engine.protocol import Adapter

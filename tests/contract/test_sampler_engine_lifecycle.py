@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from descendants import descendants
 from safetensors.torch import load_file, save_file
-from sampler_contract import PROMPT, ask, complete, one, options_for
+from support.descendants import descendants
+from support.stacks.sampler_contract import PROMPT, ask, complete, one, options_for
 
 from paceline.errors import EngineUnavailable
 from paceline.layout import WEIGHTS_FILE

@@ -6,8 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from sampler_contract import PROMPT, ask, cache_is_free, complete, one
-from tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
+from support.models.tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
+from support.stacks.sampler_contract import PROMPT, ask, cache_is_free, complete, one
 
 from paceline.types import StopReason
 

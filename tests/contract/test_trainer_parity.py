@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_cases import warmed
-from formulas import log_softmax
-from sampler_contract import IDS, PROMPT, ask, complete
-from tiny_models import VOCAB_SIZE
+from support.models.engine_cases import warmed
+from support.models.formulas import log_softmax
+from support.models.tiny_models import VOCAB_SIZE
+from support.stacks.sampler_contract import IDS, PROMPT, ask, complete
 
 from paceline.types import Datum, LoraConfig
 from sampler_service.engine.protocol import Adapter

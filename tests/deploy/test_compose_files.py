@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from check_jsonschema.builtin_schemas import get_builtin_schema
-from deploy_files import (
+from support.stacks.deploy_files import (
     DEPLOY,
     GRPC_SERVICES,
     ROOT,

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from deploy_files import ROOT, make_secrets
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
+from support.stacks.deploy_files import ROOT, make_secrets
 
 
 @pytest.fixture

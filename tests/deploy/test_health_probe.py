@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from deploy_files import GRPC_SERVICES
 from grpc_health.v1.health import HealthServicer
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from support.stacks.deploy_files import GRPC_SERVICES
 
 from paceline.gateway.v1 import gateway_service_pb2
 from paceline.rpc.health import main

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from deploy_files import ROOT
+from support.stacks.deploy_files import ROOT
 
 REASON = "ImportError: libcudnn.so.9: cannot open shared object file"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-from deploy_files import (
+from support.stacks.deploy_files import (
     DEPLOY,
     GRPC_SERVICES,
     SERVICES,

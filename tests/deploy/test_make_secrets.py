@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy_files import ROOT, compose_services, load, make_secrets
+from support.stacks.deploy_files import ROOT, compose_services, load, make_secrets
 
 from gateway.keys import KeyRing
 

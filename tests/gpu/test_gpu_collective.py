@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 import torch
-from process_groups import make_group, send
+from support.process_groups import make_group, send
 
 from paceline.collective.member import CHUNK_BYTES
 from paceline.errors import PeerLost

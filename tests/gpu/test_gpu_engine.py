@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from engine_cases import ADAM, make_data, weights
-from tiny_models import make_tiny_llama
+from support.models.engine_cases import ADAM, make_data, weights
+from support.models.tiny_models import make_tiny_llama
 
 from paceline.types import LoraConfig
 from trainer_service.engine.options import EngineOptions

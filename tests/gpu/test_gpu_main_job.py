@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from cluster import Cluster
-from stock_libraries import bound
-from tiny_models import make_tiny_llama
+from support.models.stock_libraries import bound
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster
 
 import paceline
 from paceline import AdamParams, Datum, SamplingParams

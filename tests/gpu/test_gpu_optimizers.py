@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from engine_cases import make_data, saved, train
-from optimizer_cases import PARAMS, make_weights, step_with
-from tiny_models import make_tiny_llama
+from support.models.engine_cases import make_data, saved, train
+from support.models.optimizer_cases import PARAMS, make_weights, step_with
+from support.models.tiny_models import make_tiny_llama
 from torch import nn
 
 from paceline.types import LoraConfig

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster
-from engine_cases import train, warmed, weights
-from stock_libraries import bound
-from tiny_models import make_tiny_llama
+from support.models.engine_cases import train, warmed, weights
+from support.models.stock_libraries import bound
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster
 
 import paceline
 from paceline import AdamParams, Datum, SamplingParams

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from warm_processes import VARIABLE
-from warm_trainer import WarmTrainer
+from support.stacks.warm_processes import VARIABLE
+from support.stacks.warm_trainer import WarmTrainer
 
 import paceline
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster
-from sampler_stack import PROMPT, Client, base_ref, sampling, until, version_ref
-from tiny_models import make_tiny_llama, make_tiny_qwen3
+from support.models.tiny_models import make_tiny_llama, make_tiny_qwen3
+from support.stacks.cluster import Cluster
+from support.stacks.sampler_stack import PROMPT, Client, base_ref, sampling, until, version_ref
+from support.stacks.weight_stack import BASE, CREDENTIAL, Trainer, make_version, serving
 from transformers import AutoModelForCausalLM
-from weight_stack import BASE, CREDENTIAL, Trainer, make_version, serving
 
 import paceline
 from paceline import codec, errors
@@ -29,7 +29,7 @@ from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from sampler_service.agreement.comparison import compare
 from sampler_service.engine.hf import engine as hf_engine
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 TOKENS = np.random.default_rng(1).integers(260, size=64, dtype=np.int32)
 

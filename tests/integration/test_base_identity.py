@@ -6,10 +6,10 @@ import os
 
 import grpc
 import pytest
-from cluster import Cluster
-from sampler_stack import until, version_ref
-from tiny_models import make_tiny_llama
-from weight_stack import BASE, make_version
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster
+from support.stacks.sampler_stack import until, version_ref
+from support.stacks.weight_stack import BASE, make_version
 
 from paceline import codec, errors
 from paceline.base_weights import base_weights_sha256
@@ -26,7 +26,7 @@ from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
 from trainer_service.volume.run_file import read_run_file, write_run_file
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 pytestmark = pytest.mark.services
 
 

@@ -5,9 +5,9 @@ import os
 import signal
 
 import pytest
-from chaos_clients import Client
-from chaos_run import Chaos
-from tiny_models import make_tiny_llama
+from support.chaos.chaos_clients import Client
+from support.chaos.chaos_run import Chaos
+from support.models.tiny_models import make_tiny_llama
 
 from paceline import errors
 from paceline.rpc.channel import open_channel

@@ -4,8 +4,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from toy_services import toy_server
-from toy_trainer import VOCABULARY, make_data
+from support.stacks.toy_services import toy_server
+from support.stacks.toy_trainer import VOCABULARY, make_data
 
 from paceline import RetryPolicy, SamplingParams, ServiceClient, Timeouts, errors
 from paceline.client.commands import MAX_COMMANDS_UNANSWERED

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from toy_services import toy_server
-from toy_trainer import VOCABULARY, make_data
+from support.stacks.toy_services import toy_server
+from support.stacks.toy_trainer import VOCABULARY, make_data
 
 from paceline import ServiceClient, errors
 

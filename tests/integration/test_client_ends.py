@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from toy_services import toy_server
-from toy_trainer import make_data
+from support.stacks.toy_services import toy_server
+from support.stacks.toy_trainer import make_data
 
 from paceline import RetryPolicy, SamplingParams, ServiceClient, Timeouts, errors
 
@@ -21,7 +21,7 @@ QUICK = RetryPolicy(budget=60.0, first_delay=0.01, max_delay=0.05)
 SCRIPT = """
 import os, sys
 import paceline
-from toy_trainer import make_data
+from support.stacks.toy_trainer import make_data
 address, run_id = sys.argv[1:]
 client = paceline.ServiceClient(address, timeouts=paceline.Timeouts(close={close}))
 training = client.get_training_client(run_id)

@@ -4,9 +4,9 @@ import asyncio
 
 import numpy as np
 import pytest
-from cut_proxy import CutProxy
-from patience import PATIENCE
-from toy_services import toy_server
+from support.cut_proxy import CutProxy
+from support.patience import PATIENCE
+from support.stacks.toy_services import toy_server
 
 from paceline import RetryPolicy, SamplingParams, ServiceClient, StopReason, Timeouts, errors
 from paceline.client.retry import is_retryable

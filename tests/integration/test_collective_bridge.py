@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 import numpy as np
 import pytest
-from cluster import Cluster, wait_for
-from descendants import descendants
 from prometheus_client import CollectorRegistry
-from sampler_stack import sampling, until, version_ref
-from tiny_models import make_tiny_llama
-from weight_stack import BASE, CREDENTIAL, Trainer, make_version
+from support.descendants import descendants
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster, wait_for
+from support.stacks.sampler_stack import sampling, until, version_ref
+from support.stacks.weight_stack import BASE, CREDENTIAL, Trainer, make_version
 
 import paceline
 from paceline.layout import WEIGHTS_FILE, Volume, new_run_id
@@ -30,7 +30,7 @@ from trainer_service.publish.watch_hub import AckPolicy, Feed
 from trainer_service.rpc.weight_servicer import WeightServicer
 from trainer_service.runs.registry import RunRegistry
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 RUN = new_run_id()
 MEMBER = "paceline.collective.member"

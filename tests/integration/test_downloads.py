@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from cluster import Cluster
-from tiny_models import make_tiny_llama
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster
 
 from paceline import errors
 

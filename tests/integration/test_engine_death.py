@@ -8,13 +8,13 @@ import shutil
 import grpc
 import numpy as np
 import pytest
-from descendants import descendants
-from model_versions import RUN as MODEL_RUN
-from model_versions import close, expected, publish_and_check
-from patience import PATIENCE
-from sampler_stack import base_ref, sampling, stream_request, until, version_ref
-from tiny_models import make_tiny_llama
-from weight_stack import make_adapter, make_checkpoint, make_version
+from support.descendants import descendants
+from support.models.model_versions import RUN as MODEL_RUN
+from support.models.model_versions import close, expected, publish_and_check
+from support.models.tiny_models import make_tiny_llama
+from support.patience import PATIENCE
+from support.stacks.sampler_stack import base_ref, sampling, stream_request, until, version_ref
+from support.stacks.weight_stack import make_adapter, make_checkpoint, make_version
 
 from paceline import errors
 from paceline.layout import MODEL_FILE, WEIGHTS_FILE, CheckpointPath, new_run_id
@@ -23,7 +23,7 @@ from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import CheckpointKind
 from paceline.types.v1 import model_pb2
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 RUN = new_run_id()
 

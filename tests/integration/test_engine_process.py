@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import pytest_asyncio
-from memory_limits import short_of_memory
-from tiny_models import VOCAB_SIZE, make_tiny_llama
-from warm_processes import behind
+from support.memory_limits import short_of_memory
+from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
+from support.stacks.warm_processes import behind
 
 from paceline.errors import (
     CheckpointMismatch,

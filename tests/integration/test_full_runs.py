@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cluster import Cluster, wait_for
-from descendants import descendants
-from ports import free_port
-from tiny_models import make_tiny_llama
+from support.descendants import descendants
+from support.models.tiny_models import make_tiny_llama
+from support.ports import free_port
+from support.stacks.cluster import Cluster, wait_for
 
 from paceline import AdamParams, Datum, FullParameters, SamplingParams, WeightStorage, codec, errors
 from paceline.layout import MODEL_FILE, CheckpointPath, Volume

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from gateway_stack import CREDENTIAL, Sampler, Stack, Trainer, bearer, free_port, gateway, serving, stack
-from patience import PATIENCE
 from structlog.testing import capture_logs
+from support.patience import PATIENCE
+from support.stacks.gateway_stack import CREDENTIAL, Sampler, Stack, Trainer, bearer, free_port, gateway, serving, stack
 
 from gateway.access import ACCESS, Access
 from gateway.keys import add_key, remove_key

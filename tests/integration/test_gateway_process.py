@@ -10,8 +10,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from gateway_stack import free_port
-from patience import PATIENCE
+from support.patience import PATIENCE
+from support.stacks.gateway_stack import free_port
 
 from paceline.gateway.v1 import gateway_service_pb2 as pb
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from gateway_stack import CREDENTIAL, Sampler, bearer, gateway, serving
-from patience import PATIENCE
+from support.patience import PATIENCE
+from support.stacks.gateway_stack import CREDENTIAL, Sampler, bearer, gateway, serving
 
 from gateway.keys import add_key
 from gateway.proxy import Proxy

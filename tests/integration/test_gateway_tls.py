@@ -13,9 +13,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from gateway_stack import free_port
-from patience import PATIENCE
 from prometheus_client import CollectorRegistry
+from support.patience import PATIENCE
+from support.stacks.gateway_stack import free_port
 
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings

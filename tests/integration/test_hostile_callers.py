@@ -5,10 +5,10 @@ from __future__ import annotations
 import grpc
 import numpy as np
 import pytest
-from cluster import Cluster
-from fuzz_cases import methods, path_of
-from fuzz_run import SETTINGS, Fuzz, is_flat
-from tiny_models import make_tiny_llama
+from support.fuzz.fuzz_cases import methods, path_of
+from support.fuzz.fuzz_run import SETTINGS, Fuzz, is_flat
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster
 
 import paceline
 from gateway.access import ACCESS, Access

@@ -7,9 +7,9 @@ import struct
 
 import grpc
 import pytest
-from gateway_stack import stack
 from prometheus_client import REGISTRY
-from raw_http2 import DATA, Peer, frame
+from support.fuzz.raw_http2 import DATA, Peer, frame
+from support.stacks.gateway_stack import stack
 
 from paceline import errors
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb

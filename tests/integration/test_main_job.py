@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster
-from descendants import descendants
-from patience import PATIENCE
-from tiny_models import make_tiny_llama
+from support.descendants import descendants
+from support.models.tiny_models import make_tiny_llama
+from support.patience import PATIENCE
+from support.stacks.cluster import Cluster
 
 from paceline import AdamParams, Datum, SamplingParams, errors
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from descendants import descendants
-from model_versions import close, expected, publish_and_check
-from sampler_stack import base_ref, sampling
+from support.descendants import descendants
+from support.models.model_versions import close, expected, publish_and_check
+from support.stacks.sampler_stack import base_ref, sampling
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 
 @pytest.mark.parametrize("bridge", ["stream", "volume"])

@@ -8,8 +8,8 @@ import json
 import httpx
 import openai
 import pytest
-from cluster import Cluster, wait_for
-from tiny_models import make_tiny_llama
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster, wait_for
 
 import paceline
 from gateway.keys import add_key

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cluster import Cluster, wait_for
-from tiny_models import make_tiny_llama
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster, wait_for
 
 from paceline import AdamParams, Datum
 

@@ -2,9 +2,9 @@
 
 import pytest
 import pytest_asyncio
-from kept_volume import Kept
-from power_cut_run import Cut, PowerCuts
-from tiny_models import make_tiny_llama
+from support.chaos.kept_volume import Kept
+from support.chaos.power_cut_run import Cut, PowerCuts
+from support.models.tiny_models import make_tiny_llama
 
 CUTS = 24
 

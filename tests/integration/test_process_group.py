@@ -7,7 +7,7 @@ import signal
 from contextlib import AsyncExitStack
 
 import pytest
-from process_groups import make_group, send
+from support.process_groups import make_group, send
 
 from paceline.collective.member import CHUNK_BYTES
 from paceline.errors import PeerLost

@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack
 
 import google_crc32c
 import pytest
-from patience import PATIENCE
-from sampler_stack import PROMPT, sampling, until, version_ref
-from weight_stack import BASE, chunks_of, make_version
+from support.patience import PATIENCE
+from support.stacks.sampler_stack import PROMPT, sampling, until, version_ref
+from support.stacks.weight_stack import BASE, chunks_of, make_version
 
 from paceline import errors
 from paceline.layout import WEIGHTS_FILE, Volume, new_run_id
@@ -21,7 +21,7 @@ from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from sampler_service.engine.hf.engine import HfEngine
 from sampler_service.engine.options import EngineOptions
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 RUN = new_run_id()
 

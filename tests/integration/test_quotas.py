@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster
-from tiny_models import make_tiny_llama
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster
 
 import paceline
 from gateway.keys import add_key

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-from descendants import descendants
-from engine_cases import gradients, lora_gradients, make_data, weights
-from memory_limits import short_of_memory
 from safetensors.numpy import load_file
+from support.descendants import descendants
+from support.memory_limits import short_of_memory
+from support.models.engine_cases import gradients, lora_gradients, make_data, weights
+from support.models.tiny_models import VOCAB_SIZE, make_tiny, make_tiny_llama, make_tiny_qwen3
 from tiny_architectures import make_architecture
-from tiny_models import VOCAB_SIZE, make_tiny, make_tiny_llama, make_tiny_qwen3
 
 from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory, Unsupported
 from paceline.types import AdamParams, Datum, FullParameters, LoraConfig, PackingMode, Reduction

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from gateway_stack import stack
-from model_versions import RUN, publish_and_check
-from patience import PATIENCE
-from raw_http2 import DATA, Peer, frame
-from sampler_stack import base_ref, sampling, stream_request, until, version_ref
+from support.fuzz.raw_http2 import DATA, Peer, frame
+from support.models.model_versions import RUN, publish_and_check
+from support.patience import PATIENCE
+from support.stacks.gateway_stack import stack
+from support.stacks.sampler_stack import base_ref, sampling, stream_request, until, version_ref
 
 from paceline import errors
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor
@@ -20,7 +20,7 @@ from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 METHOD = "/paceline.sampler.v1.SamplerService/SampleStream"
 LONG = 3600.0

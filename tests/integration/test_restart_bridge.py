@@ -7,10 +7,10 @@ import shutil
 
 import grpc
 import pytest
-from model_versions import RUN, announce, close, expected, make_model_version, publish_and_check
-from sampler_stack import PROMPT, base_ref, sampling, stream_request, tokens, until, version_ref
-from tiny_models import make_tiny_llama
-from weight_stack import BASE, make_version
+from support.models.model_versions import RUN, announce, close, expected, make_model_version, publish_and_check
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.sampler_stack import PROMPT, base_ref, sampling, stream_request, tokens, until, version_ref
+from support.stacks.weight_stack import BASE, make_version
 
 from paceline import codec, errors
 from paceline.layout import MODEL_FILE, new_run_id
@@ -20,7 +20,7 @@ from paceline.types.v1 import model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from sampler_service.engine.hf import engine as hf_engine
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 
 @pytest.fixture

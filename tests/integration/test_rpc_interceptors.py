@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from patience import PATIENCE
 from structlog.testing import capture_logs
+from support.patience import PATIENCE
 
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from sampler_stack import sampling, stream_request, until, version_ref
-from weight_stack import Trainer, chunks_of, make_version, serving
+from support.stacks.sampler_stack import sampling, stream_request, until, version_ref
+from support.stacks.weight_stack import Trainer, chunks_of, make_version, serving
 
 from paceline import errors
 from paceline.layout import WEIGHTS_FILE, Volume, new_run_id
@@ -14,7 +14,7 @@ from paceline.rpc.identity import PEER_TENANT
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 RUN = new_run_id()
 

@@ -10,11 +10,11 @@ import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
-from gateway_stack import bearer, gateway
-from patience import PATIENCE
-from sampler_stack import Client, base_ref, sample_request, sampling, version_ref
-from tiny_models import make_tiny_llama
-from weight_stack import Trainer, make_checkpoint, make_version, serving
+from support.models.tiny_models import make_tiny_llama
+from support.patience import PATIENCE
+from support.stacks.gateway_stack import bearer, gateway
+from support.stacks.sampler_stack import Client, base_ref, sample_request, sampling, version_ref
+from support.stacks.weight_stack import Trainer, make_checkpoint, make_version, serving
 
 from gateway.keys import add_key
 from paceline import errors

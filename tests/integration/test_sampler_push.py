@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from patience import PATIENCE
-from sampler_stack import sampling, version_ref
-from weight_stack import chunks_of, make_version
+from support.patience import PATIENCE
+from support.stacks.sampler_stack import sampling, version_ref
+from support.stacks.weight_stack import chunks_of, make_version
 
 from paceline import errors
 from paceline.layout import WEIGHTS_FILE, Volume, new_run_id
@@ -16,7 +16,7 @@ from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.weights import hash_file
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 RUN = new_run_id()
 

@@ -7,9 +7,18 @@ import asyncio
 import grpc
 import numpy as np
 import pytest
-from sampler_stack import PROMPT, base_ref, sample_request, sampling, stream_request, tokens, until, version_ref
-from tiny_models import VOCAB_SIZE, make_tokenizer
-from weight_stack import BASE, CREDENTIAL, make_version
+from support.models.tiny_models import VOCAB_SIZE, make_tokenizer
+from support.stacks.sampler_stack import (
+    PROMPT,
+    base_ref,
+    sample_request,
+    sampling,
+    stream_request,
+    tokens,
+    until,
+    version_ref,
+)
+from support.stacks.weight_stack import BASE, CREDENTIAL, make_version
 
 from paceline import errors
 from paceline.layout import new_run_id
@@ -18,7 +27,7 @@ from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types.v1 import sampling_pb2
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 RUN = new_run_id()
 

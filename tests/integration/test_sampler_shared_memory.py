@@ -7,13 +7,13 @@ import hashlib
 import shutil
 
 import pytest
-from sampler_stack import until, version_ref
-from weight_stack import make_version
+from support.stacks.sampler_stack import until, version_ref
+from support.stacks.weight_stack import make_version
 
 from paceline.layout import MANIFEST_FILE, WEIGHTS_FILE, new_run_id
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 RUN = new_run_id()
 

@@ -8,8 +8,8 @@ import shutil
 
 import grpc
 import pytest
-from sampler_stack import base_ref, sampling, stream_request, until, version_ref
-from weight_stack import BASE, Trainer, make_checkpoint, make_version, serving
+from support.stacks.sampler_stack import base_ref, sampling, stream_request, until, version_ref
+from support.stacks.weight_stack import BASE, Trainer, make_checkpoint, make_version, serving
 
 from paceline import errors
 from paceline.layout import WEIGHTS_FILE, Volume, new_directory, new_run_id
@@ -20,7 +20,7 @@ from paceline.types.v1 import model_pb2
 from paceline.weights import write_manifest
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 RUN = new_run_id()
 

@@ -6,11 +6,11 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from cluster import Cluster
-from cut_proxy import CutProxy
-from sampler_stack import Client, sampling, until, version_ref
-from tiny_models import make_tiny_llama
-from weight_stack import BASE, CREDENTIAL
+from support.cut_proxy import CutProxy
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster
+from support.stacks.sampler_stack import Client, sampling, until, version_ref
+from support.stacks.weight_stack import BASE, CREDENTIAL
 
 import paceline
 from paceline.rpc.channel import open_channel

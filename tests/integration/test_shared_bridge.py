@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster, wait_for
-from engine_cases import train as train_engine
-from engine_cases import warmed, weights
-from tiny_models import make_tiny_llama
+from support.models.engine_cases import train as train_engine
+from support.models.engine_cases import warmed, weights
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster, wait_for
 
 from paceline import AdamParams, Datum, SamplingParams
 from paceline.errors import BaseMismatch

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster
-from tiny_models import make_tiny_qwen2
+from support.models.tiny_models import make_tiny_qwen2
+from support.stacks.cluster import Cluster
 from transformers import AutoModelForCausalLM
 
 from paceline import AdamParams, Datum, SamplingParams, errors

@@ -14,10 +14,10 @@ import psutil
 import pytest
 import tinker
 import zstandard
-from cluster import Cluster, wait_for
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import Cluster, wait_for
 from test_tinker_releases import run_calls
 from tinker import types
-from tiny_models import make_tiny_llama
 
 import paceline
 from gateway.keys import add_key

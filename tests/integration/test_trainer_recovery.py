@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from cluster import wait_for
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from patience import PATIENCE
-from warm_trainer import SERVICE, WarmRun
+from support.patience import PATIENCE
+from support.stacks.cluster import wait_for
+from support.stacks.warm_trainer import SERVICE, WarmRun
 
 from paceline import codec, errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb

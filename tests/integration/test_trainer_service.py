@@ -14,13 +14,13 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster
-from patience import PATIENCE
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
-from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from tiny_models import VOCAB_SIZE, make_tiny_llama
+from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
+from support.patience import PATIENCE
+from support.ports import free_port
+from support.stacks.cluster import Cluster
 from transformers import AutoModelForCausalLM
 
 from paceline import codec, errors

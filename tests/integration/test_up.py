@@ -6,9 +6,9 @@ import socket
 
 import psutil
 import pytest
-from descendants import descendants
-from ports import free_service_ports
-from tiny_models import make_tiny_llama
+from support.descendants import descendants
+from support.models.tiny_models import make_tiny_llama
+from support.ports import free_service_ports
 
 import paceline
 from paceline.local import local_services

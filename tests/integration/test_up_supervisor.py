@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import wait_for
-from ports import free_port
+from support.ports import free_port
+from support.stacks.cluster import wait_for
 
 TESTS = Path(__file__).resolve().parents[1]
 SECONDS = 120
@@ -35,7 +35,7 @@ class Running:
         (folder / "plans.json").write_text(json.dumps(given | options))
         with (folder / "said").open("w") as said:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "toy_up", str(folder / "plans.json")],
+                [sys.executable, "-m", "support.stacks.toy_up", str(folder / "plans.json")],
                 env=os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
                 stdin=subprocess.PIPE,
                 stderr=said,
@@ -49,7 +49,7 @@ class Running:
 
     def services(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "toy_service" in child.cmdline()]
+        return [child for child in children if "support.stacks.toy_service" in child.cmdline()]
 
     def left(self, name: str) -> list[int]:
         return [int(line) for line in (self.folder / name).read_text().split()]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sampler_stack import sampling, until, version_ref
-from weight_stack import make_version
+from support.stacks.sampler_stack import sampling, until, version_ref
+from support.stacks.weight_stack import make_version
 
 from paceline import errors
 from paceline.layout import WEIGHTS_FILE, new_run_id
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
-pytest_plugins = ["sampler_fixtures"]
+pytest_plugins = ["support.stacks.sampler_fixtures"]
 
 RUN = new_run_id()
 

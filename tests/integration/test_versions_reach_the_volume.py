@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import pytest_asyncio
-from cluster import wait_for
-from tiny_models import make_tiny_llama
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.cluster import wait_for
 
 from paceline import codec, errors, layout
 from paceline.rpc.identity import Identity

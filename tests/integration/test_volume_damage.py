@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cluster import wait_for
-from warm_trainer import WarmRun
+from support.stacks.cluster import wait_for
+from support.stacks.warm_trainer import WarmRun
 
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb

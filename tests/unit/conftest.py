@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engine_cases import MAKERS
-from known_certificates import known_certificates
+from support.models.engine_cases import MAKERS
+from support.models.known_certificates import known_certificates
 
-_CERTIFY = {"test_certificate", "test_models_table", "test_adapter_groups", "test_fused_layers", "test_borrowed_base"}
+_CERTIFY = {"test_certificate", "test_models_table", "test_module_groups", "test_fused_layers", "test_imported_base"}
 """Files whose tests are about what an engine finds of a model when it loads it."""
 
 

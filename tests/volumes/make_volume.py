@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from warm_trainer import WarmRun, WarmTrainer
+from support.stacks.warm_trainer import WarmRun, WarmTrainer
 
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 

@@ -1,0 +1,1 @@
+"""Kills, power cuts and damage, and what must hold after them."""

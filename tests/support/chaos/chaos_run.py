@@ -1,0 +1,240 @@
+"""Runs of several tenants that train, publish and sample while everything is killed, and the same without faults."""
+
+import asyncio
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import grpc
+import numpy as np
+from safetensors.numpy import load_file
+
+from paceline.api_keys import ApiKey, dump_keys, hash_token
+from support.chaos.chaos_clients import NOT_EXECUTED, Client
+from support.chaos.chaos_faults import FullDisk, Killer, Services, TrainerKiller
+from support.chaos.chaos_scores import Scorer
+from support.unreliable_proxy import UnreliableProxy
+
+TOLERANCE = 1e-5
+"""Norm of the difference, relative, between runs that shared passes with others and those that did not."""
+LOGPROB_TOLERANCE = 1e-4
+"""Between log-probabilities of the sampler and of PEFT, both in float32."""
+TENANTS = ("red", "green")
+FAULTS = ("kills", "stops", "disk", "flips")
+FEWEST_COMMANDS = 20
+"""Of a run, however soon the kills are over: a client that they kept from its first command has its run, too."""
+
+
+@dataclass
+class Outcome:
+    """What the killing came to."""
+
+    kills: Counter
+    commands: int
+    samples: int
+    faults: int
+    seconds: float
+    differences: list[str]
+    notes: Counter
+    """Of other faults, and of what was refused because of them."""
+
+
+class Chaos:
+    """A trainer, a sampler and a gateway that are killed, their clients, and their reference.
+
+    Settings are the defaults but for addresses, directories and `settings`. `joint_passes` is off, or what others
+    wait for at the time would change the rounding of a run's numbers; on, weights and states are compared within
+    TOLERANCE, and answers by their kind.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        seed: int,
+        *,
+        joint_passes: bool = False,
+        settings: Mapping[str, str] | None = None,
+        faults: frozenset[str] = frozenset({"kills"}),
+    ) -> None:
+        self.joint_passes = joint_passes
+        self.directory, self.seed = directory, seed
+        self.faults = faults
+        self.disk = FullDisk(directory / "volume") if "disk" in faults else None
+        self.volume = directory / "volume" / "checkpoints"
+        self.volume.mkdir(parents=True)
+        keys = [ApiKey(f"key-{tenant}", tenant, hash_token(f"pl-{tenant}")) for tenant in TENANTS]
+        (directory / "keys.json").write_text(dump_keys(keys))
+        trainer = {"JOINT_PASSES": json.dumps(joint_passes), **(settings or {})}
+        self.services = Services(directory, self.volume, model, trainer)
+        self.scorer = Scorer(model)
+        self.notes: Counter = Counter()
+        self._killers: list[Killer] = []
+
+    @property
+    def kills(self) -> int:
+        """Kills so far."""
+        return sum(killer.kills.total() for killer in self._killers)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return self.services.trainer.environment
+
+    @property
+    def port(self) -> int:
+        return self.services.trainer.port
+
+    def start(self, failpoints: str):
+        """Start the trainer alone, with points at which it or its engine dies."""
+        return self.services.trainer.start(FAILPOINTS=failpoints)
+
+    async def run(self, kills: int, clients: int = 3) -> Outcome:
+        """Kill `kills` times while clients train; then train the same without a fault and compare."""
+        start = time.perf_counter()
+        proxy = UnreliableProxy(f"127.0.0.1:{self.services.gateway.port}", self.seed)
+        stub_port = await proxy.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{stub_port}") as channel:
+            self._killers = self._make_killers(kills)
+            with ThreadPoolExecutor(len(self._killers)) as threads:
+                loop = asyncio.get_running_loop()
+                killing = asyncio.gather(*(loop.run_in_executor(threads, killer.run) for killer in self._killers))
+                if self.disk is not None:
+                    self.disk.begin(self.services, Random(self.seed), self.notes, killing.done)
+                faulty = [self._client(channel, index, samples=True) for index in range(clients)]
+                async with asyncio.TaskGroup() as tasks:  # which ends the clients where a killer fails
+                    tasks.create_task(_wait_for(killing))
+                    for client in faulty:
+                        tasks.create_task(self._train(client, killing))
+                    falling = tasks.create_task(self._fall(channel, killing))
+            seconds = time.perf_counter() - start
+            if self.disk is not None:
+                await self.disk.end()
+            total = sum((killer.kills for killer in self._killers), Counter())
+            proxy.faulty = False
+            found = [line for client in faulty for line in await self._compare(client, channel)]
+            for client in falling.result():
+                found += await self._compare(client, channel, to_the_end=False)
+        await asyncio.to_thread(self.services.stop)
+        await proxy.stop()
+        commands = sum(client.seq_id for client in faulty)
+        samples = sum(len(client.completions) for client in faulty)
+        return Outcome(total, commands, samples, proxy.faults, seconds, found, self.notes)
+
+    def close(self) -> None:
+        self.services.close()
+        if self.disk is not None:
+            self.disk.close()
+
+    def _make_killers(self, kills: int) -> list[Killer]:
+        stops = "stops" in self.faults
+        quota = {"trainer": kills // 2, "sampler": kills // 4, "gateway": kills - kills // 2 - kills // 4}
+        killers: list[Killer] = [TrainerKiller(self.services, quota["trainer"], self.seed, stops=stops)]
+        killers[0].notes = self.notes
+        for service in (self.services.sampler, self.services.gateway):
+            killers.append(Killer(service, quota[service.name], self.seed, stops=stops))
+            killers[-1].notes = self.notes
+        return killers
+
+    def _client(self, channel: grpc.aio.Channel, index: int, **facts) -> Client:
+        return Client(channel, self.seed + index, f"pl-{TENANTS[index % len(TENANTS)]}", **facts)
+
+    async def _train(self, client: Client, killing: asyncio.Future) -> None:
+        await client.create()
+        await client.train(lambda client: killing.done() and client.seq_id >= FEWEST_COMMANDS)
+        if client.lost:
+            client.found.append(f"seed {client.seed}: the run is lost: {client.lost}")
+
+    async def _fall(self, channel: grpc.aio.Channel, killing: asyncio.Future) -> list[Client]:
+        """Train runs whose files are damaged, one after the other, each until it is refused."""
+        fallen: list[Client] = []
+        while "flips" in self.faults and not killing.done():
+            client = Client(channel, 1_000 + self.seed + len(fallen), f"pl-{TENANTS[-1]}")
+            await client.create()
+            fallen.append(client)
+            self.services.trainer.victim = self.volume / "runs" / client.run_id
+            await client.train(lambda _: killing.done())
+            self.services.trainer.victim = None
+            if client.lost:
+                self.notes[f"damage told as {client.lost}"] += 1
+        return fallen
+
+    async def _compare(self, theirs: Client, channel: grpc.aio.Channel, *, to_the_end: bool = True) -> list[str]:
+        """Train the same run without faults; return how the one with faults differs."""
+        refused = {seq_id for seq_id, answer in theirs.answers.items() if answer in NOT_EXECUTED}
+        self.notes.update(theirs.answers[seq_id] for seq_id in refused)
+        ours = Client(channel, theirs.seed, theirs.token, skipped=frozenset(refused))
+        await ours.create()
+        found = list(theirs.found)
+
+        async def published(_: Client, seq_id: int) -> None:
+            found.extend(await self._check_samples(theirs, ours, seq_id))
+
+        last = theirs.seq_id if to_the_end else theirs.last_before_damage
+        await ours.train(lambda client: client.seq_id >= last, published)
+        for seq_id, answer in ours.answers.items():
+            given = theirs.answers.get(seq_id, "")
+            if seq_id not in refused and not self._is_same_answer(given, answer, refused):
+                found.append(f"seed {theirs.seed} command {seq_id}: {given} and not {answer}")
+        found += [
+            f"seed {theirs.seed} command {seq_id}: published other weights"
+            for seq_id in theirs.versions.keys() & ours.versions.keys()
+            if not self.joint_passes and theirs.versions[seq_id][1] != ours.versions[seq_id][1]
+        ]
+        if to_the_end and not theirs.lost:
+            one, other = await theirs.finish(self.volume), await ours.finish(self.volume)
+            found += [
+                f"seed {theirs.seed}: {name} differs" for name in one if not self._is_same(one[name], other[name])
+            ]
+        return found
+
+    async def _check_samples(self, theirs: Client, ours: Client, seq_id: int) -> list[str]:
+        """Score what was sampled from a version by PEFT on the file of the same weights."""
+        if seq_id not in theirs.versions or self.joint_passes:
+            return []
+        version, sha256 = theirs.versions[seq_id]
+        completions = [completion for completion in theirs.completions if completion.version == version]
+        found = [
+            f"seed {theirs.seed}: a sample names version {version} and other bytes"
+            for completion in completions
+            if completion.sha256 != sha256
+        ]
+        directory = self.volume / "runs" / ours.run_id / "versions" / str(ours.versions[seq_id][0])
+        while completions and not directory.exists():  # noqa: ASYNC110 - it is copied there, and nothing tells of it
+            await asyncio.sleep(0.01)
+        for completion in completions:
+            scores = await asyncio.to_thread(self.scorer.score, directory, completion.prompt, completion.tokens)
+            if np.abs(scores - completion.logprobs).max() > LOGPROB_TOLERANCE:
+                found.append(f"seed {theirs.seed}: a sample that names version {version} is not from it")
+        return found
+
+    def _is_same_answer(self, one: str, other: str, refused: set[int]) -> bool:
+        if self.joint_passes:
+            return one.partition("(")[0] == other.partition("(")[0]
+        if refused:  # a publish that was refused has had its number
+            one, other = (re.sub(r"\bversion=\d+", "", text) for text in (one, other))
+        return one == other
+
+    def _is_same(self, one: Path, other: Path) -> bool:
+        if one.read_bytes() == other.read_bytes():
+            return True
+        return self.joint_passes and one.suffix == ".safetensors" and _distance(one, other) <= TOLERANCE
+
+
+async def _wait_for(killing: asyncio.Future) -> None:
+    await killing
+
+
+def _distance(one: Path, other: Path) -> float:
+    """Return the norm of the difference of two files' tensors, relative to the first's."""
+    first, second = load_file(one), load_file(other)
+    if first.keys() != second.keys():
+        return float("inf")
+    pairs = [(first[name].astype(np.float64), second[name].astype(np.float64)) for name in first]
+    difference = sum(float(((a - b) ** 2).sum()) for a, b in pairs)
+    return (difference / max(sum(float((a**2).sum()) for a, _ in pairs), 1e-300)) ** 0.5

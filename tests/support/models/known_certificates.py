@@ -1,0 +1,46 @@
+"""Engines of one process that load the same model with the same options find the same: it is found once.
+
+For tests of what engines do afterwards. What a certificate finds, and that every engine of a service has one, is seen
+by test_certificate, test_models_table and the tests of services.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer_service.engine.certificate import certified_base
+
+
+def _key(loading) -> Hashable:
+    """What a certificate depends on."""
+    computes = replace(loading._options, scratch_dir="", run_memory_bytes=None, failpoints="")
+    files = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(Path(computes.model_path).iterdir()))
+    return files, computes, loading._seed, loading._device, loading._ranks.size
+
+
+@contextmanager
+def known_certificates() -> Iterator[None]:
+    """Keep what certificates find, for the block."""
+    stocks, verdicts = {}, {}
+    measure, certify = certified_base._Loading._measure, certified_base.certify
+
+    def measure_once(loading, model):
+        if (key := _key(loading)) not in stocks:
+            stocks[key] = measure(loading, model)
+        return stocks[key]
+
+    def certify_once(loading, modes, stock, name, *, last):
+        if (key := _key(loading)) not in verdicts:
+            verdicts[key] = certify(loading, modes, stock, name, last=last)
+        loading.use(verdicts[key].mode)
+        return verdicts[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certified_base._Loading, "_measure", measure_once)
+        patch.setattr(certified_base, "certify", certify_once)
+        yield

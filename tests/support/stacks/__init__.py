@@ -1,0 +1,1 @@
+"""Services and parts of them, put together for tests."""

@@ -1,0 +1,234 @@
+"""A real gateway in front of real gRPC servers that implement what a proxy needs of the services' contracts."""
+
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from gateway.keys import add_key
+from gateway.service import GatewayService
+from gateway.settings import GatewaySettings
+from paceline import errors
+from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
+from paceline.rpc.channel import open_channel
+from paceline.rpc.identity import current_identity
+from paceline.rpc.interceptors import CredentialInterceptor, ErrorInterceptor
+from paceline.rpc.server import Readiness, make_server
+from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.sampler.v1.sampler_service_pb2_grpc import (
+    SamplerServiceServicer,
+    SamplerServiceStub,
+    add_SamplerServiceServicer_to_server,
+)
+from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
+from paceline.trainer.v1.trainer_service_pb2_grpc import (
+    TrainerServiceServicer,
+    TrainerServiceStub,
+    add_TrainerServiceServicer_to_server,
+)
+from paceline.types.v1 import model_pb2, quota_pb2
+from support.ports import free_port
+
+CREDENTIAL = "credential of the services"
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+@dataclass
+class Trainer(TrainerServiceServicer):
+    """Answers GetRun with who calls, fails as told, and blocks in ListRuns."""
+
+    error: errors.PacelineError | None = None
+    metadata: dict[str, str | bytes] = field(default_factory=dict)
+    remaining: float | None = None
+    entered: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def GetServerInfo(self, request, context):
+        models = [model_pb2.ModelInfo(name="tiny", max_lora_rank=32, max_context_length=512)]
+        return trainer_pb.GetServerInfoResponse(models=models, loss_fns=["ppo"], optimizers=["adamw"])
+
+    async def GetUsage(self, request, context):
+        used = len(current_identity().tenant)
+        return trainer_pb.GetUsageResponse(quotas=[quota_pb2.Quota(name="runs", used=used, limit=64)])
+
+    async def GetRun(self, request, context):
+        self.metadata = dict(context.invocation_metadata())
+        self.remaining = context.time_remaining()
+        if self.error is not None:
+            raise self.error
+        context.set_trailing_metadata((("x-note", "kept"),))
+        return trainer_pb.GetRunResponse(
+            run=trainer_pb.Run(run_id=request.run_id, base_model=current_identity().tenant)
+        )
+
+    async def ListRuns(self, request, context):
+        self.entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+
+    async def ForwardBackward(self, request, context):
+        return trainer_pb.ForwardBackwardResponse(metrics={"bytes:sum": request.ByteSize()})
+
+
+@dataclass
+class Sampler(SamplerServiceServicer):
+    """Says by its name who answered; Sample waits while `gate` is closed, SampleStream never ends."""
+
+    name: str = "sampler"
+    error: errors.PacelineError | None = None
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: int = 0
+    running: int = 0
+    most_running: int = 0
+    reached: dict[int, asyncio.Event] = field(default_factory=dict)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def GetServerInfo(self, request, context):
+        model = model_pb2.ModelInfo(name="tiny", max_lora_rank=16, max_context_length=1024)
+        return sampler_pb.GetServerInfoResponse(model=model, sampler_id=self.name)
+
+    async def GetUsage(self, request, context):
+        return sampler_pb.GetUsageResponse(quotas=[quota_pb2.Quota(name="versions", used=1, limit=16)])
+
+    async def Sample(self, request, context):
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        if self.running in self.reached:
+            self.reached[self.running].set()
+        try:
+            await self.gate.wait()
+        finally:
+            self.running -= 1
+        return sampler_pb.SampleResponse(model=model_pb2.ServedModel(base_model=self.name))
+
+    async def SampleStream(self, request, context) -> AsyncIterator[sampler_pb.SampleStreamResponse]:
+        if self.error is not None:
+            raise self.error
+        try:
+            while True:
+                self.sent += 1
+                yield sampler_pb.SampleStreamResponse(tokens=[1] * 1024)
+                await asyncio.sleep(0)
+        finally:
+            self.left.set()
+
+
+@asynccontextmanager
+async def serving(*servicers: TrainerServiceServicer | SamplerServiceServicer, port: int = 0) -> AsyncIterator[int]:
+    """Serve behind the services' own interceptors; yields the port."""
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(), CredentialInterceptor(CREDENTIAL)], options=_OPTIONS)
+    for servicer in servicers:
+        if isinstance(servicer, TrainerServiceServicer):
+            add_TrainerServiceServicer_to_server(servicer, server)
+        else:
+            add_SamplerServiceServicer_to_server(servicer, server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield bound
+    finally:
+        await server.stop(None)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Stubs on the gateway."""
+
+    channel: grpc.aio.Channel
+    address: str
+
+    @property
+    def trainer(self) -> Any:
+        return TrainerServiceStub(self.channel)
+
+    @property
+    def sampler(self) -> Any:
+        return SamplerServiceStub(self.channel)
+
+    @property
+    def gateway(self) -> Any:
+        return GatewayServiceStub(self.channel)
+
+
+def bearer(key: str) -> tuple[str, str]:
+    """Metadata that shows a key."""
+    return ("authorization", f"Bearer {key}")
+
+
+@asynccontextmanager
+async def gateway(
+    trainer: int, samplers: Sequence[int | str], keys_file: Path, **settings: Any
+) -> AsyncIterator[Client]:
+    """Run a gateway in front of the services on these ports, or at these addresses."""
+    port = free_port()
+    chosen = GatewaySettings(
+        listen=f"127.0.0.1:{port}",
+        trainer=f"127.0.0.1:{trainer}",
+        samplers=tuple(f"127.0.0.1:{at}" if isinstance(at, int) else at for at in samplers),
+        keys_file=keys_file,
+        credential=CREDENTIAL,
+        **settings,
+    )
+    service = GatewayService(chosen)
+    await service.start(Readiness(service.service_names))
+    server = make_server(service, chosen, CollectorRegistry())
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            yield Client(channel, f"127.0.0.1:{port}")
+        finally:
+            await server.stop(None)
+            await service.stop()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Gateway, trainer, sampler, and two tenants' keys."""
+
+    client: Client
+    trainer: Trainer
+    sampler: Sampler
+    key: str
+    other_key: str
+    keys_file: Path
+
+    @property
+    def auth(self) -> Sequence[tuple[str, str]]:
+        return (bearer(self.key),)
+
+    @property
+    def other_auth(self) -> Sequence[tuple[str, str]]:
+        return (bearer(self.other_key),)
+
+
+@asynccontextmanager
+async def stack(folder: Path, **settings: Any) -> AsyncIterator[Stack]:
+    """Run everything in this process."""
+    keys_file = folder / "keys.json"
+    key, other_key = add_key(keys_file, "team-a", "laptop"), add_key(keys_file, "team-b", "cluster")
+    trainer, sampler = Trainer(), Sampler()
+    async with AsyncExitStack() as running:
+        trainer_port = await running.enter_async_context(serving(trainer))
+        sampler_port = await running.enter_async_context(serving(sampler))
+        client = await running.enter_async_context(gateway(trainer_port, [sampler_port], keys_file, **settings))
+        yield Stack(client, trainer, sampler, key, other_key, keys_file)

@@ -1,0 +1,206 @@
+"""A trainer small enough for the client's tests: a real order of commands and a real gradient.
+
+The model is a table of bigrams: the logits of the next token are the row of the present one.
+"""
+
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from datetime import UTC, datetime
+
+import grpc
+import numpy as np
+
+from paceline import codec, errors
+from paceline.layout import new_run_id
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
+from paceline.types import Datum, LoraConfig, Run, RunState
+from paceline.types.v1 import model_pb2
+from support.models.formulas import log_softmax
+
+VOCABULARY = 7
+
+
+def make_data(count=2, length=5, seed=0, **inputs):
+    """Random datums for cross_entropy, with further inputs if given."""
+    rng = np.random.default_rng(seed)
+    return [
+        Datum(
+            rng.integers(VOCABULARY, size=length).astype(np.int32),
+            {
+                "target_tokens": rng.integers(VOCABULARY, size=length),
+                "weights": rng.normal(size=length).astype(np.float32),
+                **inputs,
+            },
+        )
+        for _ in range(count)
+    ]
+
+
+class ToyTrainer(TrainerServiceServicer):
+    """One run. Commands execute in the order of their seq_id; the same command again gets its first answer."""
+
+    def __init__(self, gap_seconds: float = 5.0) -> None:
+        self.run_id = new_run_id()
+        self.theta = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY))
+        self.gradient = np.zeros_like(self.theta)
+        self.steps = self.last = 0
+        self.lost = self.has_gradient = False
+        self.gap_seconds = gap_seconds
+        self.arrivals: list[int] = []
+        self.executed: list[str] = []
+        self.answers: dict[int, tuple[bytes, object]] = {}
+        self.replies_to_drop: Counter[int] = Counter()
+        self.refusals: dict[int, list[errors.PacelineError]] = {}
+        self.load_may_end = asyncio.Event()
+        self.load_may_end.set()
+        self.load_began = asyncio.Event()
+        self.created: list[str] = []
+        self.attachments: list[str] = []
+        self.requests: list[object] = []
+        self.metadata: dict[str, str | bytes] = {}
+        self._turn = asyncio.Condition()
+
+    async def CreateRun(self, request, context):
+        self.created.append(request.request_id)
+        self.requests.append(request)
+        if len(self.created) == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        return pb.CreateRunResponse(run=codec.run_to_proto(self._run()))
+
+    async def GetRun(self, request, context):
+        self.metadata = dict(context.invocation_metadata())
+        if request.run_id != self.run_id:
+            raise errors.RunNotFound("no such run", field="run_id", metadata={"run_id": request.run_id})
+        return pb.GetRunResponse(run=codec.run_to_proto(self._run()))
+
+    async def AttachRun(self, request, context):
+        run = (await self.GetRun(request, context)).run
+        if request.request_id not in self.attachments:
+            self.attachments.append(request.request_id)
+        return pb.AttachRunResponse(run=run, attachment=len(self.attachments))
+
+    async def ListRuns(self, request, context):
+        number = int(request.page_token or 0)
+        return pb.ListRunsResponse(
+            runs=[codec.run_to_proto(self._run())], next_page_token=str(number + 1) if number < 2 else ""
+        )
+
+    async def ForwardBackward(self, request, context):
+        return await self._ordered(request, context, self._forward_backward)
+
+    async def OptimStep(self, request, context):
+        return await self._ordered(request, context, self._optim_step)
+
+    async def LoadCheckpoint(self, request, context):
+        return await self._ordered(request, context, self._load)
+
+    async def PublishWeights(self, request, context):
+        return await self._ordered(request, context, self._publish)
+
+    async def _ordered(self, request, context, execute):
+        seq_id, payload = request.seq_id, request.SerializeToString(deterministic=True)
+        self.arrivals.append(seq_id)
+        self.requests.append(request)
+        if refusals := self.refusals.get(seq_id):
+            raise refusals.pop(0)
+        if 0 < request.attachment < len(self.attachments):
+            raise errors.ClientSuperseded("another client attached", field="attachment")
+        async with self._turn:
+            await self._wait_for_turn(seq_id, execute)
+            if seq_id > self.last:
+                self.answers[seq_id] = (payload, await self._execute(request, execute))
+                self.last = seq_id
+                self._turn.notify_all()
+        known, answer = self.answers[seq_id]
+        if known != payload:
+            raise errors.SeqIdReused("was used with another payload", field="seq_id")
+        if self.replies_to_drop[seq_id]:
+            self.replies_to_drop[seq_id] -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        if isinstance(answer, errors.PacelineError):
+            raise answer
+        return answer
+
+    async def _wait_for_turn(self, seq_id, execute):
+        if self.lost and execute == self._load:
+            return
+        try:
+            await asyncio.wait_for(self._turn.wait_for(lambda: seq_id <= self.last + 1), self.gap_seconds)
+        except TimeoutError:
+            raise errors.SeqIdGap("commands before this one did not arrive", field="seq_id") from None
+
+    async def _execute(self, request, execute):
+        self.executed.append(type(request).__name__.removesuffix("Request"))
+        try:
+            if self.lost and execute != self._load:
+                raise errors.RunStateLost("load a state checkpoint", metadata={"checkpoint": "paceline://c"})
+            return await execute(request)
+        except errors.PacelineError as error:
+            return error
+
+    async def _forward_backward(self, request):
+        if request.loss_fn != "cross_entropy":
+            raise errors.UnknownLoss("is not served", field="loss_fn")
+        data = [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)]
+        loss, tokens, outputs, gradient = 0.0, 0, [], np.zeros_like(self.theta)
+        for index, datum in enumerate(data):
+            inputs, targets = datum.model_input, datum.loss_inputs["target_tokens"]
+            if inputs.max() >= VOCABULARY:
+                raise errors.TokenOutOfRange("is not in the vocabulary", field=f"data[{index}].model_input")
+            mask = datum.loss_inputs.get("mask", np.ones(len(inputs), np.uint8)) != 0
+            columns = targets.reshape(len(inputs), -1)
+            weights = np.where(mask[:, None], datum.loss_inputs["weights"].reshape(columns.shape), 0.0)
+            table = log_softmax(self.theta)[inputs]
+            logprobs = np.take_along_axis(table, columns, 1)
+            onehot = np.eye(VOCABULARY)[columns]
+            np.add.at(gradient, inputs, -(weights[..., None] * (onehot - np.exp(table)[:, None])).sum(1))
+            loss -= float((weights * logprobs).sum())
+            tokens += int(mask.sum())
+            logprobs = np.where(mask[:, None], logprobs, 0.0).reshape(targets.shape)
+            outputs.append({"logprobs": logprobs.astype(np.float32)})
+        if not request.forward_only:
+            self.gradient += gradient
+            self.has_gradient = True
+        return pb.ForwardBackwardResponse(
+            outputs=[codec.output_to_proto(output) for output in outputs],
+            metrics={"loss:sum": loss, "tokens:sum": tokens, "logprob:mean": -loss / max(tokens, 1)},
+        )
+
+    async def _optim_step(self, request):
+        if not self.has_gradient:
+            raise errors.NoGradient("call forward_backward first")
+        norm = float(np.linalg.norm(self.gradient))
+        self.theta -= request.adamw.learning_rate * self.gradient
+        self.gradient[:] = 0
+        self.has_gradient = False
+        self.steps += 1
+        return pb.OptimStepResponse(step=self.steps, grad_norm=norm, learning_rate=request.adamw.learning_rate)
+
+    async def _load(self, request):
+        self.load_began.set()
+        await self.load_may_end.wait()
+        self.lost = False
+        return pb.LoadCheckpointResponse(run=codec.run_to_proto(self._run()))
+
+    async def _publish(self, request):
+        model = model_pb2.ServedModel(base_model="toy", run_id=self.run_id, version=3, sha256="f0")
+        return pb.PublishWeightsResponse(model=model, stage_milliseconds=1.5, total_milliseconds=2.5)
+
+    def _run(self):
+        return Run(
+            run_id=self.run_id,
+            base_model="toy",
+            parameters=LoraConfig(rank=8, alpha=16.0),
+            step=self.steps,
+            last_seq_id=self.last,
+            latest_version=0,
+            state=RunState.LOST if self.lost else RunState.READY,
+            latest_state_checkpoint="",
+            create_time=datetime(2030, 1, 1, tzinfo=UTC),
+            trainable_parameters=self.theta.size,
+        )

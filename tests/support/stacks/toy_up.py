@@ -1,0 +1,38 @@
+"""A supervisor of toy services, and such a service: `python -m support.stacks.toy_up PLANS.json`.
+
+PLANS.json: {"services": {name: environment}, "logs": directory, "until_eof": bool, "stop_seconds": seconds}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from paceline.up import supervisor
+from paceline.up.errors import CannotStart
+from paceline.up.plan import Plan
+
+
+def main(path: str) -> None:
+    given = json.loads(Path(path).read_text())
+    plans = [
+        Plan(name, "support.stacks.toy_service", environment, environment["TOY_HEALTH"], "toy")
+        for name, environment in given["services"].items()
+    ]
+    supervisor._STOP_SECONDS = supervisor._BROKEN_STOP_SECONDS = given["stop_seconds"]
+    running = supervisor.Supervisor(plans, Path(given["logs"]), say, lambda: say("up"))
+    try:
+        asyncio.run(running.run(until_eof=given["until_eof"]))
+    except CannotStart as failure:
+        sys.exit(str(failure))
+
+
+def say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

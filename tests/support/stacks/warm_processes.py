@@ -1,0 +1,292 @@
+"""Service processes that start in a fraction of a second, so that tests can start and kill many.
+
+For each service a process that imports what the service imports, when it is first asked, waits at a socket and forks
+the service whenever it is asked. These are the real programs, `python -m trainer_service` and the like, in processes of
+their own; only the interpreter's start and the imports are shared. The trainer starts its engine as always, by
+executing sys.executable: that is a script there, which asks for a fork and ends as the fork ends.
+"""
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from array import array
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+VARIABLE = "WARM_PROCESSES"
+"""The directory of the sockets, in the environment of the tests and of what they start."""
+
+_ENGINE = "trainer_service.engine"
+_RECORDER = "support.chaos.file_recorder"
+_TESTS = str(Path(__file__).parents[2])
+_PROGRAMS = {
+    "trainer_service": (
+        f"{_ENGINE}.__main__",
+        _RECORDER,
+        "grpc",
+        "peft",
+        "transformers.models.llama.modeling_llama",
+    ),
+    "sampler_service": ("sampler_service.engine.hf.engine", "sampler_service.engine.vllm.forks", "setproctitle"),
+    "gateway": ("gateway.http.edge",),
+}
+"""What a service's process has imported besides the service itself."""
+
+
+class WarmProcesses:
+    """A client's view of the forking processes that listen in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @staticmethod
+    def at_hand(directory: Path) -> "WarmProcesses":
+        """Return those that all tests share; where there are none, as in a bench, new ones in `directory`."""
+        shared = os.environ.get(VARIABLE)
+        return WarmProcesses(Path(shared)) if shared else OwnWarmProcesses(directory)
+
+    def start(self, environment: dict[str, str], log: Path, program: str = "trainer_service") -> "WarmProcess":
+        """Start a service."""
+        return WarmProcess(_ask_for_service(self.directory, program, environment, log))
+
+    def close(self) -> None:
+        """End them if they are one's own."""
+
+
+class OwnWarmProcesses(WarmProcesses):
+    """The owner's view of the forking processes, which ends them."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        stand_in = directory / "python"
+        stand_in.write_text(
+            f"#!{sys.executable} -SE\nimport os, sys\n"
+            f"if sys.argv[1:3] != ['-m', {_ENGINE!r}]:\n"
+            f"    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
+            f"sys.path.insert(0, {_TESTS!r})\nfrom {__spec__.name} import stand_in\nstand_in(int(sys.argv[-1]))\n"
+        )
+        stand_in.chmod(0o755)
+        # Its other end reads the end of it when this process ends, whatever ends it.
+        alive, self._alive = socket.socketpair()
+        with alive:
+            self._servers = [self._serve(name, alive.fileno()) for name in _PROGRAMS]
+
+    def close(self) -> None:
+        self._alive.shutdown(socket.SHUT_RDWR)  # forks of this process hold it, too, so closing it would tell nothing
+        self._alive.close()
+        for server in self._servers:
+            server.wait()
+
+    def _serve(self, program: str, alive: int) -> subprocess.Popen:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(self.directory / f"{program}.sock"))
+        listener.listen(64)
+        with listener:
+            descriptors = (listener.fileno(), alive)
+            command = [sys.executable, "-m", __spec__.name, program, *map(str, descriptors)]
+            paths = os.pathsep.join(filter(None, [_TESTS, os.environ.get("PYTHONPATH")]))
+            return subprocess.Popen(command, pass_fds=descriptors, env={**os.environ, "PYTHONPATH": paths})
+
+
+def start_warm(directory: Path, program: str, environment: dict[str, str], log: Path) -> "WarmPopen":
+    """Start a service, whose output goes to the end of `log`, from the processes of whoever made the directory."""
+    return WarmPopen(_ask_for_service(directory, program, environment, log))
+
+
+class WarmProcess:
+    """A forked service."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.pid = int(connection.recv(64))
+        self.returncode: int | None = None
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Have it finish what it does, and end."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended within `seconds`."""
+        return self._has_ended(seconds)
+
+    def _has_ended(self, seconds: float | None) -> bool:
+        if self.returncode is None:
+            self._connection.settimeout(seconds)
+            with suppress(TimeoutError, BlockingIOError):
+                self.returncode = int(self._connection.recv(64))
+        return self.returncode is not None
+
+    def engines(self) -> list[int]:
+        """Process ids of the engines that were forked for it."""
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+            return [behind(pid) for pid in map(int, children) if behind(pid) != pid]
+        except (FileNotFoundError, ProcessLookupError):  # one of them has just ended
+            return []
+
+
+class WarmPopen(WarmProcess):
+    """The same with the methods of a Popen."""
+
+    def poll(self) -> int | None:
+        self._has_ended(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._has_ended(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _ask_for_service(directory: Path, program: str, environment: dict[str, str], log: Path) -> socket.socket:
+    with log.open("ab") as file:
+        return _ask(directory, program, program, {**environment, VARIABLE: str(directory)}, [file.fileno()])
+
+
+def _ask(directory: Path, server: str, program: str, environment: dict[str, str], files: list[int]) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(str(directory / f"{server}.sock"))
+    message = json.dumps({"program": program, "environment": environment, "cwd": str(Path.cwd())}).encode()
+    connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))])
+    return connection
+
+
+def _end_with_parent(alive: int, forks: set[int]) -> None:
+    os.read(alive, 1)
+    for pid in list(forks):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _serve(program: str, listener: socket.socket, alive: int) -> None:
+    forks: set[int] = set()
+    threading.Thread(target=_end_with_parent, args=(alive, forks), daemon=True).start()
+    while True:
+        connection, _ = listener.accept()
+        message, files = _receive(connection)
+        for module in (f"{program}.__main__", *_PROGRAMS[program]):
+            import_module(module)
+        gc.freeze()
+        pid = os.fork()
+        if pid == 0:
+            listener.close()
+            connection.close()
+            os.close(alive)
+            _run(message, files)
+        forks.add(pid)
+        if message["program"] != _ENGINE:
+            with suppress(PermissionError, ProcessLookupError):
+                os.setpgid(pid, pid)  # before whoever asked can kill the group
+        for file in files:
+            os.close(file)
+        connection.send(str(pid).encode())
+        threading.Thread(target=_report, args=(connection, pid, forks), daemon=True).start()
+        threading.Thread(target=_end_with, args=(connection, pid), daemon=True).start()
+
+
+def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
+    data, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_LEN(16))
+    files = array("i")
+    for _, _, content in ancillary:
+        files.frombytes(content)
+    return json.loads(data), list(files)
+
+
+def _report(connection: socket.socket, pid: int, forks: set[int]) -> None:
+    _, status = os.waitpid(pid, 0)
+    forks.discard(pid)
+    with suppress(OSError):  # whoever asked is gone
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _end_with(connection: socket.socket, pid: int) -> None:
+    """End the fork when whoever asked for it ends."""
+    with suppress(OSError):
+        while connection.recv(64):
+            pass
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _run(message: dict, files: list[int]) -> None:
+    """Be the program, in this fork."""
+    program, environment = message["program"], message["environment"]
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(message["cwd"])
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    status = 1
+    try:
+        if recorder := sys.modules.get(_RECORDER):
+            recorder.record_me()
+        if program == _ENGINE:
+            os.dup2(files[1], 2)
+            sys.argv = [program, "--fd", str(files[0])]
+        else:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(files[0], 1)
+            os.dup2(files[0], 2)
+            sys.argv = [program]
+        if program == "trainer_service":
+            sys.executable = str(Path(environment[VARIABLE]) / "python")
+        sys.modules[f"{program}.__main__"].main()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else bool(end.code)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def behind(pid: int) -> int:
+    """Process id of the engine that a process stands in for; else that process's own."""
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    return int(name) if name.isdigit() else pid
+
+
+def stand_in(descriptor: int) -> None:
+    """Be the trainer's engine for the service that started this process."""
+    directory = Path(os.environ[VARIABLE])
+    connection = _ask(directory, "trainer_service", _ENGINE, dict(os.environ), [descriptor, 2])
+    os.close(descriptor)
+    Path("/proc/self/comm").write_text(connection.recv(64).decode())  # for `behind`
+    status = int(connection.recv(64) or 1)
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path.cwd()))
+    if sys.argv[1] == "sampler_service":
+        # Titles are written over a process's arguments and environment, which are found while these are as they were.
+        from setproctitle import setproctitle
+
+        setproctitle("warm sampler_service")
+    _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))

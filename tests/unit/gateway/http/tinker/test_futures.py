@@ -1,0 +1,55 @@
+"""What Tinker's clients are told of work that is done."""
+
+from __future__ import annotations
+
+import asyncio
+from threading import Event
+
+import pytest
+from support.patience import PATIENCE
+
+from gateway.http.tinker.futures import Futures, Kind, Result
+from gateway.http.tinker.store import Store
+from paceline.waiting_bytes import WaitingBytes
+
+SAMPLER = "session:sample:0"
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "tinker.sqlite")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+async def futures(store):
+    futures = Futures(store, WaitingBytes())
+    yield futures
+    await futures.close()
+
+
+async def test_a_first_poll_tells_of_results_that_are_not_stored_yet(store, futures):
+    first, second, may_end, disk_is_ready = f"{SAMPLER}:1", f"{SAMPLER}:2", asyncio.Event(), Event()
+
+    async def sample(tenant, request):
+        if request == second:
+            await may_end.wait()
+        return Result.of({"text": request})
+
+    kind = Kind("sample", str.encode, bytes.decode, sample)
+    futures.add(kind)
+    for request_id in (first, second):
+        await futures.post(kind, request_id, "tenant", "session", request_id)
+    await futures.result("tenant", first, PATIENCE)
+    await store.do(lambda _: None)  # the first result is in the file
+    held = asyncio.create_task(store.do(lambda _: disk_is_ready.wait()))
+    try:
+        may_end.set()
+        await futures.result("tenant", second, PATIENCE)
+        told, cursor = await futures.completions("tenant", SAMPLER, 0, 0, 0.0)
+        assert [request_id for request_id, _ in told] == [first, second]
+        assert await futures.completions("tenant", SAMPLER, 0, cursor, 0.0) == ([], cursor)
+    finally:
+        disk_is_ready.set()
+        await held

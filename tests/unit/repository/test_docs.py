@@ -1,0 +1,116 @@
+"""The documents say what the code does: every error, loss and setting is there as it is, and no link is broken."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from pydantic_core import PydanticUndefined
+
+from gateway.settings import GatewaySettings
+from paceline.errors import CATALOG
+from paceline.settings import PeerSettings, ServiceSettings
+from paceline.types.optimizers import OPTIMIZERS
+from paceline.types.v1.error_reason_pb2 import ErrorReason
+from sampler_service.settings import SamplerSettings
+from trainer_service.engine.loss.specs import LOSS_SPECS
+from trainer_service.settings import TrainerSettings
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+SERVICES = {"Trainer": TrainerSettings, "Sampler": SamplerSettings, "Gateway": GatewaySettings}
+COMMON = "Every service"
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def section(text: str, heading: str) -> str:
+    """Return what stands between a heading and the next one of any level."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"no section {heading}"
+    return found[1]
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Return the cells of a text's table rows after the first, by the first one's code."""
+    lines = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `"))
+    return {first.strip("` |"): [cell.strip("` |") for cell in rest] for first, *rest in lines}
+
+
+def shown(default: object) -> str:
+    """Write a default as the tables do."""
+    if default is PydanticUndefined:
+        return "required"
+    if isinstance(default, bool):
+        return str(default).lower()
+    text = ",".join(default) if isinstance(default, tuple) else str(default)
+    return {"None": "unset", "": "empty"}.get(text, text)
+
+
+def test_every_error_is_listed_with_its_status_and_class():
+    listed = {reason: cells[:2] for reason, cells in rows(page("errors.md")).items()}
+    assert listed == {reason: [cls.code.name, cls.__name__] for reason, cls in CATALOG.items()}
+
+
+def test_every_reason_of_the_contract_is_listed():
+    named = {name.removeprefix("ERROR_REASON_") for name in ErrorReason.DESCRIPTOR.values_by_name} - {"UNSPECIFIED"}
+    assert named == rows(page("errors.md")).keys()
+
+
+@pytest.mark.parametrize("name", LOSS_SPECS)
+def test_every_loss_is_described_with_its_settings_and_defaults(name):
+    described = {setting: float(cells[0]) for setting, cells in rows(section(page("losses.md"), name)).items()}
+    assert described == {setting: spec.default for setting, spec in LOSS_SPECS[name].settings.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_described_with_its_settings_and_defaults(name):
+    described = {setting: cells[0] for setting, cells in rows(section(page("optimizers.md"), name)).items()}
+    assert described == {setting.name: shown(setting.default) for setting in fields(OPTIMIZERS[name])}
+
+
+def test_every_loss_input_is_listed():
+    inputs = {name for spec in LOSS_SPECS.values() for name in (*spec.required, *spec.optional)}
+    assert rows(section(page("losses.md"), "Inputs")).keys() == inputs
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_setting_is_listed_with_its_default(service):
+    text = page("operations.md")
+    common, own = rows(section(text, COMMON)), rows(section(text, service))
+    fields = SERVICES[service].model_fields
+    listed = {name: {**common, **own}[name][0] for name in [*common, *own]}
+    assert listed == {name: shown(field.default) for name, field in fields.items()}
+
+
+def test_settings_of_every_service_are_those_that_they_inherit():
+    inherited = ServiceSettings.model_fields.keys() | PeerSettings.model_fields.keys()
+    assert rows(section(page("operations.md"), COMMON)).keys() == inherited
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(path):
+    links = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", path.read_text())
+    broken = [link for link in links if not link.startswith(("http:", "https:", "mailto:")) and not leads(path, link)]
+    assert not broken
+
+
+def leads(page_path: Path, link: str) -> bool:
+    """Whether a link's file exists and, where it names a heading of a page, the heading too."""
+    name, _, anchor = link.partition("#")
+    target = (page_path.parent / name).resolve() if name else page_path
+    if not target.exists() or not anchor:
+        return target.exists()
+    headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+    return anchor in {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_readme_teaches_in_ten_lines_of_client_code():
+    code = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert code
+    assert len(code[1].splitlines()) == 10
+    compile(code[1], "README.md", "exec")

@@ -1,0 +1,129 @@
+"""Where a version waits while its files are on their way from memory to disk."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from support.models.tiny_models import make_tiny_llama
+from support.stacks.weight_stack import BASE, TENANT, make_version
+
+from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, Volume, new_run_id
+from paceline.weights import read_manifest, served_model
+from sampler_service.stores.disk import DiskTier
+from sampler_service.transports.base import StagedAdapter
+from sampler_service.transports.staging import StagingArea
+from sampler_service.transports.version_keys import VersionKey
+
+RUN = new_run_id()
+
+
+@pytest.fixture(scope="module")
+def volume(tmp_path_factory):
+    model = make_tiny_llama(tmp_path_factory.mktemp("model") / BASE)
+    volume = Volume(tmp_path_factory.mktemp("volume"))
+    for version in (1, 2, 3, 4):
+        make_version(volume, model, RUN, version)
+    return volume
+
+
+@pytest.fixture
+def memory(tmp_path):
+    area = StagingArea(tmp_path / "memory")
+    yield area
+    area.close()
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    area = StagingArea(tmp_path / "scratch")
+    yield area
+    area.close()
+
+
+@pytest.fixture
+def stage(volume, memory):
+    """Stage a version as if it had been streamed."""
+
+    def stage(version: int, tenant: str = TENANT) -> StagedAdapter:
+        source = volume.version(RUN, version)
+        manifest = read_manifest(source)
+        manifest.tenant = tenant
+        directory = memory.allocate(manifest)
+        shutil.copyfile(source / WEIGHTS_FILE, directory / WEIGHTS_FILE)
+        return StagedAdapter(manifest, directory, temporary=True)
+
+    return stage
+
+
+class Released(list[int]):
+    """The versions that had to go."""
+
+    async def __call__(self, staged: StagedAdapter) -> None:
+        await staged.discard()
+        self.append(staged.manifest.model.version)
+
+
+def key_of(staged: StagedAdapter) -> VersionKey:
+    return VersionKey.of(served_model(staged.manifest))
+
+
+async def test_it_waits_in_memory_until_it_is_written_and_on_disk_from_then_on(stage, scratch):
+    tier, one, released = DiskTier(scratch, 2), stage(1), Released()
+    content = (one.directory / WEIGHTS_FILE).read_bytes()
+    await tier.put(one, released)
+    assert tier.find(key_of(one)) is one
+    await tier.close()
+    written = tier.take(key_of(one))
+    assert not written.in_memory
+    assert not one.directory.exists()
+    assert (written.directory / WEIGHTS_FILE).read_bytes() == content
+    assert (written.directory / CONFIG_FILE).exists()
+    await written.verified()
+    assert not released
+
+
+async def test_one_that_is_taken_back_before_it_is_written_comes_from_memory(stage, scratch, tmp_path):
+    tier, one, released = DiskTier(scratch, 2), stage(1), Released()
+    await tier.put(one, released)
+    taken = tier.take(key_of(one))
+    await tier.close()
+    assert taken.directory == one.directory
+    assert (one.directory / WEIGHTS_FILE).exists()
+    assert not list(tmp_path.glob(f"scratch/*/*/{WEIGHTS_FILE}"))
+    assert not released
+    await taken.verified()
+
+
+async def test_one_that_has_to_go_before_it_is_written_leaves_nothing(stage, scratch, tmp_path):
+    tier, released = DiskTier(scratch, 1), Released()
+    for version in (1, 2, 3):
+        await tier.put(stage(version), released)
+    await tier.close()
+    assert released == [1, 2]
+    assert len(list(tmp_path.glob(f"*/*/*/{WEIGHTS_FILE}"))) == len(tier) == 1
+
+
+async def test_a_tenant_with_many_takes_no_place_from_one_with_few(stage, scratch):
+    tier, released = DiskTier(scratch, 2), Released()
+    for version, tenant in ((1, "few"), (2, "many"), (3, "many"), (4, "many")):
+        await tier.put(stage(version, tenant), released)
+    await tier.close()
+    assert released == [2, 3]
+    assert [served.version for served in tier] == [1, 4]
+
+
+async def test_one_that_cannot_be_written_goes(stage, scratch, tmp_path):
+    tier, one, released = DiskTier(scratch, 2), stage(1), Released()
+    shutil.rmtree(next(tmp_path.glob("scratch/paceline-sampler-*")))
+    await tier.put(one, released)
+    await tier.close()
+    assert released == [1]
+    assert not tier
+
+
+async def test_without_a_scratch_directory_none_waits(stage):
+    tier, one, released = DiskTier(None, 2), stage(1), Released()
+    await tier.put(one, released)
+    assert released == [1]
+    assert not one.directory.exists()

@@ -1,0 +1,154 @@
+"""The layers with written-out backward passes equal what they replace, in value and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models.engine_cases import MAKERS, gradients, make_data, train, warmed
+from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen2
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from paceline.types import LoraConfig
+from trainer_service.engine.model.base_model import output_head
+from trainer_service.engine.model.causal_cpu import causal_attention
+from trainer_service.engine.model.fused.attention import FusedAttention
+from trainer_service.engine.model.fused.blocks import row_blocks
+from trainer_service.engine.model.fused.mlp import FusedSwiglu
+from trainer_service.engine.model.fused.norm import FusedRmsNorm
+from trainer_service.engine.model.fused.swap import fuse_layers
+from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
+from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.peft_engine import PeftEngine
+
+
+def cosine(one, other):
+    a, b = (torch.cat([value.double().flatten() for value in values]) for values in (one, other))
+    return functional.cosine_similarity(a, b, dim=0).item()
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("model", MAKERS)
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling"])
+def test_bfloat16_gradients_point_where_float32_ones_do(tmp_path, model, loss):
+    directory = MAKERS[model](tmp_path)
+    # Weights of ordinary size that bfloat16 holds exactly, as published ones are: the arithmetic alone differs.
+    stock = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    for parameter in stock.parameters():
+        parameter.data *= 0.5 if parameter.dim() > 1 else 1.0
+    stock.save_pretrained(directory)
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        engine = PeftEngine(EngineOptions(str(directory), "tiny", dtype=dtype, logprob_chunk=8))
+        engine.create_run("run", LoraConfig(rank=4))
+        warmed(engine)
+        for name, parameter in engine._runs["run"].parameters.items():
+            start = torch.Generator().manual_seed(len(name))
+            parameter.data.copy_(torch.randn(parameter.shape, generator=start) * 0.05)
+        data = make_data((200, 90, 150, 17, 120))
+        own = engine.forward_backward("run", data, "cross_entropy", {}, forward_only=True)
+        for datum, output in zip(data, own.loss_fn_outputs, strict=True):
+            datum.loss_inputs["logprobs"] = output["logprobs"]
+        train(engine, loss=loss, data=data)
+        results.append(gradients(engine).values())
+    assert cosine(*results) >= 0.999
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_bfloat16_attention_equals_float32_attention_in_each_segment(generator, heads):
+    lengths, (query_heads, key_heads) = (300, 1, 513, 64), heads
+    shapes = [(query_heads, sum(lengths), 32), *[(key_heads, sum(lengths), 32)] * 2]
+    inputs = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    upstream = torch.randn(sum(lengths), query_heads, 32, generator=generator).bfloat16()
+    out = causal_attention(*inputs, lengths, 0.2)
+    grads = torch.autograd.grad(out, inputs, upstream)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    parts = zip(*(x.split(lengths, dim=1) for x in exact), strict=True)
+    expected = torch.cat(
+        [
+            functional.scaled_dot_product_attention(
+                q[None], k[None], v[None], is_causal=True, scale=0.2, enable_gqa=True
+            )[0]
+            for q, k, v in parts
+        ],
+        dim=1,
+    ).transpose(0, 1)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    for mine, theirs in zip(grads, torch.autograd.grad(expected, exact, upstream.float()), strict=True):
+        assert cosine([mine], [theirs]) > 0.9999
+        assert mine.float().norm().item() == pytest.approx(theirs.norm().item(), rel=1e-2)
+
+
+def test_norm_equals_its_formula_with_both_gradients(generator):
+    x = (torch.randn(3, 700, 48, generator=generator) * 3).requires_grad_()
+    norm = FusedRmsNorm(torch.nn.Parameter(torch.randn(48, generator=generator)), 1e-6)
+    upstream = torch.randn(x.shape, generator=generator)
+    expected = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
+    torch.testing.assert_close(norm(x), expected)
+    wanted = torch.autograd.grad(expected, (x, norm.weight), upstream)
+    torch.testing.assert_close(torch.autograd.grad(norm(x), (x, norm.weight), upstream), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_norm_leaves_the_gradient_that_it_is_given(generator):
+    x = torch.randn(5, 48, generator=generator, requires_grad=True)
+    upstream = torch.randn(1, 48, generator=generator).expand(5, 48)
+    before = upstream.clone()
+    torch.autograd.grad(FusedRmsNorm(torch.nn.Parameter(torch.full((48,), 2.0)), 1e-6)(x), x, upstream)
+    assert torch.equal(upstream, before)
+
+
+def packed_logits(model, parts):
+    lengths = tuple(len(part) for part in parts)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    tokens = torch.cat(parts)[None]
+    return model(input_ids=tokens, position_ids=positions, use_cache=False, segment_lengths=lengths).logits[0]
+
+
+def test_sliding_windows_are_kept(tmp_path, generator):
+    window = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    directory = make_tiny_qwen2(tmp_path)
+    fused, stock = (
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=name, **window).eval()
+        for name in (PACKED_ATTENTION, "eager")
+    )
+    fuse_layers(fused)
+    assert [layer.self_attn.window for layer in fused.model.layers] == [4, None]
+    parts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in (3, 19, 12)]
+    expected = torch.cat([stock(input_ids=part[None]).logits[0] for part in parts])
+    torch.testing.assert_close(packed_logits(fused, parts), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_known_families_are_fused_and_others_left_alone(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_llama(tmp_path))
+    names = set(model.state_dict())
+    model.config.model_type = "another"
+    fuse_layers(model)
+    kinds = (FusedAttention, FusedSwiglu, FusedRmsNorm)
+    assert not any(isinstance(module, kinds) for module in model.modules())
+    model.config.model_type = "llama"
+    fuse_layers(model)
+    assert [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds] == [2, 2, 5]
+    assert set(model.state_dict()) == names
+
+
+def test_a_frozen_head_works_once_for_forward_and_backward(tmp_path):
+    engine = PeftEngine(EngineOptions(str(make_tiny_llama(tmp_path)), "tiny", logprob_chunk=4))
+    engine.create_run("run", LoraConfig(rank=4))
+    rows = []
+    output_head(engine._model).base_layer.register_forward_hook(
+        lambda _module, args, _output: rows.append(len(args[0]))
+    )
+    output = train(engine)
+    assert sum(rows) == output.metrics["tokens:sum"]
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (1000, 300), (5, 1 << 18), (0, 3)])
+def test_blocks_cover_every_row_once(shape):
+    covered = torch.zeros(shape)
+    for blocks in row_blocks(covered):
+        blocks[0].add_(1)
+    assert torch.equal(covered, torch.ones(shape))

@@ -1,0 +1,432 @@
+"""The journal: on the disk before anything executes, readable after any crash, and never longer than it must be."""
+
+import asyncio
+import os
+import resource
+import shutil
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import google_crc32c
+import msgspec
+import pytest
+from support.chaos.journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, blocked, leave_runs, refusal  # noqa: F401 - a fixture
+
+from paceline import errors, layout
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from trainer_service.failpoints import Failpoints
+from trainer_service.journal.frames import UNIT, decode_segment
+from trainer_service.journal.history import check_formats, highest_seq_id, read_history, segments
+from trainer_service.journal.index import read_index
+from trainer_service.journal.journal import RunJournal
+from trainer_service.journal.records import (
+    AnswerRecord,
+    CommandRecord,
+    Facts,
+    JournalDamagedError,
+    decode_records,
+    encode_records,
+)
+from trainer_service.journal.snapshots import SnapshotStore
+from trainer_service.limits.free_space import DiskGuard
+from trainer_service.volume.checked_file import UnknownFormatError
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "journal"
+
+
+def command(seq_id):
+    request = pb.OptimStepRequest(run_id="run", seq_id=seq_id)
+    request.adamw.learning_rate = 1e-3
+    return CommandRecord(seq_id, "OptimStep", "team", request.SerializeToString(deterministic=True))
+
+
+async def written(directory, *records):
+    RunJournal.make(directory, 1)
+    journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
+    for record in records:
+        await journal.append(record, sync=True)
+    await journal.close()
+    (path,) = segments(directory).values()
+    return path
+
+
+async def test_a_command_is_on_the_disk_before_it_executes_and_its_answer_before_it_is_told(directory):
+    run = JournaledRun(directory)
+    seen = []
+
+    async def look():
+        seen.append(run.history())
+
+    run.executor.act[1] = look
+    reply = await run.send(1)
+    assert (list(seen[0].commands), list(seen[0].answers)) == ([1], [])
+    assert pb.OptimStepResponse.FromString(run.history().answers[1].reply) == reply
+
+
+async def test_after_a_restart_answers_are_given_again_and_commands_without_one_execute(directory):
+    before = JournaledRun(directory)
+    before.executor.act[2] = refusal(errors.NoGradient("there is no gradient"))
+    first = await before.send(1)
+    with pytest.raises(errors.NoGradient):
+        await before.send(2)
+    release = asyncio.Event()
+    before.executor.act[3] = blocked(release)
+    waiting = [before.send(3), before.send(4)]
+    await asyncio.wait(waiting, timeout=0.5)
+    assert list(before.history().commands) == [1, 2, 3, 4]
+    after = JournaledRun(directory)
+    assert await after.send(1) == first
+    with pytest.raises(errors.NoGradient, match="there is no gradient"):
+        await after.send(2)
+    with pytest.raises(errors.SeqIdReused):
+        await after.send(1, rate=7.0)
+    assert after.sequencer.last_seq_id == 4
+    assert (await after.send(4)).step == 4
+    assert after.executor.ran == [3, 4]
+    release.set()
+
+
+@pytest.mark.parametrize("lost", [1, 64, 127])
+async def test_a_torn_end_is_dropped_and_the_journal_goes_on_behind_what_is_whole(directory, lost):
+    path = await written(directory, command(1), command(2))
+    os.truncate(path, path.stat().st_size - lost)
+    assert list(read_history(directory).commands) == [1]
+    run = JournaledRun(directory)
+    await run.send(2)
+    assert list(run.history().commands) == [1, 2]
+    assert run.executor.ran == [1, 2]
+
+
+async def test_a_file_that_was_made_longer_and_never_written_is_a_torn_end(directory):
+    path = await written(directory, command(1))
+    os.truncate(path, path.stat().st_size + 4096)
+    assert list(read_history(directory).commands) == [1]
+
+
+def frames_of(path):
+    """Return where the frames of a segment begin."""
+    data = path.read_bytes()
+    return [place for place in range(UNIT, len(data), UNIT) if data[place : place + 4] == b"\xa7PJF"]
+
+
+@pytest.mark.parametrize("place", range(0, 320, 7))
+async def test_damage_to_what_was_durable_is_told_from_a_torn_end(directory, place):
+    path = await written(directory, command(1), command(2), command(3))
+    assert len(frames_of(path)) == 3
+    assert frames_of(path)[2] >= 320
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x40
+    path.write_bytes(data)
+    if data[:8] != b"PACEJNL2" and data[:7] == b"PACEJNL":
+        with pytest.raises(UnknownFormatError):
+            read_history(directory)
+        return
+    if not _is_padding(path, place):
+        with pytest.raises(JournalDamagedError):
+            read_history(directory)
+
+
+def _is_padding(path, place):
+    """Whether nothing is read at a place: the padding of a header or frame."""
+    start = max([0, *(begin for begin in frames_of(path) if begin <= place)])
+    if start == 0:
+        return 52 <= place < UNIT - 4
+    return place >= start + 44 + int.from_bytes(path.read_bytes()[start + 4 : start + 8], "little")
+
+
+async def test_an_unacknowledged_batch_of_which_only_the_end_reached_the_disk_is_no_damage(directory):
+    RunJournal.make(directory, 1)
+    journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
+    await journal.append(command(1), sync=True)
+    for seq_id in (2, 3):  # not synced, and so not told to anybody
+        await journal.append(command(seq_id), sync=False)
+    (path,) = segments(directory).values()
+    second, third = frames_of(path)[1:]
+    data = bytearray(path.read_bytes())
+    data[second:third] = bytes(third - second)
+    path.write_bytes(data)
+    assert list(read_history(directory).commands) == [1]
+    run = JournaledRun(directory)
+    await run.send(2)
+    assert (list(run.history().commands), run.executor.ran) == ([1, 2], [1, 2])
+
+
+async def test_bytes_of_a_client_are_never_taken_for_records(directory):
+    forger = directory.with_name("forger")
+    path = await written(forger, command(1), AnswerRecord(1, b"d", "OptimStep", b"reply"), command(2))
+    stolen = path.read_bytes()  # more than a client can know: records of a run, and the frames of another key
+    old = b"".join(b"\xa7PJR" + len(p).to_bytes(4, "little") + checksum(p) + p for p in payloads(stolen))
+    for content in (stolen, old):
+        for shift in range(0, UNIT, 16):
+            folder = directory.with_name(f"journal-{len(content)}-{shift}")
+            target = await written(folder, command(1), CommandRecord(2, "X", "t", bytes(shift) + content * 3))
+            data = bytearray(target.read_bytes())
+            data[frames_of(target)[1] + 5] ^= 1  # the second is torn
+            target.write_bytes(data)
+            history = read_history(folder)
+            assert (list(history.commands), history.answers, history.attempts) == ([1], {}, {})
+
+
+def payloads(data):
+    return [msgspec.msgpack.encode(record) for record in decode_segment(data).records]
+
+
+def checksum(payload):
+    length = len(payload).to_bytes(4, "little")
+    return google_crc32c.extend(google_crc32c.value(length), payload).to_bytes(4, "little")
+
+
+async def test_a_sync_that_fails_gives_the_segment_up_and_nothing_that_was_told_is_lost(directory, monkeypatch):
+    run = JournaledRun(directory)
+    await run.send(1)
+    first = await run.send(2)  # its answer needs no sync, and has none
+    (old,) = segments(directory)
+    sync, failures = os.fdatasync, [OSError(5, "Input/output error")]
+
+    def fail_once(file):
+        if failures:
+            raise failures.pop()
+        sync(file)
+
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    await run.send(3)
+    assert len(segments(directory)) == 2
+    with segments(directory)[old].open("r+b") as lost:  # what was never synced is gone, as after a power cut
+        lost.truncate(run.journal._previous[1])
+    assert list(run.history().commands) == [1, 2, 3]
+    assert set(run.history().answers) >= {1, 2}
+    assert await JournaledRun(directory).send(2) == first
+
+
+async def test_a_journal_is_closed_between_its_writes(directory):
+    before = open_files()
+    runs = [JournaledRun(directory / str(number)) for number in range(20)]
+    await asyncio.gather(*(run.send(1) for run in runs))
+    assert open_files() <= before + 5, "not one for each of them"
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_the_newest_segment_is_missed_when_it_is_gone(directory):
+    run = JournaledRun(directory)
+    await run.send(1)
+    await run.journal.rotate()
+    await run.send(2)
+    list(segments(directory).values())[-1].unlink()
+    index = read_index(directory)
+    with pytest.raises(JournalDamagedError):
+        read_history(directory, 0, index.newest)
+    assert highest_seq_id(directory, index.newest) is None
+    assert index.limit >= 2
+
+
+async def test_a_journal_of_another_format_is_refused_and_one_of_format_1_goes_on(directory):
+    path = await written(directory, command(1))
+    data = path.read_bytes()
+    path.write_bytes(b"PACEJNL3" + data[8:])
+    with pytest.raises(UnknownFormatError):
+        check_formats(directory)
+    path.unlink()
+    payload = msgspec.msgpack.encode(command(1))
+    old = b"PACEJNL1\xa7PJR" + len(payload).to_bytes(4, "little") + checksum(payload) + payload
+    (directory / f"{1:020d}.journal").write_bytes(old + old[8:30])  # with a torn end
+    run = JournaledRun(directory)
+    await run.send(2)
+    assert (list(run.history().commands), len(segments(directory))) == ([1, 2], 2)
+    assert JournaledRun(directory).sequencer.last_seq_id == 2
+
+
+async def test_a_journal_without_its_segments_or_with_a_command_missing_is_damaged(directory):
+    path = await written(directory, command(1), command(3))
+    with pytest.raises(JournalDamagedError, match="command 2 is missing"):
+        read_history(directory)
+    path.unlink()
+    with pytest.raises(JournalDamagedError):
+        read_history(directory)
+
+
+def test_a_record_comes_back_as_it_was():
+    records = [command(1), AnswerRecord(1, b"d", "OptimStep", b"reply", None, Facts(3, 2, 4, "paceline://x"))]
+    assert decode_records(encode_records(records)) == records
+
+
+async def test_commands_that_wait_at_the_same_time_share_one_sync(directory, monkeypatch):
+    syncs = []
+    sync = os.fdatasync
+    run = JournaledRun(directory)
+    monkeypatch.setattr(os, "fdatasync", lambda file: (syncs.append(file), sync(file)))
+    await asyncio.gather(*(run.send(seq_id) for seq_id in range(1, 65)))
+    assert run.executor.ran == list(range(1, 65))
+    assert len(syncs) <= 3
+
+
+@contextmanager
+def no_room(directory, more=0):
+    """Let no file grow beyond the journal's size: it is large, so that it alone comes to the limit."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+async def test_a_full_disk_refuses_the_command_executes_nothing_and_leaves_its_seq_id_free(directory):
+    run = JournaledRun(directory)
+    await run.send_large(1)
+    with no_room(directory, more=100):
+        refused = await asyncio.gather(run.send(2), run.send(3), return_exceptions=True)
+    assert [type(error) for error in refused] == [errors.DiskFull] * 2
+    assert refused[0].retry_after, "the client sends it again"
+    assert (run.executor.ran, run.sequencer.last_seq_id) == ([1], 1)
+    await run.send(2)
+    await run.send(3)
+    assert run.executor.ran == [1, 2, 3]
+    assert list(run.history().answers) == [1, 2, 3]
+
+
+async def test_a_disk_with_too_little_room_refuses_commands_before_it_is_full_and_takes_answers(directory):
+    free = shutil.disk_usage(directory.parent).free
+    run = JournaledRun(directory, guard=DiskGuard(free // 2))
+    release = asyncio.Event()
+    run.executor.act[1] = blocked(release)
+    first = run.send(1)
+    await asyncio.wait({first}, timeout=0.5)
+    run.journal._guard = DiskGuard(2 * free)
+    with pytest.raises(errors.DiskFull) as caught:
+        await run.send(2)
+    assert int(caught.value.metadata["free_bytes"]) <= 2 * free < int(caught.value.metadata["needed_bytes"])
+    assert caught.value.retry_after
+    release.set()
+    await first
+    assert (list(run.history().commands), list(run.history().answers)) == ([1], [1])
+    run.journal._guard = NO_GUARD
+    await run.send(2)
+    assert run.executor.ran == [1, 2]
+
+
+async def test_a_snapshot_that_would_leave_too_little_room_is_not_begun(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+
+    async def write(directory):
+        raise AssertionError("not begun")
+
+    with pytest.raises(errors.DiskFull):
+        await SnapshotStore(tmp_path, NO_FAILPOINTS, NO_GUARD).save(1, 2 * free, write)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_answer_for_which_there_was_no_room_is_written_with_the_next_command(directory):
+    run = JournaledRun(directory)
+    with ExitStack() as limit:
+
+        async def fill():
+            limit.enter_context(no_room(directory))
+
+        run.executor.act[1] = fill
+        assert (await run.send_large(1)).step == 1
+        assert list(run.history().answers) == []
+    await run.send(2)
+    assert list(run.history().answers) == [1, 2]
+
+
+async def test_a_refusal_is_not_told_before_it_is_written_as_another_execution_may_end_otherwise(directory):
+    run = JournaledRun(directory)
+    with ExitStack() as limit:
+
+        async def fill():
+            limit.enter_context(no_room(directory))
+            raise errors.DiskFull("no room for a checkpoint")
+
+        run.executor.act[1] = fill
+        told = run.send_large(1)
+        assert not (await asyncio.wait({told}, timeout=0.5))[0]
+        assert list(run.history().answers) == []
+    with pytest.raises(errors.DiskFull, match="no room for a checkpoint"):
+        await told
+    assert list(run.history().answers) == [1]
+
+
+async def test_segments_before_a_snapshot_are_removed_and_none_after_it(directory):
+    run = JournaledRun(directory)
+    for seq_id in (1, 2):
+        await run.send(seq_id)
+    await run.journal.rotate()
+    await run.send(3)
+    await run.journal.rotate()
+    await run.journal.rotate()
+    await run.send(4)
+    await run.journal.drop(2)
+    assert list(run.history().commands) == [3, 4]
+    await run.journal.drop(3)
+    await run.journal.drop(3)
+    assert list(run.history().commands) == [4]
+    assert JournaledRun(directory).sequencer.last_seq_id == 4
+
+
+async def test_a_segment_begins_with_what_the_one_before_does_not_hold_however_commands_come(directory):
+    run = JournaledRun(directory)
+    await run.send(1)
+    second = run.send(2)
+    rotating = asyncio.ensure_future(run.journal.rotate())
+    third = run.send(3)
+    await asyncio.gather(second, rotating, third)
+    await run.journal.drop(2)
+    assert 3 in run.history().commands
+    assert JournaledRun(directory).sequencer.last_seq_id == 3
+
+
+async def test_a_snapshot_comes_back_whole_or_not_at_all(tmp_path):
+    store = SnapshotStore(tmp_path, NO_FAILPOINTS, NO_GUARD)
+    answers = [AnswerRecord(5, b"digest", "OptimStep", b"reply")]
+
+    async def write(directory):
+        (directory / "weights").write_bytes(b"w" * 100)
+        return Facts(step=seq_id), answers
+
+    for seq_id in (2, 3, 5):
+        await store.save(seq_id, 100, write)
+    (tmp_path / "snapshots" / "4.bak").mkdir()
+    assert store.drop_old() == 3
+    assert {path.name for path in (tmp_path / "snapshots").iterdir()} == {"3", "5", "4.bak"}
+    snapshot = store.newest()
+    assert (snapshot.seq_id, snapshot.facts, snapshot.answers) == (5, Facts(step=5), answers)
+    (snapshot.directory / "weights").write_bytes(b"v" * 100)
+    assert store.newest().seq_id == 3
+    assert layout.find_set_aside(tmp_path) == ["snapshots/5.damaged-1"]
+
+
+def test_failpoints_are_checked_and_off_by_default():
+    for spec in ("after_snyc:1", "after_sync", "after_sync:x"):
+        with pytest.raises(ValueError, match="name:count"):
+            Failpoints(spec)
+    points = Failpoints("after_sync:3,engine_OptimStep:1+")
+    points.hit("after_sync")
+    points.hit("before_ack")
+    assert points.lasting == "engine_OptimStep:1+"
+
+
+async def test_reading_a_journal_takes_the_memory_of_what_it_says_and_of_one_segment(directory):
+    size, parts = 1 << 20, 8
+    RunJournal.make(directory, 1)
+    journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
+    for seq_id in range(1, parts + 1):
+        await journal.append(CommandRecord(seq_id, "ForwardBackward", "team", os.urandom(size)), sync=True)
+        await journal.rotate()
+    tracemalloc.start()
+    try:
+        history = read_history(directory)
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(history.commands) == parts
+    assert kept < (parts + 1) * size
+    assert most < (parts + 5) * size

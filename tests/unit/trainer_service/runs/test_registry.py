@@ -1,0 +1,390 @@
+"""Runs on the volume: what a start finds, leaves alone and removes, where the disk fails or is full."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import os
+from contextlib import asynccontextmanager, contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from support.chaos.journaled import Executor
+
+from paceline import errors, layout
+from paceline.rpc.identity import Identity
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import LoraConfig, RunState
+from paceline.waiting_bytes import WaitingBytes
+from trainer_service.failpoints import NO_FAILPOINTS
+from trainer_service.journal.records import Facts
+from trainer_service.limits.byte_gate import ByteGate
+from trainer_service.limits.free_space import NO_GUARD
+from trainer_service.limits.volume_bytes import VolumeBytes
+from trainer_service.recovery.recovery import Recovery
+from trainer_service.runs.command import Command
+from trainer_service.runs.deleted import DeletedRuns
+from trainer_service.runs.executor import SnapshotPolicy
+from trainer_service.runs.record import RunRecord
+from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.storage import RunStorage
+from trainer_service.settings import TrainerSettings
+
+TEAM = Identity("team")
+RUN, OTHER = (layout.new_run_id() for _ in range(2))
+
+
+@pytest.fixture
+def volume(tmp_path):
+    return layout.Volume(tmp_path / "volume")
+
+
+@asynccontextmanager
+async def registry_of(volume):
+    """A registry that has read the volume, as at a start."""
+    settings = TrainerSettings(model="tiny", checkpoint_dir=volume.root, min_free_bytes=0, insecure=True)
+    registry = RunRegistry(
+        volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD), VolumeBytes(volume)
+    )
+    try:
+        await registry.restore()
+        yield registry
+    finally:
+        await registry.close()
+
+
+async def make_run(registry, run_id, commands=5):
+    """Make a run that executed commands and has a snapshot after the second one."""
+    async with registry.making(run_id, TEAM.tenant) as (sequencer, snapshots):
+        record = RunRecord(
+            run_id=run_id,
+            tenant=TEAM.tenant,
+            base_model="tiny",
+            parameters=LoraConfig(rank=4),
+            create_time=datetime.now(UTC),
+            trainable_parameters=1,
+            request_id=f"request of {run_id}",
+            request_digest="d1",
+            sequencer=sequencer,
+            snapshots=snapshots,
+        )
+        await registry.add(record)
+    executor = Executor()
+    sequencer.start(executor)
+    for seq_id in range(1, commands + 1):
+        await sequencer.execute(Command.of(pb.OptimStepRequest(run_id=run_id, seq_id=seq_id), TEAM.tenant))
+        if seq_id == 2:
+            await take_snapshot(record, executor)
+    return record
+
+
+async def take_snapshot(record, executor):
+    async def write(directory):
+        (directory / "weights").write_bytes(b"w" * 1000)
+        await record.sequencer.answered(2, executor)
+        return Facts(step=2), list(record.sequencer.answers)
+
+    await record.sequencer.journal.rotate()
+    await record.snapshots.save(2, 1000, write)
+    await record.sequencer.journal.drop(record.snapshots.drop_old())
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A block in which no file of the volume can be written."""
+
+    def full(*_):
+        raise layout.translate(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    @contextmanager
+    def block():
+        with monkeypatch.context() as patch:
+            patch.setattr(layout, "write_file", full)
+            patch.setattr(layout, "new_directory", full)
+            yield
+
+    return block
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Let reading a file fail of EIO, as a disk does that has trouble; returns what names it and how often it does."""
+    failing: list[Path] = []
+
+    def checked(function):
+        def call(file, *args, **kwargs):
+            mode = kwargs.get("mode", args[0] if args else "r")
+            is_read = isinstance(mode, int) or "r" in mode
+            if is_read and isinstance(file, str | os.PathLike) and Path(file) in failing:
+                failing.remove(Path(file))
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+            return function(file, *args, **kwargs)
+
+        return call
+
+    for module in (io, __import__("builtins")):
+        monkeypatch.setattr(module, "open", checked(open))
+
+    def fail(path, times):
+        failing[:] = [path] * times
+
+    return fail
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("times", [1, 1000])
+async def test_a_file_that_cannot_be_read_now_costs_nothing_and_changes_nothing(volume, unreadable, times):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+        await make_run(registry, OTHER)
+    folder = volume.run(RUN)
+    intact = contents(folder)
+    assert {path.parts[0] for path in intact} == {"run.json", "run.copy.json", "journal", "journal.json", "snapshots"}
+    served = []
+    for name in intact:
+        unreadable(folder / name, times)
+        async with registry_of(volume) as registry:
+            with suppress(errors.RunStateLost):
+                served.append((name.parts[0], registry.get(RUN, TEAM).sequencer.last_seq_id))
+            assert registry.get(OTHER, TEAM).sequencer.last_seq_id == 5
+        unreadable(folder / name, 0)
+        assert contents(folder) == intact, name
+    assert served == [("run.copy.json", 5)]  # which nobody has to read
+    async with registry_of(volume) as registry:
+        assert (registry.get(RUN, TEAM).step, registry.get(RUN, TEAM).sequencer.last_seq_id) == (5, 5)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["no journal", "no index", "journal", "half a file"])
+async def test_what_a_killed_create_run_leaves_is_removed_at_the_next_start(volume, how):
+    async with registry_of(volume) as registry:
+        with pytest.raises(asyncio.CancelledError):
+            async with registry.making(RUN, TEAM.tenant):
+                left = contents(volume.run(RUN))
+                raise asyncio.CancelledError
+    folder = volume.run(RUN)
+    folder.mkdir()
+    if how != "no journal":
+        for name, content in left.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+    if how == "no index":
+        (folder / "journal.json").unlink()
+    if how == "half a file":
+        (folder / f"{layout.STAGED}1").write_bytes(b"{")
+    async with registry_of(volume) as registry:
+        assert not list(volume.runs.iterdir())
+        with pytest.raises(errors.RunNotFound):
+            registry.get(RUN, TEAM)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["commands", "a torn command", "a checkpoint"])
+async def test_a_run_without_its_file_is_left_as_it_is_where_it_holds_something(volume, what):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN, commands=1 if what == "commands" else 0)
+    folder = volume.run(RUN)
+    for name in ("run.json", "run.copy.json"):
+        (folder / name).unlink()
+    if what == "a torn command":
+        (segment,) = (folder / "journal").iterdir()
+        segment.write_bytes(segment.read_bytes() + b"\1" * 100)
+    if what == "a checkpoint":
+        (folder / "state" / "x").mkdir(parents=True)
+    before = contents(folder)
+    async with registry_of(volume) as registry:
+        with pytest.raises(errors.RunStateLost):
+            registry.get(RUN, TEAM)
+        assert contents(folder) == before
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("keep_checkpoints", [True, False])
+async def test_a_run_that_is_deleted_on_a_full_disk_frees_its_room_and_does_not_return(
+    volume, full_disk, keep_checkpoints
+):
+    async with registry_of(volume) as registry:
+        record = await make_run(registry, RUN)
+        folder = volume.run(RUN)
+        (folder / "state" / "x").mkdir(parents=True)
+        (folder / "state" / "x" / "weights").write_bytes(b"w" * 100_000)
+        with full_disk():
+            await registry.remove(record, keep_checkpoints=keep_checkpoints)
+            with pytest.raises(errors.RunNotFound):
+                registry.get(RUN, TEAM)
+            left = {path.name for path in volume.runs.rglob("*") if path.is_file()}
+            assert left == (
+                {"deleted.json", "run.copy.json", "weights"} if keep_checkpoints else {"run.json", "run.copy.json"}
+            )
+            async with registry_of(volume) as again:  # a start while the disk is full
+                with pytest.raises(errors.RunNotFound):
+                    again.get(RUN, TEAM)
+    async with registry_of(volume) as registry:
+        with pytest.raises(errors.RunNotFound):
+            registry.get(RUN, TEAM)
+        assert registry.find_deleted(TEAM.tenant, f"request of {RUN}") == "d1"
+    left = {path.name for path in volume.runs.rglob("*") if path.is_file()}
+    assert left == ({"deleted.json", "weights"} if keep_checkpoints else set())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["a volume of before", "a damaged run.json", "a damaged journal"])
+async def test_a_start_on_a_full_disk_serves_what_is_there_and_the_next_one_writes_the_rest(volume, full_disk, what):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+        await make_run(registry, OTHER)
+    folder = volume.run(RUN)
+    if what == "a volume of before":
+        (volume.root / "volume.json").unlink()
+    if what == "a damaged run.json":
+        (folder / "run.json").write_bytes(b"}" * 200)
+    if what == "a damaged journal":
+        for segment in (folder / "journal").iterdir():
+            segment.write_bytes(bytes(byte ^ 1 for byte in segment.read_bytes()))
+    with full_disk():
+        async with registry_of(volume) as registry:
+            assert registry.get(OTHER, TEAM).state is RunState.READY
+            if what == "a damaged journal":
+                with pytest.raises(errors.RunStateLost):
+                    registry.get(RUN, TEAM)
+            else:
+                await registry.remove(registry.get(RUN, TEAM), keep_checkpoints=False)
+    async with registry_of(volume) as registry:
+        assert registry.get(OTHER, TEAM).state is RunState.READY
+        assert (volume.root / "volume.json").exists()
+        if what == "a damaged journal":
+            assert registry.get(RUN, TEAM).state is RunState.LOST
+            assert any(path.name.startswith("journal.damaged") for path in folder.iterdir())
+
+
+@pytest.mark.asyncio
+async def test_an_unreadable_run_is_absent_for_all_but_its_owner(volume):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+    for segment in (volume.run(RUN) / "journal").iterdir():
+        segment.write_bytes(b"PACEJNL9" + segment.read_bytes()[8:])  # of a later format
+    async with registry_of(volume) as registry:
+        with pytest.raises(errors.RunStateLost):
+            registry.get(RUN, TEAM)
+        with pytest.raises(errors.RunNotFound):
+            registry.get(RUN, Identity("stranger"))
+
+
+def test_a_checkpoint_may_have_the_name_of_what_is_set_aside(volume):
+    for name in ("state/x.damaged-1", "sampler/y.damaged-2", "versions/3.damaged-1"):
+        (volume.run(RUN) / name).mkdir(parents=True)
+    assert layout.find_set_aside(volume.run(RUN)) == ["versions/3.damaged-1"]
+
+
+def test_a_tenant_that_deletes_many_runs_has_no_request_of_another_forgotten(volume, monkeypatch):
+    monkeypatch.setattr("trainer_service.runs.deleted._KEPT", 3)
+    volume.root.mkdir()
+    deleted = DeletedRuns(volume.root)
+    deleted.add("calm", "r0", "d0")
+    for number in range(5):
+        deleted.add("busy", f"r{number}", "d")
+    again = DeletedRuns(volume.root)
+    again.read()
+    assert again.find("calm", "r0") == "d0"
+    assert [again.find("busy", f"r{number}") for number in range(5)] == ["", "", "d", "d", "d"]
+
+
+@pytest.mark.asyncio
+async def test_a_snapshot_and_the_folders_above_it_are_synced_before_the_journal_lets_go_of_what_it_replaces(
+    volume, monkeypatch
+):
+    events: list[tuple[str, Path]] = []
+    fsync, unlink = os.fsync, os.unlink
+
+    def noted_fsync(descriptor):
+        events.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    def noted_unlink(path, **options):
+        events.append(("unlink", Path(path)))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "unlink", noted_unlink)
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+    folder = volume.run(RUN)
+    cut = next(i for i, (what, path) in enumerate(events) if what == "unlink" and path.suffix == ".journal")
+    synced = [path for what, path in events[:cut] if what == "sync"]
+    # The last of the folders to be made is named last, and synced with that name in it.
+    for parent in (volume.root, volume.runs, folder, folder / "snapshots"):
+        assert parent in synced
+    assert {path.name for path in synced} >= {"weights", "facts.json", "answers", "SHA256SUMS"}
+
+
+@pytest.mark.parametrize("parts", ["sampler/x", "state/x", "versions/1", "snapshots/2", "loads/3"])
+def test_a_new_directory_is_durable_with_the_names_of_the_folders_above_it(tmp_path, monkeypatch, parts):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    synced: list[tuple[Path, set[str]]] = []
+    fsync = os.fsync
+
+    def noted(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((path, {child.name for child in path.iterdir()} if path.is_dir() else set()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    kind, name = parts.split("/")
+    with layout.new_directory(folder / parts) as staging:
+        (staging / "weights").write_bytes(b"w")
+    assert any(path == folder and kind in names for path, names in synced)
+    assert any(path == folder / kind and name in names for path, names in synced)
+    assert any(path.name == "weights" for path, _ in synced)
+
+
+class Rebuilding:
+    """What recovery asks of engine, publisher and commands; notes how many bytes of journals are held meanwhile."""
+
+    def __init__(self, gate):
+        self.gate = gate
+        self.held = {}
+
+    async def create_run(self, run_id, parameters):
+        for _ in range(100):  # others come as far as they can
+            await asyncio.sleep(0)
+        self.held[run_id] = self.gate.held
+
+    async def execute(self, run, command, turn):
+        return pb.OptimStepResponse(step=command.seq_id)
+
+    async def delete_run(self, run_id):
+        pass
+
+    async def load_state(self, run_id, directory, *, with_optimizer):
+        pass
+
+    async def save_state(self, run_id, directory, captured):
+        pass
+
+    async def settled(self, run_id):
+        pass
+
+
+async def test_journals_are_read_one_after_the_other_where_memory_holds_one(volume):
+    run_ids = [layout.new_run_id() for _ in range(3)]
+    async with registry_of(volume) as registry:
+        for run_id in run_ids:
+            await make_run(registry, run_id)
+    async with registry_of(volume) as registry:
+        gate, policy = ByteGate(1), SnapshotPolicy(1000, 1 << 30, 1e9)
+        doing = Rebuilding(gate)
+        storage = registry._storage
+        recovery = Recovery(
+            doing, storage, doing, doing, policy, gate, NO_FAILPOINTS, asyncio.ensure_future, None, registry
+        )
+        await asyncio.gather(*(recovery.recover(run) for run in registry))
+        assert doing.held == {run_id: storage.journal_bytes(run_id) for run_id in run_ids}
+        assert gate.held == 0
+        assert all(run.is_restored for run in registry)

@@ -1,0 +1,143 @@
+"""Conversations as data: tokens as they would be sampled, and the loss on responses alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import groupby
+from operator import itemgetter
+
+import pytest
+from support.models.tiny_models import EOS_ID, make_tiny_llama, make_tokenizer
+
+from paceline import errors
+from trainer_service.text.conversations import ConversationRenderer
+
+TOKENIZER = make_tokenizer()
+USER, OTHER = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And?"}
+
+
+def says(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_tiny_llama(tmp_path)
+
+
+def write_template(model, template):
+    (model / "chat_template.jinja").write_text(template)
+
+
+async def render(model, *conversations, longest=512, **more):
+    bodies = [json.dumps({"messages": messages, **more}).encode() for messages in conversations]
+    return await ConversationRenderer(str(model)).render("tenant", bodies, longest)
+
+
+def said(datum):
+    """The texts that are trained, each response by itself."""
+    targets, weights = datum.loss_inputs["target_tokens"].tolist(), datum.loss_inputs["weights"].tolist()
+    groups = groupby(zip(targets, weights, strict=True), key=itemgetter(1))
+    return [TOKENIZER.decode([token for token, _ in group]) for weight, group in groups if weight]
+
+
+async def test_each_response_is_trained_up_to_the_token_that_ends_it(model):
+    ((datum,),) = await render(model, [USER, says("Ho"), OTHER, says("No", weight=0), OTHER, says("Yes")])
+    assert said(datum) == ["Ho<|im_end|>", "Yes<|im_end|>"]
+    assert len(datum.model_input) == len(datum.loss_inputs["target_tokens"])
+
+
+async def test_the_ends_are_those_of_the_generation_config_too(model):
+    write_template(
+        model,
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|bos|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    )
+    config = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [EOS_ID, 257]}))
+    ((datum,),) = await render(model, [USER, says("Ho")])
+    assert said(datum) == ["Ho<|bos|>"]
+
+
+async def test_tools_are_written_or_refused(model):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with pytest.raises(errors.Unsupported, match="tools: are not written"):
+        await render(model, [USER, says("Ho")], tools=tools)
+    write_template(
+        model,
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}"
+        "<|im_end|>{% endfor %}",
+    )
+    ((datum,),) = await render(model, [USER, says("Ho")], tools=tools)
+    assert TOKENIZER.decode(datum.model_input).startswith("fHi")
+
+
+async def test_a_template_that_forgets_makes_a_sequence_of_each_response(model):
+    write_template(
+        model,
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last or m.role == 'user' else '...' }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    )
+    (data,) = await render(model, [USER, says("Long thoughts"), OTHER, says("Yes")])
+    assert [said(datum) for datum in data] == [["Long thoughts<|im_end|>"], ["Yes<|im_end|>"]]
+    assert "thoughts" not in TOKENIZER.decode(data[1].model_input)
+
+
+@pytest.mark.parametrize(
+    ("messages", "field", "words"),
+    [
+        ([USER], "messages", "no message of role assistant"),
+        ([USER, says("a", weight=0)], "messages", "no message of role assistant"),
+        ([USER, says("a", weight=2)], "messages[1].weight", "0 or 1"),
+        ([USER, says(None)], "messages[1].content", "text"),
+        ([USER, says("a<|im_end|>\n<|im_start|>user\nb<|im_end|>c")], "messages[1]", "ends a response"),
+        ([USER, says("a" * 600)], "messages", "the context is 512"),
+        ([USER] * 600 + [says("a")], "messages", "the context is 512"),
+        (["a", says("a")], "messages[0]", "object"),
+        ([says("a"), USER], "messages[0]", "needs a message before it"),
+        ([USER, says("")], "messages[1].content", "is empty"),
+        ([{**USER, "wieght": 1}, says("a")], "messages[0].wieght", "not known"),
+        ([{"from": "human", "value": "a"}, says("a")], "messages[0].", "not known"),
+    ],
+)
+async def test_what_cannot_be_trained_is_refused_by_its_place(model, messages, field, words):
+    with pytest.raises(errors.InvalidArgument, match=words) as caught:
+        await render(model, [USER, says("Ho")], messages)
+    assert caught.value.field.startswith(f"conversations[1].{field}")
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ raise_exception('no') }}", "{{ messages[7].content }}", "{{"])
+async def test_a_template_that_fails_is_a_refusal(model, template):
+    write_template(model, template)
+    with pytest.raises(errors.InvalidArgument, match="chat template"):
+        await render(model, [USER, says("Ho")])
+
+
+async def test_a_response_that_the_template_leaves_out_is_refused(model):
+    write_template(model, "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
+    with pytest.raises(errors.InvalidArgument, match="is nothing"):
+        await render(model, [USER, says("Ho")])
+
+
+@pytest.mark.parametrize(
+    "body", [b"\xff", '{"messages": [{"role": "\\ud800"}]}'.encode("utf-16"), b"\xed\xa0\x80", b"[]"]
+)
+async def test_bodies_that_are_no_json_objects_are_refused(model, body):
+    with pytest.raises(errors.UnreadableMessage):
+        await ConversationRenderer(str(model)).render("tenant", [body], 512)
+
+
+async def test_tenants_take_turns(model):
+    renderer = ConversationRenderer(str(model))
+    long = json.dumps({"messages": [USER, says("a" * 400)]}).encode()
+    order = []
+
+    async def ask(tenant, count):
+        done = 0
+        while done < count:
+            done += len(await renderer.render(tenant, [long] * (count - done), 512))
+        order.append(tenant)
+
+    await asyncio.gather(*(ask("many", 600) for _ in range(3)), ask("few", 1))
+    assert order[0] == "few"
