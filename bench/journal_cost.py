@@ -23,7 +23,7 @@ from budgets import budget
 
 from paceline import codec
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import Failpoints
@@ -80,7 +80,7 @@ async def step(engine: EngineProcess, journal: RunJournal, data: list[Datum], nu
     )
     first = Command.of(request, "team")
     spent = await timed(journal.append(first.to_record(), sync=True))
-    output = await engine.forward_backward("run", data, "importance_sampling", {}, forward_only=False)
+    output = await engine.forward_backward("run", data, ForwardBackwardSpec("importance_sampling"))
     reply = pb.ForwardBackwardResponse(
         outputs=[codec.output_to_proto(datum) for datum in output.loss_fn_outputs], metrics=output.metrics
     )

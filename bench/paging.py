@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from budgets import budget
 
-from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -52,9 +52,9 @@ class Paged:
 
     def step(self, name: str) -> None:
         """Take a step and leave a gradient waiting, so that all that a run can hold is there."""
-        self.engine.forward_backward(name, DATA, "cross_entropy", {}, forward_only=False)
+        self.engine.forward_backward(name, DATA, ForwardBackwardSpec("cross_entropy"))
         self.engine.optim_step(name, AdamParams())
-        self.engine.forward_backward(name, DATA, "cross_entropy", {}, forward_only=False)
+        self.engine.forward_backward(name, DATA, ForwardBackwardSpec("cross_entropy"))
         self.peak = max(self.peak, self.engine.held_bytes)
 
     def touch(self, name: str) -> float:

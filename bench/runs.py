@@ -22,6 +22,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from paceline.types import ForwardBackwardSpec
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from budgets import budget
@@ -90,7 +92,7 @@ def copy_rate(clock: Clock) -> float:
 
 def train_jointly(engine: PeftEngine, batches: dict[str, list[Datum]]) -> None:
     """Begin every run's command, then advance until all are done."""
-    jobs = [engine.begin(run_id, data, LOSS, {}, forward_only=False) for run_id, data in batches.items()]
+    jobs = [engine.begin(run_id, data, ForwardBackwardSpec(LOSS)) for run_id, data in batches.items()]
     while jobs:
         done = engine.advance(lambda _: None)
         for job in done:
@@ -101,7 +103,7 @@ def train_jointly(engine: PeftEngine, batches: dict[str, list[Datum]]) -> None:
 def train_in_turn(engine: PeftEngine, batches: dict[str, list[Datum]]) -> None:
     """Have each run's command done before the next begins."""
     for run_id, data in batches.items():
-        engine.forward_backward(run_id, data, LOSS, {}, forward_only=False)
+        engine.forward_backward(run_id, data, ForwardBackwardSpec(LOSS))
 
 
 def measure(
@@ -155,9 +157,9 @@ def measure_switch(engine: PeftEngine, runs: Sequence[str], rounds: int, clock: 
     times: dict[str, list[float]] = {name: [] for name in before}
     for turn in range(4 * rounds + 1):
         for name, run_id in before.items():
-            engine.forward_backward(run_id, data, LOSS, {}, forward_only=True)
+            engine.forward_backward(run_id, data, ForwardBackwardSpec(LOSS, forward_only=True))
             start = clock()
-            engine.forward_backward(runs[0], data, LOSS, {}, forward_only=True)
+            engine.forward_backward(runs[0], data, ForwardBackwardSpec(LOSS, forward_only=True))
             if turn:
                 times[name].append(1e3 * (clock() - start))
     same, other = (float(np.median(times[name])) for name in before)

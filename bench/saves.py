@@ -26,7 +26,7 @@ from budgets import budget
 from google.protobuf.message import Message
 
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import staged_directory
 from trainer_service.engine.client.link import Captured
@@ -64,7 +64,7 @@ class Executor:
         self.begins[command.seq_id] = perf_counter()
         match command.method:
             case "ForwardBackward":
-                await self._engine.forward_backward("run", self._data, "cross_entropy", {}, forward_only=False)
+                await self._engine.forward_backward("run", self._data, ForwardBackwardSpec("cross_entropy"))
                 reply: Message = pb.ForwardBackwardResponse()
             case "OptimStep":
                 output = await self._engine.optim_step("run", ADAM)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from publish_times import PROMPT
 
-from paceline.types import Datum, LoraConfig
+from paceline.types import Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -46,7 +46,7 @@ class Scorer:
         for key, sequences in versions.items():
             self._engine.load_state(_RUN, find(*key), with_optimizer=False)
             data = [Datum.from_completion(PROMPT, sequence.tokens) for sequence in sequences]
-            output = self._engine.forward_backward(_RUN, data, "cross_entropy", {}, forward_only=True)
+            output = self._engine.forward_backward(_RUN, data, ForwardBackwardSpec("cross_entropy", forward_only=True))
             for sequence, scored in zip(sequences, output.loss_fn_outputs, strict=True):
                 found.append(np.abs(scored["logprobs"][len(PROMPT) - 1 :] - np.array(sequence.logprobs)))
         return np.concatenate(found)

@@ -18,10 +18,10 @@ from paceline.types import (
     CheckpointKind,
     Datum,
     ForwardBackwardOutput,
+    ForwardBackwardSpec,
     LoraConfig,
     OptimizerParams,
     OptimStepOutput,
-    Reduction,
     RunParameters,
     RunState,
 )
@@ -204,46 +204,16 @@ class Trainer:
         """Raise QuotaExceeded unless the run's tenant may have `size` bytes more of journal on the volume."""
         self._volume_bytes.check(record.tenant, size)
 
-    def check_batch(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float],
-        reduction: Reduction,
-        reduction_count: int | None,
-    ) -> Mapping[str, float]:
-        """Check a batch; return the loss's settings with defaults filled in."""
-        config = validation.check_batch(
-            data, loss_fn, loss_fn_config, self._engine.describe(), self._settings.max_datums
-        )
-        validation.check_reduction(data, reduction, reduction_count)
-        return config
+    def check_batch(self, data: Sequence[Datum], spec: ForwardBackwardSpec) -> ForwardBackwardSpec:
+        """Check a batch; return its spec with the loss's defaults filled in."""
+        return validation.check_batch(data, spec, self._engine.describe(), self._settings.max_datums)
 
     async def forward_backward(
-        self,
-        record: RunRecord,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float],
-        reduction: Reduction = Reduction.SUM,
-        reduction_count: int | None = None,
-        *,
-        forward_only: bool,
-        refuse_non_finite: bool = False,
+        self, record: RunRecord, data: Sequence[Datum], spec: ForwardBackwardSpec
     ) -> ForwardBackwardOutput:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
         self._check_ready(record)
-        config = self.check_batch(data, loss_fn, loss_fn_config, reduction, reduction_count)
-        return await self._engine.forward_backward(
-            record.run_id,
-            data,
-            loss_fn,
-            config,
-            forward_only=forward_only,
-            reduction=reduction,
-            reduction_count=reduction_count,
-            refuse_non_finite=refuse_non_finite,
-        )
+        return await self._engine.forward_backward(record.run_id, data, self.check_batch(data, spec))
 
     async def optim_step(self, record: RunRecord, params: OptimizerParams) -> OptimStepOutput:
         """Apply the accumulated gradient."""

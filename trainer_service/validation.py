@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from paceline import errors
-from paceline.types import Datum, LoraConfig, ModelInfo, Reduction
+from paceline.types import Datum, ForwardBackwardSpec, LoraConfig, ModelInfo, Reduction
 from paceline.types.training import MASK_INPUTS, Array
 from trainer_service.engine.loss.specs import (
     CLIP_HIGH,
@@ -81,24 +82,24 @@ def _check_targets(lora: LoraConfig) -> None:
 
 
 def check_batch(
-    data: Sequence[Datum], loss_fn: str, config: Mapping[str, float], model: ModelInfo, max_datums: int
-) -> dict[str, float]:
-    """Check a batch against its loss and the base model; return the loss's settings with defaults filled in."""
-    spec = loss_spec(loss_fn)
-    resolved = spec.resolve_config(config)
+    data: Sequence[Datum], spec: ForwardBackwardSpec, model: ModelInfo, max_datums: int
+) -> ForwardBackwardSpec:
+    """Check a batch against its loss and the base model; return its spec with the loss's defaults filled in."""
+    loss = loss_spec(spec.loss_fn)
+    config = loss.resolve_config(spec.loss_fn_config)
     if not data:
         raise errors.EmptyBatch("holds no datum; send at least one", field="data")
     if len(data) > max_datums:
         raise errors.OutOfRange(f"holds {len(data)} datums; at most {max_datums}, split it", field="data")
     for index, datum in enumerate(data):
-        _check_datum(datum, f"data[{index}]", spec, resolved, model)
+        _check_datum(datum, f"data[{index}]", loss, config, model)
     if not any(datum.counted_positions for datum in data):
         raise errors.EmptyBatch("every position is masked; set mask to 1 where the loss counts", field="data")
-    return resolved
+    _check_reduction(data, spec.reduction, spec.reduction_count)
+    return replace(spec, loss_fn_config=config)
 
 
-def check_reduction(data: Sequence[Datum], reduction: Reduction, count: int | None) -> None:
-    """Check what a mean is to be divided by against the part of the batch that is here."""
+def _check_reduction(data: Sequence[Datum], reduction: Reduction, count: int | None) -> None:
     if count is None:
         return
     if reduction is Reduction.SUM:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline import codec, errors
 from paceline.client.commands import Outcome
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Datum, ForwardBackwardOutput, Reduction
+from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec, Reduction
 
 MAX_DATUMS = 1024
 """Most datums in one request."""
@@ -59,12 +59,7 @@ class Batch:
 def make_batch(
     run_id: str,
     data: Sequence[Datum],
-    loss_fn: str,
-    loss_fn_config: Mapping[str, float],
-    *,
-    forward_only: bool,
-    reduction: Reduction = Reduction.SUM,
-    refuse_non_finite: bool = False,
+    spec: ForwardBackwardSpec,
 ) -> Batch:
     """Encode and split a batch. Raises EmptyBatch, InvalidDtype, InvalidArgument; nothing has been sent then.
 
@@ -74,15 +69,8 @@ def make_batch(
     if not data:
         raise errors.EmptyBatch("holds no datum; give at least one", field="data")
     with sendable("loss_fn_config"):
-        template = pb.ForwardBackwardRequest(
-            run_id=run_id,
-            loss_fn=loss_fn,
-            loss_fn_config=loss_fn_config,
-            forward_only=forward_only,
-            reduction=codec.reduction_to_proto(reduction),
-            reduction_count=None if reduction is Reduction.SUM else reduction.count(data),
-            refuse_non_finite=refuse_non_finite,
-        )
+        count = None if spec.reduction is Reduction.SUM else spec.reduction.count(data)
+        template = codec.spec_to_proto(run_id, replace(spec, reduction_count=count))
     requests = []
     for part in split([_size(datum) for datum in data]):
         request = pb.ForwardBackwardRequest()

@@ -18,7 +18,7 @@ from paceline.client.commands import CommandQueue, outcomes
 from paceline.client.futures import PacelineFuture
 from paceline.client.worker import Worker
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Datum, ForwardBackwardOutput
+from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec
 from paceline.types.training import Array
 
 LossFn = Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]
@@ -37,7 +37,8 @@ def put_custom_loss(
     weights and gradient as they are, and the run goes on.
     """
     own = list(data)
-    forward = make_batch(run_id, [_without_weights(datum) for datum in own], "cross_entropy", {}, forward_only=True)
+    spec = ForwardBackwardSpec("cross_entropy", forward_only=True)
+    forward = make_batch(run_id, [_without_weights(datum) for datum in own], spec)
     count = len(forward.requests)
     worker = Worker()
 

@@ -20,6 +20,7 @@ from paceline.types import (
     CheckpointKind,
     Datum,
     ForwardBackwardOutput,
+    ForwardBackwardSpec,
     ModelRef,
     OptimizerParams,
     OptimStepOutput,
@@ -77,7 +78,7 @@ class TrainingClient(Connected):
         reduction: ReductionName = "sum",
     ) -> PacelineFuture[ForwardBackwardOutput]:
         """Compute a loss and log-probabilities without a gradient. Arguments and errors as `forward_backward`."""
-        return self._pass(data, loss_fn, loss_fn_config, reduction, forward_only=True)
+        return self._pass(data, _spec(loss_fn, loss_fn_config, reduction, forward_only=True))
 
     forward_async = awaitable(forward)
 
@@ -104,9 +105,8 @@ class TrainingClient(Connected):
         MissingField, InvalidArgument, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob,
         OutOfRange, SequenceTooLong, NonFiniteLoss, OutOfMemory.
         """
-        return self._pass(
-            data, loss_fn, loss_fn_config, reduction, forward_only=False, refuse_non_finite=refuse_non_finite
-        )
+        spec = _spec(loss_fn, loss_fn_config, reduction, refuse_non_finite=refuse_non_finite)
+        return self._pass(data, spec)
 
     forward_backward_async = awaitable(forward_backward)
 
@@ -232,27 +232,8 @@ class TrainingClient(Connected):
 
     get_tokenizer = blocking(get_tokenizer_async)
 
-    def _pass(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float] | None,
-        reduction: ReductionName,
-        *,
-        forward_only: bool,
-        refuse_non_finite: bool = False,
-    ) -> PacelineFuture[ForwardBackwardOutput]:
-        if reduction not in _REDUCTIONS:
-            raise errors.InvalidArgument(f"is {reduction!r}; use {', '.join(_REDUCTIONS)}", field="reduction")
-        batch = make_batch(
-            self.run_id,
-            data,
-            loss_fn,
-            config or {},
-            forward_only=forward_only,
-            reduction=_REDUCTIONS[reduction],
-            refuse_non_finite=refuse_non_finite,
-        )
+    def _pass(self, data: Sequence[Datum], spec: ForwardBackwardSpec) -> PacelineFuture[ForwardBackwardOutput]:
+        batch = make_batch(self.run_id, data, spec)
         return self._queue.put(self.transport.trainer.ForwardBackward, batch.requests, batch.merge)
 
     def _save(
@@ -280,6 +261,14 @@ class TrainingClient(Connected):
             lambda replies: codec.run_from_proto(only(replies).run),
             barrier=True,
         )
+
+
+def _spec(
+    loss_fn: str, config: Mapping[str, float] | None, reduction: ReductionName, **options: bool
+) -> ForwardBackwardSpec:
+    if reduction not in _REDUCTIONS:
+        raise errors.InvalidArgument(f"is {reduction!r}; use {', '.join(_REDUCTIONS)}", field="reduction")
+    return ForwardBackwardSpec(loss_fn, config or {}, _REDUCTIONS[reduction], **options)
 
 
 def _optim_step_from_proto(message: pb.OptimStepResponse) -> OptimStepOutput:

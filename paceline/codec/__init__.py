@@ -29,8 +29,8 @@ from paceline.codec.training import (
     output_to_proto,
     parameters_from_proto,
     put_parameters,
-    reduction_from_proto,
-    reduction_to_proto,
+    spec_from_proto,
+    spec_to_proto,
 )
 
 __all__ = [
@@ -53,8 +53,6 @@ __all__ = [
     "put_parameters",
     "quota_from_proto",
     "quota_to_proto",
-    "reduction_from_proto",
-    "reduction_to_proto",
     "run_from_proto",
     "run_to_proto",
     "sample_result_from_proto",
@@ -64,6 +62,8 @@ __all__ = [
     "served_model_from_proto",
     "served_model_to_proto",
     "spans_to_proto",
+    "spec_from_proto",
+    "spec_to_proto",
     "tensor_from_proto",
     "tensor_to_proto",
     "token_ids_from_proto",

@@ -5,7 +5,15 @@ from __future__ import annotations
 from paceline import errors
 from paceline.codec.tensors import FLOATS, INTEGERS, MASKS, tensor_from_proto, tensor_to_proto, token_ids_from_proto
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
-from paceline.types import Datum, FullParameters, LoraConfig, Reduction, RunParameters, WeightStorage
+from paceline.types import (
+    Datum,
+    ForwardBackwardSpec,
+    FullParameters,
+    LoraConfig,
+    Reduction,
+    RunParameters,
+    WeightStorage,
+)
 from paceline.types.training import MASK_INPUTS, MULTI_TARGET_INPUTS, TOKEN_INPUTS, Array
 from paceline.types.v1 import datum_pb2, full_pb2, lora_pb2
 
@@ -52,13 +60,32 @@ def output_from_proto(message: datum_pb2.DatumOutput, field: str) -> dict[str, A
     }
 
 
-def reduction_to_proto(reduction: Reduction) -> trainer_pb.Reduction.ValueType:
-    """Encode how a batch's losses are reduced."""
-    return trainer_pb.Reduction.ValueType(reduction.value)
+def spec_to_proto(run_id: str, spec: ForwardBackwardSpec) -> trainer_pb.ForwardBackwardRequest:
+    """Encode what is computed of a batch, without the batch."""
+    return trainer_pb.ForwardBackwardRequest(
+        run_id=run_id,
+        loss_fn=spec.loss_fn,
+        loss_fn_config=spec.loss_fn_config,
+        reduction=trainer_pb.Reduction.ValueType(spec.reduction.value),
+        reduction_count=spec.reduction_count,
+        forward_only=spec.forward_only,
+        refuse_non_finite=spec.refuse_non_finite,
+    )
 
 
-def reduction_from_proto(value: trainer_pb.Reduction.ValueType) -> Reduction:
-    """Decode how a batch's losses are reduced; not set means the sum. Raises InvalidArgument for an unknown one."""
+def spec_from_proto(request: trainer_pb.ForwardBackwardRequest) -> ForwardBackwardSpec:
+    """Decode what is computed of a batch. Raises InvalidArgument for an unknown reduction."""
+    return ForwardBackwardSpec(
+        loss_fn=request.loss_fn,
+        loss_fn_config=dict(request.loss_fn_config),
+        reduction=_reduction_from_proto(request.reduction),
+        reduction_count=request.reduction_count if request.HasField("reduction_count") else None,
+        forward_only=request.forward_only,
+        refuse_non_finite=request.refuse_non_finite,
+    )
+
+
+def _reduction_from_proto(value: trainer_pb.Reduction.ValueType) -> Reduction:
     if value not in trainer_pb.Reduction.values():
         known = ", ".join(member.name for member in Reduction)
         raise errors.InvalidArgument(f"is {value}; send one of {known}", field="reduction")

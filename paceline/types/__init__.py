@@ -27,6 +27,7 @@ from paceline.types.sampling import (
 from paceline.types.training import (
     Datum,
     ForwardBackwardOutput,
+    ForwardBackwardSpec,
     FullParameters,
     LoraConfig,
     OptimStepOutput,
@@ -47,6 +48,7 @@ __all__ = [
     "CheckpointKind",
     "Datum",
     "ForwardBackwardOutput",
+    "ForwardBackwardSpec",
     "FullParameters",
     "LoraConfig",
     "ModelCertificate",

@@ -149,6 +149,21 @@ class Reduction(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardBackwardSpec:
+    """What a forward_backward computes of its data."""
+
+    loss_fn: str
+    loss_fn_config: Mapping[str, float] = field(default_factory=dict)
+    reduction: Reduction = Reduction.SUM
+    reduction_count: int | None = None
+    """What a mean divides by where the data is a part of a batch; None means that it is the whole."""
+    forward_only: bool = False
+    """Compute no gradient."""
+    refuse_non_finite: bool = False
+    """Fail, and leave the run as it was, where the loss or the gradient holds NaN or infinity."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoraConfig:
     """The low-rank adapter that a run trains (LoRA, arXiv 2106.09685)."""
 

@@ -11,7 +11,7 @@ from support.models.tiny_models import make_tiny
 from support.stacks.sampler_contract import IDS, PROMPT, options_for
 
 from paceline.errors import InvalidShape
-from paceline.types import Datum, LoraConfig
+from paceline.types import Datum, ForwardBackwardSpec, LoraConfig
 from sampler_service.engine.protocol import Adapter
 from sampler_service.engine.vllm.engine import VllmEngine
 from trainer_service.engine.options import EngineOptions
@@ -43,7 +43,7 @@ def trained(directory, lora):
 def score(trainer, run_id):
     inputs = {"target_tokens": np.array(TOKENS[1:]), "weights": np.ones(len(TOKENS) - 1, np.float32)}
     datum = Datum(np.array(TOKENS[:-1], np.int32), inputs)
-    output = trainer.forward_backward(run_id, [datum], "cross_entropy", {}, forward_only=True)
+    output = trainer.forward_backward(run_id, [datum], ForwardBackwardSpec("cross_entropy", forward_only=True))
     return output.loss_fn_outputs[0]["logprobs"]
 
 

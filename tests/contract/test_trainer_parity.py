@@ -9,7 +9,7 @@ from support.models.formulas import log_softmax
 from support.models.tiny_models import VOCAB_SIZE
 from support.stacks.sampler_contract import IDS, PROMPT, ask, complete
 
-from paceline.types import Datum, LoraConfig
+from paceline.types import Datum, ForwardBackwardSpec, LoraConfig
 from sampler_service.engine.protocol import Adapter
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -31,7 +31,7 @@ def predictions(trainer: PeftEngine, run_id: str, tokens: list[int]) -> np.ndarr
     everything = np.tile(np.arange(VOCAB_SIZE), (len(tokens) - 1, 1))
     inputs = {"target_tokens": everything, "weights": np.ones(everything.shape, np.float32)}
     datum = Datum(np.array(tokens[:-1], np.int32), inputs)
-    output = trainer.forward_backward(run_id, [datum], "cross_entropy", {}, forward_only=True)
+    output = trainer.forward_backward(run_id, [datum], ForwardBackwardSpec("cross_entropy", forward_only=True))
     return output.loss_fn_outputs[0]["logprobs"].astype(np.float64)
 
 

@@ -6,7 +6,7 @@ import torch
 from support.models.engine_cases import ADAM, make_data, weights
 from support.models.tiny_models import make_tiny_llama
 
-from paceline.types import LoraConfig
+from paceline.types import ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -40,7 +40,7 @@ def test_losses_and_steps_equal_those_of_the_cpu(model, loss):
     outcomes = []
     for device in ("cpu", "cuda"):
         engine = make_engine(model, device=device)
-        first = engine.forward_backward("run", data_for(loss), loss, {}, forward_only=False)
+        first = engine.forward_backward("run", data_for(loss), ForwardBackwardSpec(loss))
         step = engine.optim_step("run", ADAM)
         outcomes.append((first.metrics["loss:sum"], step.grad_norm))
     np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=1e-4)
@@ -56,7 +56,9 @@ def test_bfloat16_stays_close_to_float32(model):
     exact, fast = (make_engine(model, device="cuda", dtype=dtype) for dtype in ("float32", "bfloat16"))
     data = data_for("cross_entropy")
     losses = [
-        engine.forward_backward("run", data, "cross_entropy", {}, forward_only=True).metrics["loss:sum"]
+        engine.forward_backward("run", data, ForwardBackwardSpec("cross_entropy", forward_only=True)).metrics[
+            "loss:sum"
+        ]
         for engine in (exact, fast)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
@@ -64,7 +66,7 @@ def test_bfloat16_stays_close_to_float32(model):
 
 def test_a_state_checkpoint_restores_every_weight_on_a_gpu(model, tmp_path):
     engine = make_engine(model, device="cuda")
-    engine.forward_backward("run", data_for("cross_entropy"), "cross_entropy", {}, forward_only=False)
+    engine.forward_backward("run", data_for("cross_entropy"), ForwardBackwardSpec("cross_entropy"))
     engine.optim_step("run", ADAM)
     engine.save_state("run", tmp_path)
     other = make_engine(model, device="cuda")

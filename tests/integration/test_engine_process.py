@@ -28,7 +28,7 @@ from paceline.errors import (
     RunNotFound,
 )
 from paceline.own_directory import OwnDirectory
-from paceline.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
+from paceline.types import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.messages import SaveState
 from trainer_service.engine.options import EngineOptions
@@ -96,9 +96,9 @@ async def test_every_command_answers_as_in_this_process(options, engine, tmp_pat
     await remote.delete_run("own")
     for seed in range(2):
         for forward_only in (False, True):
-            arguments = ("run", make_data(seed=seed), "ppo", {"clip_high_threshold": 1.3})
-            theirs = await remote.forward_backward(*arguments, forward_only=forward_only)
-            ours = local.forward_backward(*arguments, forward_only=forward_only)
+            spec = ForwardBackwardSpec("ppo", {"clip_high_threshold": 1.3}, forward_only=forward_only)
+            theirs = await remote.forward_backward("run", make_data(seed=seed), spec)
+            ours = local.forward_backward("run", make_data(seed=seed), spec)
             assert theirs.metrics == ours.metrics
             for their_output, our_output in zip(theirs.loss_fn_outputs, ours.loss_fn_outputs, strict=True):
                 np.testing.assert_array_equal(their_output["logprobs"], our_output["logprobs"])
@@ -127,9 +127,9 @@ async def test_every_command_answers_as_in_this_process(options, engine, tmp_pat
 @pytest.mark.asyncio(loop_scope="module")
 async def test_queued_commands_are_executed_in_order(engine):
     calls = [
-        engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False),
+        engine.forward_backward("run", make_data(), ForwardBackwardSpec("ppo")),
         engine.optim_step("run", ADAM),
-        engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False),
+        engine.forward_backward("run", make_data(), ForwardBackwardSpec("ppo")),
         engine.optim_step("run", ADAM),
     ]
     _, first, _, second = await asyncio.gather(*calls)
@@ -138,7 +138,7 @@ async def test_queued_commands_are_executed_in_order(engine):
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_commands_go_on_while_what_was_captured_is_written(engine, tmp_path):
-    await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+    await engine.forward_backward("run", make_data(), ForwardBackwardSpec("ppo"))
     await engine.optim_step("run", ADAM)
     await engine.save_state("run", new(tmp_path / "at once"))
     order = []
@@ -146,7 +146,7 @@ async def test_commands_go_on_while_what_was_captured_is_written(engine, tmp_pat
     os.mkfifo(pipe)  # whoever writes into it waits for a reader
     saving = asyncio.ensure_future(engine.save_state("run", pipe.parent, lambda: order.append("captured")))
     await asyncio.sleep(0)
-    await engine.forward_backward("run", make_data(seed=3), "ppo", {}, forward_only=False)
+    await engine.forward_backward("run", make_data(seed=3), ForwardBackwardSpec("ppo"))
     order.append((await engine.optim_step("run", ADAM)).step)
     assert order == ["captured", 2]
     assert not saving.done()
@@ -163,7 +163,7 @@ async def test_a_full_disk_is_the_answer_of_what_was_written_and_the_engine_goes
     (tmp_path / "adapter_model.safetensors").symlink_to("/dev/full")
     with pytest.raises(DiskFull):
         await engine.save_state("run", tmp_path)
-    await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+    await engine.forward_backward("run", make_data(), ForwardBackwardSpec("ppo"))
     assert (await engine.optim_step("run", ADAM)).step == 1
 
 
@@ -177,7 +177,7 @@ async def test_a_death_while_one_command_executes_and_another_is_written_is_char
 
         async def begin():
             await engine.create_run("run", LORA)
-            await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+            await engine.forward_backward("run", make_data(), ForwardBackwardSpec("ppo"))
             saving = asyncio.ensure_future(engine.save_state("run", tmp_path))
             await asyncio.sleep(0)
             return saving, asyncio.ensure_future(engine.optim_step("run", ADAM))
@@ -214,7 +214,7 @@ async def test_unforeseen_errors_are_internal_and_their_text_stays_in_the_log(op
         await engine.create_run("run", LORA)
         data = [Datum(outside, make_data((4,))[0].loss_inputs)]
         with pytest.raises(Internal) as internal:
-            await engine.forward_backward("run", data, "ppo", {}, forward_only=False)
+            await engine.forward_backward("run", data, ForwardBackwardSpec("ppo"))
         assert (await engine.create_run("next", LORA)).trainable_parameters > 0, "the engine lives on"
     log = capfd.readouterr().err
     assert internal.value.metadata["error_id"] in log
@@ -235,7 +235,7 @@ async def test_a_killed_engine_is_an_error_and_restarts(options):
         assert engine.pid != first
         assert exits == [-signal.SIGKILL]
         await engine.create_run("run", LORA)
-        output = await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+        output = await engine.forward_backward("run", make_data(), ForwardBackwardSpec("ppo"))
         assert output.metrics["tokens:sum"] > 0
     assert len(exits) == 1, "closing is no death"
     with pytest.raises(EngineUnavailable):
@@ -249,7 +249,7 @@ async def test_an_engine_that_is_stopped_is_killed_and_its_calls_fail_as_of_a_de
         await engine.create_run("run", LORA)
         os.kill(behind(engine.pid), signal.SIGSTOP)
         with pytest.raises(EngineUnavailable):
-            await engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False)
+            await engine.forward_backward("run", make_data(), ForwardBackwardSpec("ppo"))
         await engine.restart()
         assert exits == [-signal.SIGKILL]
         await engine.create_run("run", LORA)
@@ -277,7 +277,7 @@ async def test_a_death_is_charged_to_the_command_that_was_executing_alone(option
         await engine.create_run("run", LORA)
         await engine.create_run("idle", LORA)
         calls = (
-            engine.forward_backward("run", make_data(), "ppo", {}, forward_only=False),
+            engine.forward_backward("run", make_data(), ForwardBackwardSpec("ppo")),
             engine.optim_step("run", ADAM),
         )
         assert await outcomes(calls) == [EngineDiedError, EngineUnavailable]
@@ -292,7 +292,7 @@ async def test_a_command_that_kills_the_engine_in_a_joint_pass_is_found_and_no_o
 
         async def call(*run_ids):
             return await outcomes(
-                engine.forward_backward(run_id, data[run_id], "ppo", {}, forward_only=False) for run_id in run_ids
+                engine.forward_backward(run_id, data[run_id], ForwardBackwardSpec("ppo")) for run_id in run_ids
             )
 
         for run_id in data:
@@ -311,18 +311,18 @@ async def test_a_sequence_that_the_process_has_no_memory_for_is_refused_with_wha
     async with EngineProcess(replace(options, pack_tokens=32_768)) as engine:
         for name in ("long", "other"):
             await engine.create_run(name, LORA)
-            await engine.forward_backward(name, ready, "ppo", {}, forward_only=False)
+            await engine.forward_backward(name, ready, ForwardBackwardSpec("ppo"))
         with short_of_memory(behind(engine.pid), 48 << 20):
             refused, other = await asyncio.gather(
-                engine.forward_backward("long", long, "ppo", {}, forward_only=False),
-                engine.forward_backward("other", ready, "ppo", {}, forward_only=False),
+                engine.forward_backward("long", long, ForwardBackwardSpec("ppo")),
+                engine.forward_backward("other", ready, ForwardBackwardSpec("ppo")),
                 return_exceptions=True,
             )
             assert isinstance(refused, OutOfMemory)
             assert refused.field == "data[0]"
             fitting = int(refused.metadata["fitting_tokens"])
             assert 0 < fitting < 20_000
-            await engine.forward_backward("long", make_data((fitting,)), "ppo", {}, forward_only=False)
+            await engine.forward_backward("long", make_data((fitting,)), ForwardBackwardSpec("ppo"))
         assert isinstance(other, ForwardBackwardOutput)
         for name in ("long", "other"):
             assert (await engine.optim_step(name, ADAM)).step == 1

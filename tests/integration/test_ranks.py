@@ -21,7 +21,7 @@ from support.models.tiny_models import VOCAB_SIZE, make_tiny, make_tiny_llama, m
 from tiny_architectures import make_architecture
 
 from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory, Unsupported
-from paceline.types import AdamParams, Datum, FullParameters, LoraConfig, PackingMode, Reduction
+from paceline.types import AdamParams, Datum, ForwardBackwardSpec, FullParameters, LoraConfig, PackingMode, Reduction
 from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -194,7 +194,7 @@ async def test_what_the_tolerance_hides_is_less_than_a_thousandth_of_any_datum(o
         one.create_run("run", LORAS["all"])
         data = make_data(LENGTHS)
         data[index].loss_inputs["advantages"] *= np.float32(weight)
-        one.forward_backward("run", data, "cispo", {}, forward_only=False)
+        one.forward_backward("run", data, ForwardBackwardSpec("cispo"))
         results.append({name: gradient.numpy() for name, gradient in gradients(one).items()})
     assert max(distance(results[1][name], gradient) for name, gradient in results[0].items()) > TOLERANCE
 
@@ -259,7 +259,7 @@ async def test_what_fails_on_one_rank_fails_on_both_and_changes_nothing(pair, tm
     broken[0] = Datum(np.full(5, VOCAB_SIZE + 5, np.int32), broken[0].loss_inputs)
     for forward_only in (False, True):
         with pytest.raises(Internal):
-            await two.forward_backward("run", broken, "cispo", {}, forward_only=forward_only)
+            await two.forward_backward("run", broken, ForwardBackwardSpec("cispo", forward_only=forward_only))
     await two.save_state("run", emptied(of_two))
     assert contents(of_two) == before
     await train_alike(pair, make_data(LENGTHS, seed=1))
@@ -270,7 +270,7 @@ async def test_out_of_memory_on_one_rank_is_so_on_both(pair):
     two, _ = pair
     await train_alike(pair, make_data(LENGTHS))
     with short_of_memory(Processes(two).ranks[1], 16 << 20), pytest.raises(OutOfMemory):
-        await two.forward_backward("run", make_data((6000, 6000)), "ppo", {}, forward_only=False)
+        await two.forward_backward("run", make_data((6000, 6000)), ForwardBackwardSpec("ppo"))
     await train_alike(pair, make_data(LENGTHS, seed=1))
     await step_alike(pair)
 
@@ -279,7 +279,7 @@ async def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_on_both(pair
     two, _ = pair
     data = make_data(LENGTHS)
     data[0].loss_inputs["advantages"][:] = np.nan
-    await two.forward_backward("run", data, "ppo", {}, forward_only=False)
+    await two.forward_backward("run", data, ForwardBackwardSpec("ppo"))
     with pytest.raises(NonFiniteGradient):
         await two.optim_step("run", STEADY)
     await train_alike(pair, make_data(LENGTHS, seed=1))
@@ -322,7 +322,7 @@ async def test_runs_of_several_ranks_wait_on_disk_and_a_full_one_is_refused(smal
         await two.create_run("whole", FullParameters())
     assert caught.value.field == "ranks"
     for _ in range(2):
-        work = (two.forward_backward(name, make_data((9, 5)), "ppo", {}, forward_only=False) for name in names)
+        work = (two.forward_backward(name, make_data((9, 5)), ForwardBackwardSpec("ppo")) for name in names)
         outputs = await asyncio.gather(*work)
         losses = [output.metrics["loss:sum"] for output in outputs]
         np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
@@ -337,7 +337,7 @@ async def test_the_death_of_any_process_is_that_of_the_engine(small):
     await begin(two, "run")
     exits.clear()
     processes = Processes(two)
-    work = two.forward_backward("run", make_data((400,) * 200), "ppo", {}, forward_only=False)
+    work = two.forward_backward("run", make_data((400,) * 200), ForwardBackwardSpec("ppo"))
     call = asyncio.create_task(work)
     await asyncio.sleep(0)  # Lets the call be sent.
     os.kill(processes.ranks[1], signal.SIGKILL)
@@ -392,9 +392,9 @@ async def test_a_model_whose_sequences_share_no_pass_trains_on_two_ranks_as_on_o
             one.create_run(name, LoraConfig(rank=4, train_mlp=False))
             await two.create_run(name, LoraConfig(rank=4, train_mlp=False))
         data = make_data(LENGTHS[:5])
-        expected = one.forward_backward("run", data, "cross_entropy", {}, forward_only=False)
+        expected = one.forward_backward("run", data, ForwardBackwardSpec("cross_entropy"))
         got, _ = await asyncio.gather(
-            *(two.forward_backward(n, data, "cross_entropy", {}, forward_only=False) for n in ("run", "beside"))
+            *(two.forward_backward(n, data, ForwardBackwardSpec("cross_entropy")) for n in ("run", "beside"))
         )
         assert got.metrics == pytest.approx(expected.metrics, rel=TOLERANCE)
         norms = one.optim_step("run", STEADY).grad_norm, (await two.optim_step("run", STEADY)).grad_norm

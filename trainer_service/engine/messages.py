@@ -19,12 +19,12 @@ from paceline.errors import CATALOG, Internal, PacelineError
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
+    ForwardBackwardSpec,
     FullParameters,
     LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
-    Reduction,
     RunParameters,
 )
 from paceline.types.optimizers import optimizer_name
@@ -93,26 +93,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
 
     run_id: str
     data: list[Datum]
-    loss_fn: str
-    loss_fn_config: dict[str, float]
-    forward_only: bool
-    reduction: Reduction
-    reduction_count: int | None
-    refuse_non_finite: bool
-
-    def begin(self, engine: TrainerEngine, *, alone: bool) -> None:
-        """Begin the command."""
-        engine.begin(
-            self.run_id,
-            self.data,
-            self.loss_fn,
-            self.loss_fn_config,
-            forward_only=self.forward_only,
-            reduction=self.reduction,
-            reduction_count=self.reduction_count,
-            refuse_non_finite=self.refuse_non_finite,
-            alone=alone,
-        )
+    spec: ForwardBackwardSpec
 
 
 class OptimStep(msgspec.Struct, frozen=True, tag=True):

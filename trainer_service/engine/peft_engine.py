@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,11 +13,11 @@ from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, Pace
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
+    ForwardBackwardSpec,
     LoraConfig,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
-    Reduction,
     RunParameters,
 )
 from trainer_service.engine.certificate.certified_base import load_certified_base
@@ -26,7 +26,7 @@ from trainer_service.engine.distributed.ranks import Ranks
 from trainer_service.engine.loss.specs import loss_spec
 from trainer_service.engine.memory import out_of_memory_named
 from trainer_service.engine.microbatch.executor import Execution
-from trainer_service.engine.microbatch.microbatch import Job, JobKind
+from trainer_service.engine.microbatch.microbatch import Job
 from trainer_service.engine.microbatch.packing import Batch, datum_weights
 from trainer_service.engine.microbatch.scheduler import Scheduler
 from trainer_service.engine.optimizers.base import AnyOptimizer
@@ -119,26 +119,13 @@ class PeftEngine:
         if isinstance(run, LoraRun):
             adapters.remove_adapter(self._model, run_id)
 
-    def begin(
-        self,
-        run_id: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float],
-        *,
-        forward_only: bool,
-        reduction: Reduction = Reduction.SUM,
-        reduction_count: int | None = None,
-        refuse_non_finite: bool = False,
-        alone: bool = False,
-    ) -> Job:
-        run, spec = self._run(run_id), loss_spec(loss_fn)
-        config = spec.resolve_config(loss_fn_config)
-        weights = datum_weights(data, reduction, reduction_count)
-        batch = Batch(data, spec.required_inputs(config), fills=spec.fills(config), weights=weights)
-        alone = alone or isinstance(run, FullRun)
-        kind = JobKind(forward_only=forward_only, refuse_non_finite=refuse_non_finite, alone=alone)
-        job = Job(run, data, batch, loss_fn, config, kind)
+    def begin(self, run_id: str, data: Sequence[Datum], spec: ForwardBackwardSpec, *, alone: bool = False) -> Job:
+        run, loss = self._run(run_id), loss_spec(spec.loss_fn)
+        config = loss.resolve_config(spec.loss_fn_config)
+        weights = datum_weights(data, spec.reduction, spec.reduction_count)
+        batch = Batch(data, loss.required_inputs(config), fills=loss.fills(config), weights=weights)
+        spec = replace(spec, loss_fn_config=config)
+        job = Job(run, data, batch, spec, alone=alone or isinstance(run, FullRun))
         self._jobs.append(job)
         return job
 
@@ -156,12 +143,10 @@ class PeftEngine:
         self,
         run_id: str,
         data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float],
-        **options: Any,
+        spec: ForwardBackwardSpec,
     ) -> ForwardBackwardOutput:
-        """Begin a job, with the options of `begin`, and advance until it is done."""
-        job = self.begin(run_id, data, loss_fn, loss_fn_config, **options)
+        """Begin a job and advance until it is done."""
+        job = self.begin(run_id, data, spec)
         while job not in self.advance(lambda _: None):
             pass
         return job.output()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,10 +11,10 @@ from paceline.errors import EngineUnavailable
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
+    ForwardBackwardSpec,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
-    Reduction,
     RunParameters,
 )
 
@@ -96,24 +96,10 @@ class TrainerEngine(Protocol):
         """Forget a run and free its memory. Unknown runs are ignored."""
         ...
 
-    def begin(
-        self,
-        run_id: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float],
-        *,
-        forward_only: bool,
-        reduction: Reduction = Reduction.SUM,
-        reduction_count: int | None = None,
-        refuse_non_finite: bool = False,
-        alone: bool = False,
-    ) -> Job:
-        """Begin to compute a loss, reduced over tokens and datums; unless `forward_only`, and its gradient for the run.
+    def begin(self, run_id: str, data: Sequence[Datum], spec: ForwardBackwardSpec, *, alone: bool = False) -> Job:
+        """Begin to compute a loss and, unless `forward_only`, its gradient for the run.
 
-        `reduction_count` is what a mean divides by where `data` is a part of a batch; None means that it is the whole.
-        With `refuse_non_finite` the job fails of NaN and infinity (NonFiniteLoss). With `alone` no other run has a part
-        in its passes.
+        Fails with NonFiniteLoss where the spec says so. With `alone` no other run shares its passes.
         """
         ...
 

@@ -24,7 +24,7 @@ from paceline import codec, errors
 from paceline.agreement import PROBE_TOKENS, STATISTICS, shown_difference
 from paceline.layout import new_run_id
 from paceline.log import get_logger
-from paceline.types import Datum, FullParameters, LoraConfig, ModelRef, WeightStorage
+from paceline.types import Datum, ForwardBackwardSpec, FullParameters, LoraConfig, ModelRef, WeightStorage
 from paceline.types.training import Array
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.engine.client.process import EngineProcess
@@ -291,7 +291,8 @@ class Agreements:
         """Return what a run gives as the log-probability of each token but the first: float32 [N - 1]."""
         weights = np.ones(len(tokens) - 1, np.float32)
         datum = Datum(tokens[:-1], {"target_tokens": tokens[1:].astype(np.int64), "weights": weights})
-        output = await self._engine.forward_backward(run_id, [datum], "cross_entropy", {}, forward_only=True)
+        spec = ForwardBackwardSpec("cross_entropy", forward_only=True)
+        output = await self._engine.forward_backward(run_id, [datum], spec)
         return np.asarray(output.loss_fn_outputs[0]["logprobs"], np.float32)
 
     @asynccontextmanager

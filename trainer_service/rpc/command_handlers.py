@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from google.protobuf.message import Message
@@ -13,7 +13,7 @@ from paceline.layout import CheckpointPath
 from paceline.rpc.bounds import check_message
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import CheckpointKind, Datum, Reduction
+from paceline.types import CheckpointKind, Datum
 from trainer_service.publish.watch_hub import AckPolicy
 from trainer_service.runs.command import Command
 from trainer_service.runs.progress import Turn
@@ -45,7 +45,7 @@ class Commands:
         try:
             check_message(command.request)
             if command.method == "ForwardBackward":
-                self._trainer.check_batch(*_batch(command.request))
+                self._trainer.check_batch(_data(command.request), codec.spec_from_proto(command.request))
                 self._trainer.check_room(run, command.size)
         except errors.Unavailable:
             return command  # of what it would be checked against, nothing is known now
@@ -63,12 +63,7 @@ class Commands:
     async def _forward_backward(
         self, run: RunRecord, _: Command, request: pb.ForwardBackwardRequest, __: Turn
     ) -> Message:
-        output = await self._trainer.forward_backward(
-            run,
-            *_batch(request),
-            forward_only=request.forward_only,
-            refuse_non_finite=request.refuse_non_finite,
-        )
+        output = await self._trainer.forward_backward(run, _data(request), codec.spec_from_proto(request))
         outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
         return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)
 
@@ -129,14 +124,5 @@ class Commands:
         )
 
 
-def _batch(
-    request: pb.ForwardBackwardRequest,
-) -> tuple[list[Datum], str, Mapping[str, float], Reduction, int | None]:
-    """Decode a batch, its loss, and how the loss is reduced."""
-    return (
-        [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)],
-        request.loss_fn,
-        request.loss_fn_config,
-        codec.reduction_from_proto(request.reduction),
-        request.reduction_count if request.HasField("reduction_count") else None,
-    )
+def _data(request: pb.ForwardBackwardRequest) -> list[Datum]:
+    return [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)]

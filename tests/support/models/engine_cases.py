@@ -10,7 +10,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import NonFiniteGradient
-from paceline.types import AdamParams, Datum
+from paceline.types import AdamParams, Datum, ForwardBackwardSpec
 from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3
 
 MAKERS = {"llama": make_tiny_llama, "qwen2": make_tiny_qwen2, "qwen3": make_tiny_qwen3}
@@ -42,7 +42,7 @@ def weights(engine, run_id="run"):
 
 
 def train(engine, run_id="run", loss="cross_entropy", data=None, config=None):
-    return engine.forward_backward(run_id, data or make_data(), loss, config or {}, forward_only=False)
+    return engine.forward_backward(run_id, data or make_data(), ForwardBackwardSpec(loss, config or {}))
 
 
 def warmed(engine, run_id="run"):

@@ -13,7 +13,7 @@ from paceline import codec, errors
 from paceline.codec.tensors import FLOATS, INTEGERS, MASKS
 from paceline.codec.times import timestamp_from_proto, timestamp_to_proto
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
-from paceline.trainer.v1.trainer_service_pb2 import OptimStepRequest
+from paceline.trainer.v1.trainer_service_pb2 import ForwardBackwardRequest, OptimStepRequest
 from paceline.types import (
     AdafactorParams,
     Adam8bitParams,
@@ -25,6 +25,7 @@ from paceline.types import (
     Checkpoint,
     CheckpointKind,
     Datum,
+    ForwardBackwardSpec,
     LoraConfig,
     ModelCertificate,
     ModelInfo,
@@ -295,15 +296,28 @@ def test_several_targets_per_position_keep_their_shape():
     np.testing.assert_array_equal(output["logprobs"], inputs["weights"])
 
 
-@given(st.sampled_from(Reduction))
-def test_reductions(reduction):
-    assert codec.reduction_from_proto(codec.reduction_to_proto(reduction)) is reduction
+SPECS = st.builds(
+    ForwardBackwardSpec,
+    st.text(),
+    st.dictionaries(st.text(), st.floats(allow_nan=False)),
+    st.sampled_from(Reduction),
+    st.none() | st.integers(0, 2**31 - 1),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@given(SPECS)
+def test_specs_of_forward_backward(spec):
+    request = codec.spec_to_proto("run", spec)
+    assert request.run_id == "run"
+    assert codec.spec_from_proto(request) == spec
 
 
 def test_an_unset_reduction_is_the_sum_and_an_unknown_one_is_refused():
-    assert codec.reduction_from_proto(0) is Reduction.SUM
+    assert codec.spec_from_proto(ForwardBackwardRequest()).reduction is Reduction.SUM
     with pytest.raises(errors.InvalidArgument) as caught:
-        codec.reduction_from_proto(9)
+        codec.spec_from_proto(ForwardBackwardRequest(reduction=9))
     assert caught.value.field == "reduction"
 
 

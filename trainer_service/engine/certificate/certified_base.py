@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import OutOfMemory, PacelineError, Unsupported
-from paceline.types import Datum, LoraConfig, ModelCertificate
+from paceline.types import Datum, ForwardBackwardSpec, LoraConfig, ModelCertificate
 from paceline.types.training import Array
 from trainer_service.engine import messages
 from trainer_service.engine.certificate.certificate import InDoubtError, Results, Verdict, certify
@@ -24,7 +24,7 @@ from trainer_service.engine.certificate.stock import RANK, Stock, Weights, measu
 from trainer_service.engine.distributed.ranks import Ranks
 from trainer_service.engine.distributed.sharding import ShardedModel
 from trainer_service.engine.microbatch.executor import Execution
-from trainer_service.engine.microbatch.microbatch import Job, JobKind
+from trainer_service.engine.microbatch.microbatch import Job
 from trainer_service.engine.microbatch.packing import Batch
 from trainer_service.engine.microbatch.scheduler import Scheduler
 from trainer_service.engine.model.base_model import hidden_states, load_base_model, output_head
@@ -274,8 +274,8 @@ class _Loading:
         return run
 
     def _job(self, run: LoraRun, data: list[Datum], *, forward_only: bool = False) -> Job:
-        kind = JobKind(forward_only=forward_only, refuse_non_finite=False, alone=False)
-        return Job(run, data, Batch(data, ("target_tokens", "weights")), "cross_entropy", {}, kind)
+        spec = ForwardBackwardSpec("cross_entropy", forward_only=forward_only)
+        return Job(run, data, Batch(data, ("target_tokens", "weights")), spec)
 
     def _finish(self, jobs: list[Job], announce: Callable[[Sequence[str]], None]) -> None:
         """Do passes until all jobs are done. Raises what one failed of."""

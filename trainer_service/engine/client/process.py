@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -12,10 +12,10 @@ from paceline.errors import EngineUnavailable
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
+    ForwardBackwardSpec,
     ModelInfo,
     OptimizerParams,
     OptimStepOutput,
-    Reduction,
     RunParameters,
 )
 from trainer_service.engine import messages
@@ -107,17 +107,9 @@ class EngineProcess:
         self,
         run_id: str,
         data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float],
-        *,
-        forward_only: bool,
-        reduction: Reduction = Reduction.SUM,
-        reduction_count: int | None = None,
-        refuse_non_finite: bool = False,
+        spec: ForwardBackwardSpec,
     ) -> ForwardBackwardOutput:
-        options = (forward_only, reduction, reduction_count, refuse_non_finite)
-        command = messages.ForwardBackward(run_id, list(data), loss_fn, dict(loss_fn_config), *options)
-        return await self._call(command, ForwardBackwardOutput)
+        return await self._call(messages.ForwardBackward(run_id, list(data), spec), ForwardBackwardOutput)
 
     async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         return await self._call(messages.OptimStep.of(run_id, params), OptimStepOutput)

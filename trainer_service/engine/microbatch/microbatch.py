@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from paceline.types import Datum, ForwardBackwardOutput
+from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec
 from paceline.types.training import Array
 from trainer_service.engine import messages
 from trainer_service.engine.distributed.ranks import Ranks
@@ -16,18 +16,6 @@ from trainer_service.engine.loss.losses import LOSSES, TokenLoss
 from trainer_service.engine.loss.non_finite import count_non_finite, refuse_non_finite
 from trainer_service.engine.microbatch.packing import Batch, Pack, Segment, scatter_logprobs
 from trainer_service.engine.runs.run import EngineRun
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobKind:
-    """How a job is to be done."""
-
-    forward_only: bool
-    """Compute no gradient."""
-    refuse_non_finite: bool
-    """Fail where the loss or the gradient holds NaN or infinity."""
-    alone: bool
-    """Share no pass with other jobs."""
 
 
 class Job:
@@ -38,21 +26,20 @@ class Job:
         run: EngineRun,
         data: Sequence[Datum],
         batch: Batch,
-        loss_fn: str,
-        config: Mapping[str, float],
-        kind: JobKind,
+        spec: ForwardBackwardSpec,
+        *,
+        alone: bool = False,
     ) -> None:
-        """Take a run's data, the same as a batch, and the name and resolved settings of a loss."""
-        self.run, self.batch, self._kind = run, batch, kind
+        """Take a run's data, the same as a batch, and a spec with the loss's resolved settings."""
+        self.run, self.batch, self._spec, self.alone = run, batch, spec, alone
         self.error: Exception | None = None
         """What it failed of."""
         self.seed: int | None = None
         """What dropout is drawn from."""
         self._rng_state = run.rng_state
-        if run.drops and not kind.forward_only:
+        if run.drops and not spec.forward_only:
             self.seed, self._rng_state = run.draw_seed()
         self._groups = batch.segments()
-        self._loss_fn, self._config = loss_fn, config
         self._outputs = [np.zeros(datum.loss_inputs["target_tokens"].shape, np.float32) for datum in data]
         self._counted: set[int] = set()
         """Datums that this rank has done."""
@@ -61,11 +48,7 @@ class Job:
 
     @property
     def forward_only(self) -> bool:
-        return self._kind.forward_only
-
-    @property
-    def alone(self) -> bool:
-        return self._kind.alone
+        return self._spec.forward_only
 
     @property
     def run_id(self) -> str:
@@ -88,7 +71,7 @@ class Job:
 
     def loss(self, logprobs: Tensor, pack: Pack) -> TokenLoss:
         """Compute the weighted loss at a pack's counted positions."""
-        result = LOSSES[self._loss_fn](logprobs, pack.loss_inputs, self._config)
+        result = LOSSES[self._spec.loss_fn](logprobs, pack.loss_inputs, self._spec.loss_fn_config)
         return TokenLoss(result.loss * pack.weights, result.means)
 
     def add(self, pack: Pack, logprobs: Array, totals: Totals, gradients: Sequence[Tensor | None]) -> None:
@@ -122,7 +105,7 @@ class Job:
         """Add the gradient to the run's, once everything is done. Raises NonFiniteLoss where that was asked for."""
         if not self.forward_only:
             self._totals.elements = count_non_finite(self._gradients)
-        if self._kind.refuse_non_finite:
+        if self._spec.refuse_non_finite:
             refuse_non_finite(self._totals.positions, self._totals.elements or 0)
         if not self.forward_only:
             self.run.add_gradient(self._gradients, self._totals.tokens)

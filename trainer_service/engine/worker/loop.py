@@ -89,7 +89,7 @@ class Worker:
 
     def _begin(self, request: messages.Request, command: messages.ForwardBackward) -> None:
         try:
-            command.begin(self._engine, alone=request.alone)
+            self._engine.begin(command.run_id, command.data, command.spec, alone=request.alone)
         except Exception as error:
             self._send(messages.Reply(request.id, _NOTHING, failure_of(error, _name(request))))
         else:

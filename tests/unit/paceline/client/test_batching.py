@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline import Datum, codec, errors
 from paceline.client.batching import MAX_BYTES, MAX_DATUMS, Batch, make_batch, merge_metrics, split
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Reduction
+from paceline.types import ForwardBackwardSpec, Reduction
 
 
 def datum_of(length):
@@ -19,7 +19,7 @@ def datum_of(length):
 
 
 def batch_of(lengths):
-    return make_batch("run", [datum_of(length) for length in lengths], "cross_entropy", {}, forward_only=False)
+    return make_batch("run", [datum_of(length) for length in lengths], ForwardBackwardSpec("cross_entropy"))
 
 
 def reply(*values, **metrics):
@@ -58,7 +58,9 @@ def test_a_part_holds_at_most_1024_datums():
 
 def test_every_part_carries_the_settings():
     data = [datum_of(1)] * 1025
-    for request in make_batch("run", data, "ppo", {"clip_low_threshold": 0.8}, forward_only=True).requests:
+    for request in make_batch(
+        "run", data, ForwardBackwardSpec("ppo", {"clip_low_threshold": 0.8}, forward_only=True)
+    ).requests:
         assert (request.run_id, request.loss_fn, request.forward_only) == ("run", "ppo", True)
         assert request.loss_fn_config == {"clip_low_threshold": 0.8}
 
@@ -69,7 +71,7 @@ def test_every_part_is_told_what_the_mean_over_the_whole_batch_divides_by(reduct
     data[0].loss_inputs["mask"] = np.array([0, 0], np.uint8)
     data[1].loss_inputs["mask"] = np.array([0, 1], np.uint8)
     data[2].loss_inputs["mask"] = np.array([1, 0], np.uint8)
-    requests = make_batch("run", data, "cross_entropy", {}, forward_only=False, reduction=reduction).requests
+    requests = make_batch("run", data, ForwardBackwardSpec("cross_entropy", reduction=reduction)).requests
     assert [(part.reduction, part.reduction_count) for part in requests] == [(reduction.value, count)] * 2
 
 
@@ -88,13 +90,13 @@ def test_an_empty_batch_is_refused():
 def test_a_dtype_that_cannot_be_sent_is_refused_by_the_name_of_its_field():
     wrong = Datum(np.arange(3, dtype=np.int32), {"advantages": np.zeros(3, np.complex64)})
     with pytest.raises(errors.InvalidDtype) as caught:
-        make_batch("run", [datum_of(3), wrong], "ppo", {}, forward_only=False)
+        make_batch("run", [datum_of(3), wrong], ForwardBackwardSpec("ppo"))
     assert caught.value.field == "data[1].loss_inputs[advantages]"
 
 
 def test_a_setting_that_is_no_number_is_refused_by_the_name_of_its_field():
     with pytest.raises(errors.InvalidArgument) as caught:
-        make_batch("run", [datum_of(1)], "ppo", {"clip_low_threshold": "low"}, forward_only=False)
+        make_batch("run", [datum_of(1)], ForwardBackwardSpec("ppo", {"clip_low_threshold": "low"}))
     assert caught.value.field == "loss_fn_config"
 
 
@@ -136,6 +138,6 @@ def test_the_first_failure_is_raised():
 
 def test_every_part_asks_to_be_refused_where_the_batch_does():
     batch = make_batch(
-        "run", [datum_of(4)] * (MAX_DATUMS + 1), "cross_entropy", {}, forward_only=False, refuse_non_finite=True
+        "run", [datum_of(4)] * (MAX_DATUMS + 1), ForwardBackwardSpec("cross_entropy", refuse_non_finite=True)
     )
     assert [request.refuse_non_finite for request in batch.requests] == [True, True]

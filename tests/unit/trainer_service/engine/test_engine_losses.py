@@ -8,7 +8,7 @@ import torch
 from support.models.engine_cases import gradients, make_data, train, warmed
 from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
 
-from paceline.types import Datum, LoraConfig, Reduction
+from paceline.types import Datum, ForwardBackwardSpec, LoraConfig, Reduction
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -38,7 +38,7 @@ def engine(make_engine):
 def passed(engine, data, loss="cross_entropy", config=None, **reduction):
     """The output of one pass and the gradient that it gave."""
     engine._runs["run"].drop_gradient()
-    output = engine.forward_backward("run", data, loss, config or {}, forward_only=False, **reduction)
+    output = engine.forward_backward("run", data, ForwardBackwardSpec(loss, config or {}, **reduction))
     return output, gradients(engine)
 
 
@@ -88,7 +88,7 @@ def test_parts_of_a_batch_add_up_to_its_mean(engine, reduction):
     losses = 0.0
     for part in (data[:1], data[1:]):
         output = engine.forward_backward(
-            "run", part, "ppo", {}, forward_only=False, reduction=reduction, reduction_count=reduction.count(data)
+            "run", part, ForwardBackwardSpec("ppo", reduction=reduction, reduction_count=reduction.count(data))
         )
         losses += output.metrics["loss:sum"]
     assert losses == pytest.approx(whole.metrics["loss:sum"], rel=1e-5)

@@ -16,7 +16,7 @@ from paceline.errors import (
     OutOfRange,
     RunNotFound,
 )
-from paceline.types import AdamParams, LoraConfig
+from paceline.types import AdamParams, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.base_model import load_base_model
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -69,7 +69,7 @@ def test_creating_a_run_and_training_leave_the_global_generator_alone(engine):
 
 def test_a_fresh_adapter_changes_nothing_and_b_is_zero(engine, models):
     data = make_data((12,), masked=False)
-    output = engine.forward_backward("run", data, "cross_entropy", {}, forward_only=True)
+    output = engine.forward_backward("run", data, ForwardBackwardSpec("cross_entropy", forward_only=True))
     stock = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
     logits = stock(input_ids=torch.from_numpy(data[0].model_input.astype(np.int64))[None]).logits[0]
     targets = torch.from_numpy(data[0].loss_inputs["target_tokens"])
@@ -170,7 +170,9 @@ def test_dropout_acts_in_training_only(make_engine):
     engine.create_run("run", LoraConfig(rank=4, dropout=0.5))
     warmed(engine)
     evaluated = [
-        engine.forward_backward("run", make_data(), "cross_entropy", {}, forward_only=True).metrics["loss:sum"]
+        engine.forward_backward("run", make_data(), ForwardBackwardSpec("cross_entropy", forward_only=True)).metrics[
+            "loss:sum"
+        ]
         for _ in range(2)
     ]
     trained = [train(engine).metrics["loss:sum"] for _ in range(2)]

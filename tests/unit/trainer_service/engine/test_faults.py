@@ -9,7 +9,7 @@ from support.models.engine_cases import ADAM, gradients, make_data, train, warme
 from support.models.tiny_models import make_tiny_llama
 
 from paceline.errors import NonFiniteGradient, NonFiniteLoss, OutOfMemory
-from paceline.types import FullParameters, LoraConfig
+from paceline.types import ForwardBackwardSpec, FullParameters, LoraConfig
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -87,8 +87,8 @@ def test_a_run_that_does_not_fit_harms_no_other(model):
             torch.empty(1 << 60)
 
     engine._model.get_input_embeddings().register_forward_hook(exhaust)
-    settings = {"loss_fn": "cross_entropy", "loss_fn_config": {}, "forward_only": False}
-    jobs = [engine.begin("large", make_data((40,)), **settings), engine.begin("small", make_data((9,)), **settings)]
+    spec = ForwardBackwardSpec("cross_entropy")
+    jobs = [engine.begin("large", make_data((40,)), spec), engine.begin("small", make_data((9,)), spec)]
     while not all(job.is_done for job in jobs):
         engine.advance(lambda _: None)
     with pytest.raises(OutOfMemory):
@@ -106,7 +106,9 @@ def test_what_is_not_finite_is_counted_and_the_step_refused(make_engine):
     with pytest.raises(NonFiniteGradient):
         engine.optim_step("run", ADAM)
     torch.testing.assert_close(weights(engine), before, rtol=0, atol=0)
-    forward = engine.forward_backward("run", with_nan(), "cross_entropy", {}, forward_only=True).metrics
+    forward = engine.forward_backward(
+        "run", with_nan(), ForwardBackwardSpec("cross_entropy", forward_only=True)
+    ).metrics
     assert forward["nonfinite:sum"] == 2
     assert "nonfinite_gradient:sum" not in forward
     assert train(engine).metrics["nonfinite:sum"] == 0
@@ -117,13 +119,13 @@ def test_a_call_that_asks_for_it_is_refused_before_it_has_added_anything(make_en
     train(engine)
     before, rng_state = gradients(engine), engine._runs["run"].rng_state.clone()
     with pytest.raises(NonFiniteLoss) as caught:
-        engine.forward_backward("run", with_nan(), "cross_entropy", {}, forward_only=False, refuse_non_finite=True)
+        engine.forward_backward("run", with_nan(), ForwardBackwardSpec("cross_entropy", refuse_non_finite=True))
     assert caught.value.metadata["positions"] == "2"
     assert int(caught.value.metadata["gradient_elements"]) > 0
     torch.testing.assert_close(gradients(engine), before, rtol=0, atol=0)
     assert torch.equal(engine._runs["run"].rng_state, rng_state)
     assert engine.optim_step("run", ADAM).step == 2
     train_output = engine.forward_backward(
-        "run", make_data(), "cross_entropy", {}, forward_only=False, refuse_non_finite=True
+        "run", make_data(), ForwardBackwardSpec("cross_entropy", refuse_non_finite=True)
     )
     assert train_output.metrics["nonfinite_gradient:sum"] == 0

@@ -22,7 +22,7 @@ from paceline.errors import (
     NoGradient,
     OutOfMemory,
 )
-from paceline.types import AdamParams, LoraConfig
+from paceline.types import AdamParams, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.base_model import output_head
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -92,7 +92,7 @@ def test_masked_positions_have_no_logprob_no_loss_and_no_logits(engine):
     rows = []
     head = output_head(engine._model).base_layer
     handle = head.register_forward_hook(lambda _module, args, _output: rows.append(len(args[0])))
-    output = engine.forward_backward("run", data, "cross_entropy", {}, forward_only=True)
+    output = engine.forward_backward("run", data, ForwardBackwardSpec("cross_entropy", forward_only=True))
     handle.remove()
     counted = sum(int(datum.loss_inputs["mask"].sum()) for datum in data)
     assert sum(rows) == counted == output.metrics["tokens:sum"]
@@ -129,7 +129,7 @@ def test_ratio_metrics_are_token_means(make_engine):
     engine = make_engine(pack_tokens=20)
     engine.create_run("run", LoraConfig(rank=4))
     data = make_data()
-    output = engine.forward_backward("run", data, "ppo", {}, forward_only=True)
+    output = engine.forward_backward("run", data, ForwardBackwardSpec("ppo", forward_only=True))
     ratios = [
         np.exp(r["logprobs"] - d.loss_inputs["logprobs"])[d.loss_inputs["mask"] == 1]
         for d, r in zip(data, output.loss_fn_outputs, strict=True)
@@ -154,7 +154,7 @@ def test_gradients_accumulate_until_the_step(engine):
 def test_forward_only_leaves_gradient_and_weights_alone(engine):
     train(engine)
     before = gradients(engine), weights(engine)
-    engine.forward_backward("run", make_data(seed=3), "cross_entropy", {}, forward_only=True)
+    engine.forward_backward("run", make_data(seed=3), ForwardBackwardSpec("cross_entropy", forward_only=True))
     torch.testing.assert_close((gradients(engine), weights(engine)), before, rtol=0, atol=0)
 
 

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from paceline.errors import Unsupported
-from paceline.types import AdamParams, FullParameters, LoraConfig, PackingMode
+from paceline.types import AdamParams, ForwardBackwardSpec, FullParameters, LoraConfig, PackingMode
 from trainer_service.engine.certificate import certified_base, probe, stock
 from trainer_service.engine.microbatch import runner
 from trainer_service.engine.model import base_model, packed_attention
@@ -159,7 +159,7 @@ def test_every_served_model_trains_as_stock_transformers_does_beside_another_run
     warmed(engine)
     data = make_data((5, 50, 9, 30))
     for run_id, own in {"other": make_data((70, 3), seed=1), "run": data}.items():
-        engine.begin(run_id, own, "cross_entropy", {}, forward_only=False)
+        engine.begin(run_id, own, ForwardBackwardSpec("cross_entropy"))
     done = []
     while engine._jobs:
         done += engine.advance(lambda _: None)

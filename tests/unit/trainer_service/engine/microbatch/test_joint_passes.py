@@ -12,7 +12,7 @@ from support.models.engine_cases import MAKERS, gradients, make_data, warmed, we
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from paceline.errors import OutOfMemory
-from paceline.types import AdamParams, LoraConfig
+from paceline.types import AdamParams, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.base_model import backbone
 from trainer_service.engine.model.fused.lora_linear import AdaptedLinear
 from trainer_service.engine.model.row_spans import Span, clip
@@ -56,7 +56,7 @@ def batch_of(name, step):
 
 
 def begin(engine, name, step, **options):
-    return engine.begin(name, batch_of(name, step), RUNS[name][1], {}, forward_only=False, **options)
+    return engine.begin(name, batch_of(name, step), ForwardBackwardSpec(RUNS[name][1], **options))
 
 
 def advance_all(engine, passes=None):
@@ -122,9 +122,9 @@ def test_all_waiting_runs_are_in_one_pass_and_commands_that_come_later_join(make
     assert [sorted(names) for names in passes] == [sorted(RUNS)]
     engine = make_engine(["plain", "wide"], pack_tokens=64)
     passes = []
-    long = engine.begin("plain", make_data((30,) * 20), "cross_entropy", {}, forward_only=False)
+    long = engine.begin("plain", make_data((30,) * 20), ForwardBackwardSpec("cross_entropy"))
     assert engine.advance(passes.append) == []
-    short = engine.begin("wide", make_data((20,), seed=1), "ppo", {}, forward_only=False)
+    short = engine.begin("wide", make_data((20,), seed=1), ForwardBackwardSpec("ppo"))
     assert engine.advance(passes.append) == [short]
     assert advance_all(engine, passes) == [long]
     assert [len(names) for names in passes] == [1, 2, *[1] * (len(passes) - 2)]
@@ -147,7 +147,7 @@ def test_forward_only_jobs_and_others_pass_apart_and_get_what_they_get_alone(mak
     engine, passes = make_engine(["plain", "wide", "dropped"]), []
     options = {"plain": True, "wide": False, "dropped": True}
     jobs = {
-        name: engine.begin(name, batch_of(name, 0), RUNS[name][1], {}, forward_only=forward_only)
+        name: engine.begin(name, batch_of(name, 0), ForwardBackwardSpec(RUNS[name][1], forward_only=forward_only))
         for name, forward_only in options.items()
     }
     advance_all(engine, passes)
@@ -155,7 +155,9 @@ def test_forward_only_jobs_and_others_pass_apart_and_get_what_they_get_alone(mak
     assert [engine._runs[name].has_gradient for name in options] == [False, True, False]
     for name, forward_only in options.items():
         alone = make_engine([name])
-        expected = alone.forward_backward(name, batch_of(name, 0), RUNS[name][1], {}, forward_only=forward_only)
+        expected = alone.forward_backward(
+            name, batch_of(name, 0), ForwardBackwardSpec(RUNS[name][1], forward_only=forward_only)
+        )
         assert jobs[name].output().metrics == pytest.approx(expected.metrics, rel=1e-6)
 
 
@@ -166,7 +168,7 @@ def test_several_targets_per_position_share_a_pass_with_one(make_engine):
         for name in ("target_tokens", "weights"):
             datum.loss_inputs[name] = np.stack([datum.loss_inputs[name]] * 3, axis=1)
     jobs = [
-        engine.begin(name, data, "cross_entropy", {}, forward_only=False)
+        engine.begin(name, data, ForwardBackwardSpec("cross_entropy"))
         for name, data in [("plain", several), ("head", make_data()), ("wide", make_data())]
     ]
     advance_all(engine, passes)
@@ -174,7 +176,7 @@ def test_several_targets_per_position_share_a_pass_with_one(make_engine):
     assert jobs[0].output().loss_fn_outputs[0]["logprobs"].shape == (30, 3)
     for job, name, data in zip(jobs, ("plain", "head", "wide"), (several, make_data(), make_data()), strict=True):
         alone = make_engine([name])
-        expected = alone.forward_backward(name, data, "cross_entropy", {}, forward_only=False)
+        expected = alone.forward_backward(name, data, ForwardBackwardSpec("cross_entropy"))
         assert job.output().metrics == pytest.approx(expected.metrics, rel=1e-6)
 
 
@@ -222,7 +224,7 @@ def test_a_gradient_that_is_not_finite_stays_in_its_own_run(make_engine):
     engine, alone = make_engine(["plain", "wide"]), make_engine(["wide"])
     data = batch_of("plain", 0)
     data[0].loss_inputs["weights"][:] = np.nan
-    engine.begin("plain", data, "cross_entropy", {}, forward_only=False)
+    engine.begin("plain", data, ForwardBackwardSpec("cross_entropy"))
     for each in (engine, alone):
         begin(each, "wide", 0)
         advance_all(each)

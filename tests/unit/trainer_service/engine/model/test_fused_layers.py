@@ -9,7 +9,7 @@ from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qw
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from paceline.types import LoraConfig
+from paceline.types import ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.base_model import output_head
 from trainer_service.engine.model.causal_cpu import causal_attention
 from trainer_service.engine.model.fused.attention import FusedAttention
@@ -50,7 +50,7 @@ def test_bfloat16_gradients_point_where_float32_ones_do(tmp_path, model, loss):
             start = torch.Generator().manual_seed(len(name))
             parameter.data.copy_(torch.randn(parameter.shape, generator=start) * 0.05)
         data = make_data((200, 90, 150, 17, 120))
-        own = engine.forward_backward("run", data, "cross_entropy", {}, forward_only=True)
+        own = engine.forward_backward("run", data, ForwardBackwardSpec("cross_entropy", forward_only=True))
         for datum, output in zip(data, own.loss_fn_outputs, strict=True):
             datum.loss_inputs["logprobs"] = output["logprobs"]
         train(engine, loss=loss, data=data)

@@ -11,7 +11,7 @@ from support.models.tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import InvalidArgument
-from paceline.types import LoraConfig
+from paceline.types import ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.module_groups import groups_of
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -112,7 +112,7 @@ def test_a_step_changes_what_was_asked_for_and_peft_loads_it(directories, kind, 
     assert all(torch.equal(p, frozen[id(p)]) for p in engine._model.parameters() if not p.requires_grad)
 
     engine.save_adapter("run", tmp_path)
-    output = engine.forward_backward("run", data, "cross_entropy", {}, forward_only=True)
+    output = engine.forward_backward("run", data, ForwardBackwardSpec("cross_entropy", forward_only=True))
     adapted = PeftModel.from_pretrained(stock, tmp_path)
     assert {name.split(".lora_A")[0] for name, _ in adapted.named_modules() if name.endswith("lora_A")} == {
         f"base_model.model.{name}" for name in expected

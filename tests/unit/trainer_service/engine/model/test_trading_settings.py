@@ -8,7 +8,7 @@ from support.models.engine_cases import MAKERS, gradients, make_data, train, war
 from support.models.tiny_models import make_tiny_llama
 
 from paceline.errors import Unsupported
-from paceline.types import LoraConfig
+from paceline.types import ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.fused import attention, mlp, norm
 from trainer_service.engine.model.fused.blocks import RowWork
 from trainer_service.engine.model.fused.compiler import check_compiler
@@ -68,7 +68,7 @@ def test_layers_are_computed_once_where_there_is_no_backward_pass(tmp_path):
     engine = make_engine(make_tiny_llama(tmp_path / "model"), activation_checkpointing=True)
     calls = []
     engine._model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    engine.forward_backward("run", make_data(), "cross_entropy", {}, forward_only=True)
+    engine.forward_backward("run", make_data(), ForwardBackwardSpec("cross_entropy", forward_only=True))
     assert len(calls) == 1
     train(engine)
     assert len(calls) == 3

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.errors import DiskFull
-from paceline.types import Adam8bitParams, AdamParams, Datum, LoraConfig
+from paceline.types import Adam8bitParams, AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.runs.async_save import Capture, Content, StagingMemory
@@ -37,7 +37,7 @@ def make_engine(model):
 def forward_backward(engine):
     tokens = np.arange(9) % VOCAB_SIZE
     datum = Datum(tokens.astype(np.int32), {"target_tokens": tokens, "weights": np.ones(9, np.float32)})
-    engine.forward_backward("run", [datum], "cross_entropy", {}, forward_only=False)
+    engine.forward_backward("run", [datum], ForwardBackwardSpec("cross_entropy"))
 
 
 def train(engine, params):

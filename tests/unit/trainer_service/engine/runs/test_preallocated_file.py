@@ -12,7 +12,7 @@ import pytest
 from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.errors import DiskFull
-from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.protocol import PublishedAs
@@ -44,7 +44,7 @@ def run(engine):
 def train(engine, run):
     tokens = np.arange(9) % VOCAB_SIZE
     datum = Datum(tokens.astype(np.int32), {"target_tokens": tokens, "weights": np.ones(9, np.float32)})
-    engine.forward_backward(run, [datum], "cross_entropy", {}, forward_only=False)
+    engine.forward_backward(run, [datum], ForwardBackwardSpec("cross_entropy"))
     engine.optim_step(run, AdamParams(learning_rate=1e-2))
 
 

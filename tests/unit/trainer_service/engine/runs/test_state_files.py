@@ -15,7 +15,7 @@ from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import CheckpointMismatch, ChecksumMismatch, InvalidArgument, NoGradient
-from paceline.types import AdamParams, Datum, LoraConfig
+from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -62,7 +62,9 @@ def make_data(seed):
 
 
 def forward_backward(engine, seed, *, forward_only=False):
-    return engine.forward_backward("run", make_data(seed), "cross_entropy", {}, forward_only=forward_only)
+    return engine.forward_backward(
+        "run", make_data(seed), ForwardBackwardSpec("cross_entropy", forward_only=forward_only)
+    )
 
 
 def train(engine, steps):

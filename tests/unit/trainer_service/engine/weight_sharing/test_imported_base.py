@@ -15,7 +15,7 @@ from support.models.tiny_models import make_tiny_llama, make_tiny_qwen2, make_ti
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import BaseMismatch, BaseUnavailable
-from paceline.types import FullParameters, LoraConfig
+from paceline.types import ForwardBackwardSpec, FullParameters, LoraConfig
 from paceline.weight_sharing.export import (
     SEGMENT,
     BaseManifest,
@@ -225,7 +225,7 @@ def test_a_killed_owner_gives_its_directory_back(tmp_path):
 def test_what_was_borrowed_outlives_its_files(lent, options, tmp_path):
     engine = PeftEngine(options)
     engine.create_run("run", LoraConfig(rank=4))
-    before = engine.forward_backward("run", make_data(), "cross_entropy", {}, forward_only=True)
+    before = engine.forward_backward("run", make_data(), ForwardBackwardSpec("cross_entropy", forward_only=True))
     clear(tmp_path / "base")
-    after = engine.forward_backward("run", make_data(), "cross_entropy", {}, forward_only=True)
+    after = engine.forward_backward("run", make_data(), ForwardBackwardSpec("cross_entropy", forward_only=True))
     assert before.loss_fn_outputs[0]["logprobs"].tobytes() == after.loss_fn_outputs[0]["logprobs"].tobytes()
