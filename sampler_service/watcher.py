@@ -11,13 +11,13 @@ from uuid import uuid4
 import grpc
 
 from paceline import errors
+from paceline.background import Background
 from paceline.log import get_logger
 from paceline.rpc.status import error_from_rpc
 from paceline.types import ModelInfo, ServedModel
 from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.agreement.standing import Standing
-from sampler_service.background import Background
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.base import Versions
 from sampler_service.stores.leases import LoadedVersion

@@ -10,12 +10,12 @@ from itertools import chain, count
 from time import perf_counter
 
 from paceline import errors
+from paceline.background import Background
 from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import check_finite, served_model
-from sampler_service.background import Background
 from sampler_service.engine.protocol import Adapter, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.disk import DiskTier
@@ -66,7 +66,7 @@ class VersionRegistry:
         self._adapter_ids = count(1)
         self._changing = asyncio.Lock()
         self._flights: Flights[LoadedVersion] = Flights()
-        self._installing: set[asyncio.Task[LoadedVersion]] = set()
+        self._installing = Background("version not installed")
         self._unloading = Background("version not unloaded")
         self.listeners = Listeners()
 
@@ -116,10 +116,7 @@ class VersionRegistry:
         the key is taken by other content, Overloaded when every loaded version is in use, NonFinite for weights that
         are no numbers, and what the engine raises.
         """
-        task = asyncio.create_task(self._install_or_discard(staged))
-        self._installing.add(task)
-        task.add_done_callback(self._installed)
-        return await asyncio.shield(task)
+        return await self._installing.run(self._install_or_discard(staged))
 
     def unload(self, ref: ModelRef, tenant: str) -> None:
         """Let a version go once its last request ends. Raises VersionNotFound or CheckpointNotFound."""
@@ -168,9 +165,7 @@ class VersionRegistry:
     async def close(self) -> None:
         """End what is under way."""
         await self._flights.close()
-        for task in self._installing:
-            task.cancel()
-        await asyncio.gather(*self._installing, return_exceptions=True)
+        await self._installing.close()
         await self._unloading.close()
         await self._disk.close()
 
@@ -234,11 +229,6 @@ class VersionRegistry:
                     "the files were removed while they were loaded; ask again", field="model"
                 ) from error
             raise
-
-    def _installed(self, task: asyncio.Task[LoadedVersion]) -> None:
-        self._installing.discard(task)
-        if not task.cancelled():
-            task.exception()  # Whoever still waits has it.
 
     async def _install(self, staged: StagedAdapter) -> LoadedVersion:
         key = VersionKey.of(served_model(staged.manifest))

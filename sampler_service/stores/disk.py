@@ -8,12 +8,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
+from paceline.background import Background
 from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
 from paceline.types import ServedModel
 from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
-from sampler_service.background import Background
 from sampler_service.transports.base import StagedAdapter
 from sampler_service.transports.staging import StagingArea
 from sampler_service.transports.version_keys import VersionKey

@@ -11,11 +11,11 @@ from itertools import count
 from time import perf_counter
 
 from paceline import errors
+from paceline.background import Background
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import served_model
-from sampler_service.background import Background
 from sampler_service.engine.protocol import Adapter, LoadTimes, ModelEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.leases import Lease, Listeners, LoadedVersion, run_of

@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Callable
 
 from paceline import errors
+from paceline.background import Background
 from paceline.collective import GroupMember, GroupPlace
 from paceline.log import get_logger
 from paceline.types import ModelRef
 from paceline.weights import served_model, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
-from sampler_service.background import Background
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.transports.base import ManifestRules, StagedAdapter, check_is
 from sampler_service.transports.staging import StagingArea

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from paceline import errors, layout, weights
+from paceline.background import Background
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
@@ -55,6 +56,7 @@ class CheckpointStore:
         self._failpoints = failpoints
         self._locks: WeakValueDictionary[CheckpointPath, asyncio.Lock] = WeakValueDictionary()
         """Held while something gets or loses a name."""
+        self._changes = Background("change of a checkpoint not finished")
 
     async def save(
         self,
@@ -155,6 +157,9 @@ class CheckpointStore:
     async def delete(self, path: CheckpointPath, identity: Identity) -> None:
         """Delete the caller's checkpoint, damaged or not, for good. Raises CheckpointNotFound."""
         directory = self.find(path, identity)
+        await self._changes.run(self._delete(path, directory))
+
+    async def _delete(self, path: CheckpointPath, directory: Path) -> None:
         async with self._lock(path):
             with _found("path"):
                 await asyncio.to_thread(layout.remove_directory, directory)
@@ -168,6 +173,9 @@ class CheckpointStore:
         """
         expire_time = _expire_time(ttl_seconds)
         directory = self.find(path, identity)
+        return await self._changes.run(self._set_expiry(path, directory, expire_time))
+
+    async def _set_expiry(self, path: CheckpointPath, directory: Path, expire_time: datetime | None) -> Checkpoint:
         async with self._lock(path):
             with _found("path"):
                 made = await asyncio.to_thread(_read_whole, directory, summarize)

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from sampler_service.background import Background
+from paceline.background import Background
 
 _EVERY_SECONDS = 1e-3
 """Layers follow each other faster than that, and looking aside is a system call."""

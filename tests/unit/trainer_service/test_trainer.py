@@ -1,0 +1,100 @@
+"""What is begun for a caller who leaves is finished, and is there once when it is asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+from threading import Event
+from types import SimpleNamespace
+
+import pytest
+from support.patience import PATIENCE
+
+from paceline import layout
+from paceline.rpc.identity import Identity
+from paceline.types import LoraConfig, ModelInfo
+from paceline.waiting_bytes import WaitingBytes
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.engine.protocol import AdapterInfo
+from trainer_service.failpoints import NO_FAILPOINTS
+from trainer_service.limits.free_space import NO_GUARD
+from trainer_service.limits.volume_bytes import VolumeBytes
+from trainer_service.runs import registry as registry_module
+from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.storage import RunStorage
+from trainer_service.settings import TrainerSettings
+from trainer_service.trainer import Trainer
+
+TEAM = Identity("team")
+REQUEST = ("request", b"digest", "tiny", LoraConfig(rank=4, alpha=8.0), {})
+
+
+class Engine:
+    def __init__(self):
+        self.made = []
+
+    def describe(self):
+        return ModelInfo("tiny", max_context_length=64, vocab_size=96, dtype="float32", max_lora_rank=8, num_layers=2)
+
+    async def create_run(self, run_id, parameters):
+        self.made.append(run_id)
+        return AdapterInfo(1)
+
+    async def delete_run(self, run_id):
+        pass
+
+
+async def nothing(*_):
+    pass
+
+
+@pytest.fixture
+def volume(tmp_path):
+    return layout.Volume(tmp_path / "volume")
+
+
+@pytest.fixture
+async def trainer(volume):
+    settings = TrainerSettings(model="tiny", checkpoint_dir=volume.root, min_free_bytes=0, insecure=True)
+    sizes = VolumeBytes(volume)
+    registry = RunRegistry(volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD), sizes)
+    await registry.restore()
+    publisher = SimpleNamespace(end_waits=nothing, forget=nothing)
+    yield Trainer(settings, Engine(), registry, CheckpointStore(volume), publisher, lambda *_: None, NO_GUARD, sizes)
+    await registry.close()
+
+
+async def leave(work, monkeypatch, module, name):
+    """Begin work, and leave while `module.name` is under way in a thread."""
+    began, go_on, real = Event(), Event(), getattr(module, name)
+
+    def slow(*arguments, **options):
+        began.set()
+        go_on.wait()
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, slow)
+        calling = asyncio.create_task(work)
+        assert await asyncio.to_thread(began.wait, PATIENCE)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        go_on.set()
+
+
+async def test_a_run_is_made_once_when_its_caller_leaves_while_it_is_written(trainer, volume, monkeypatch):
+    await leave(trainer.create_run(TEAM, *REQUEST), monkeypatch, registry_module, "write_run_file")
+    record = await trainer.create_run(TEAM, *REQUEST)
+    assert trainer._engine.made == [record.run_id]
+    assert [folder.name for folder in volume.runs.iterdir()] == [record.run_id]
+    assert {"journal", "run.json", "run.copy.json"} <= {path.name for path in volume.run(record.run_id).iterdir()}
+
+
+async def test_a_run_is_deleted_whole_when_its_caller_leaves_meanwhile(trainer, volume, monkeypatch):
+    record = await trainer.create_run(TEAM, *REQUEST)
+    deleting = trainer.delete_run(record, delete_checkpoints=True)
+    await leave(deleting, monkeypatch, registry_module, "delete_files")
+    async with record.recovering:
+        assert record.is_deleted
+    assert trainer._registry.owned_by(TEAM) == []
+    assert list(volume.runs.iterdir()) == []
