@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Gauge
 
 from paceline import errors, layout
+from paceline.background import Background
 from paceline.base_weights import base_weights_sha256
 from paceline.log import get_logger
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
@@ -111,6 +112,7 @@ class TrainerService:
             volume_bytes,
         )
         self._commands = Commands(self._trainer)
+        self._background = Background("the trainer's own work failed")
         self._recovery = Recovery(
             self._engine,
             storage,
@@ -119,11 +121,10 @@ class TrainerService:
             SnapshotPolicy(settings.snapshot_commands, settings.snapshot_bytes, settings.snapshot_seconds),
             ByteGate(settings.max_replay_bytes),
             failpoints,
-            self._spawn,
+            self._background.spawn,
             self._restore_points,
             self._registry,
         )
-        self._tasks: set[asyncio.Task[None]] = set()
         self._readiness: Readiness | None = None
         self._lock: int | None = None
         self._tokenizer_files: Mapping[str, bytes] = {}
@@ -152,10 +153,10 @@ class TrainerService:
         self._log_ready(model)
         # Read once, here: a model's name is looked up in a hub, which no caller may have the service do.
         self._tokenizer_files = await asyncio.to_thread(read_tokenizer_files, self._settings.model)
-        self._spawn(self._watch_base())
-        self._spawn(self._recovery.recover_all(self._registry))
-        self._spawn(self._trainer.expire_checkpoints())
-        self._spawn(self._group.run())
+        self._background.spawn(self._watch_base())
+        self._background.spawn(self._recovery.recover_all(self._registry))
+        self._background.spawn(self._trainer.expire_checkpoints())
+        self._background.spawn(self._group.run())
 
     def register(self, server: grpc.aio.Server) -> None:
         trainer = TrainerServicer(
@@ -185,9 +186,7 @@ class TrainerService:
         self._registry.drain()
 
     async def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.close()
         await self._publisher.stop()
         await self._engine.close()
         await self._registry.close()
@@ -221,7 +220,7 @@ class TrainerService:
         self._registry.hold_all(errors.EngineUnavailable(message))
         if not self._restarting:
             self._restarting = True
-            self._spawn(self._restart_engine())
+            self._background.spawn(self._restart_engine())
 
     async def _watch_base(self) -> None:
         """End the engine when the sampler whose weights it uses ends; it starts again on those of the next one."""
@@ -261,11 +260,6 @@ class TrainerService:
                 _log.warning("engine not started; trying again", error=repr(error), failures=failures, seconds=seconds)
             await asyncio.sleep(seconds)
         raise AssertionError("counting came to an end")
-
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _facts(certificate: ModelCertificate) -> dict[str, str | float]:

@@ -71,10 +71,9 @@ class Door:
             except Exception:
                 if answer.status:  # told, and logged, inside
                     return
-                error_id = uuid4().hex
-                _log.exception("uncaught", path=scope["path"][:_MAX_PATH], error_id=error_id)
-                message = f"internal error; the service's log has it under {error_id}"
-                await answer.fail(problem(errors.Internal(message)), scope, receive)
+                unforeseen = errors.Internal.unforeseen()
+                _log.exception("uncaught", path=scope["path"][:_MAX_PATH], error_id=unforeseen.error_id)
+                await answer.fail(problem(unforeseen), scope, receive)
             finally:
                 log = _log.info if answer.status < HTTPStatus.BAD_REQUEST or answer.status == 408 else _log.warning
                 log(

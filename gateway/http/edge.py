@@ -8,7 +8,6 @@ import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from uuid import uuid4
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
@@ -189,10 +188,10 @@ def make_app(*apis: APIRouter) -> FastAPI:
         return problem(errors.InvalidArgument(str(first["msg"]), field=place))
 
     @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> Response:
-        error_id = uuid4().hex
-        _log.error("uncaught", path=request.url.path[:96], error_id=error_id, exc_info=error)
-        return problem(errors.Internal(f"internal error; the service's log has it under {error_id}"))
+    async def uncaught(request: Request, error: Exception) -> Response:
+        unforeseen = errors.Internal.unforeseen()
+        _log.error("uncaught", path=request.url.path[:96], error_id=unforeseen.error_id, exc_info=error)
+        return problem(unforeseen)
 
     @app.exception_handler(UnicodeEncodeError)
     async def no_text(request: Request, error: UnicodeEncodeError) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 from typing import ClassVar
+from uuid import uuid4
 
 
 class Code(IntEnum):
@@ -51,3 +52,14 @@ class PacelineError(Exception):
 
 class Internal(PacelineError):
     """Anything that nobody foresaw; `metadata["error_id"]` finds it in the service's log."""
+
+    @classmethod
+    def unforeseen(cls) -> Internal:
+        """Make the error of what should never fail, with an id of its own; the caller logs that with what happened."""
+        error_id = uuid4().hex
+        return cls(f"internal error; the service's log has it under {error_id}", metadata={"error_id": error_id})
+
+    @property
+    def error_id(self) -> str:
+        """What finds it in the service's log; empty where nothing was logged."""
+        return self.metadata.get("error_id", "")

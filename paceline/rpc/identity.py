@@ -10,7 +10,6 @@ from dataclasses import dataclass
 CREDENTIAL_KEY = "x-paceline-credential"
 TENANT_KEY = "x-paceline-tenant"
 REQUEST_ID_KEY = "x-request-id"
-TRACEPARENT_KEY = "traceparent"
 API_KEY_KEY = "authorization"
 ROUTE_KEY = "x-paceline-route"
 """Which version or checkpoint a sampling call names: by it the gateway picks a sampler without reading the body."""

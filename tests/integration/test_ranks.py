@@ -97,7 +97,8 @@ async def both(pair, command, *arguments, **settings):
 
 async def train_alike(pair, data, run_id="run", loss="cispo", **settings):
     """Compute a loss in both engines and compare all that they say about it."""
-    theirs, ours = await both(pair, "forward_backward", run_id, data, loss, {}, **{"forward_only": False} | settings)
+    spec = ForwardBackwardSpec(loss, **settings)
+    theirs, ours = await both(pair, "forward_backward", run_id, data, spec)
     assert theirs.metrics.keys() == ours.metrics.keys()
     for name, value in ours.metrics.items():
         assert theirs.metrics[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.background import Background
 from paceline.collective import GroupMember, GroupPlace
 from paceline.errors import PeerLost
 from paceline.log import get_logger
@@ -47,7 +48,7 @@ class BroadcastGroup:
         """Whether a sampler said that this generation is of no use to it."""
         self._absent: set[Watcher] = set()
         """Those that did not come when they were called; they are called again when they watch anew."""
-        self._transfers: set[asyncio.Task[None]] = set()
+        self._transfers = Background("broadcast failed")
 
     def count(self) -> int:
         """Return how many samplers are in the group."""
@@ -69,9 +70,7 @@ class BroadcastGroup:
         """Broadcast a file; returns the generation to announce it with, 0 where there is no group."""
         if self._member is None:
             return 0
-        task = asyncio.create_task(self._transfer(self._member, path, size))
-        self._transfers.add(task)
-        task.add_done_callback(self._transfers.discard)
+        self._transfers.spawn(self._transfer(self._member, path, size))
         return self._member.generation
 
     async def run(self) -> None:
@@ -91,9 +90,7 @@ class BroadcastGroup:
                     self._changed.set()
         finally:
             await self._end()
-            for task in self._transfers:
-                task.cancel()
-            await asyncio.gather(*self._transfers, return_exceptions=True)
+            await self._transfers.close()
 
     async def _regroup(self) -> None:
         await self._end()

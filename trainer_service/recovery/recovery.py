@@ -52,7 +52,7 @@ class Recovery:
         policy: SnapshotPolicy,
         memory: ByteGate,
         failpoints: Failpoints,
-        spawn: Callable[[Coroutine[None, None, None]], None],
+        spawn: Callable[[Coroutine[None, None, None]], object],
         restore_points: RestorePoints,
         registry: RunRegistry,
     ) -> None:

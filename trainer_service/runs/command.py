@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
-from uuid import uuid4
 
 from google.protobuf.message import Message
 
@@ -95,13 +94,6 @@ def poisoned(deaths: int) -> errors.PoisonedCommand:
     """Make the answer of a command that the engine died of too often."""
     message = f"the engine died {deaths} time(s) while it executed this; it is not tried again"
     return errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": str(deaths)})
-
-
-def internal_error() -> errors.Internal:
-    """Make the answer of a command that failed as none should."""
-    error_id = uuid4().hex
-    message = f"internal error; the service's log has it under {error_id}"
-    return errors.Internal(message, metadata={"error_id": error_id})
 
 
 def _digest(method: str, payload: bytes) -> bytes:

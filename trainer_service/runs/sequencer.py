@@ -34,7 +34,7 @@ from trainer_service.failpoints import Failpoints
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import AttemptRecord, Facts, RebaseRecord
 from trainer_service.runs.answers import Answers, check_digest
-from trainer_service.runs.command import Answer, Command, answer_to_record, internal_error, poisoned
+from trainer_service.runs.command import Answer, Command, answer_to_record, poisoned
 from trainer_service.runs.pending import Pending, Waiting
 from trainer_service.runs.progress import READING, REPEATABLE, Executor, Turn
 
@@ -313,7 +313,7 @@ class Sequencer:
             return error
         except Exception:
             # Whatever it was, its answer is kept like any other, so that the commands after it are not held up.
-            answer = internal_error()
+            answer = errors.Internal.unforeseen()
             _log.exception("command failed", seq_id=command.seq_id, **answer.metadata)
             return answer
 

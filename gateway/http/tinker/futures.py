@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from gateway.http.problems import is_users
 from gateway.http.tinker.store import Store, StoredFuture
 from paceline import errors
+from paceline.background import Background
 from paceline.client.retry import is_retryable
 from paceline.log import get_logger
 from paceline.rpc.status import status_message
@@ -115,7 +116,7 @@ class Futures:
         self._works: dict[str, Work] = {}
         """What is under way, or was done a moment ago."""
         self._completions: dict[str, _Completions] = {}
-        self._saving: set[asyncio.Task[None]] = set()
+        self._saving = Background("a result is not kept")
 
     def add(self, kind: Kind[Any]) -> None:
         """Make a kind of work known."""
@@ -139,7 +140,8 @@ class Futures:
         tasks = [work.task for work in self._works.values() if work.task]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._saving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._saving.finish()
 
     async def post(self, kind: Kind[T], request_id: str, tenant: str, session_id: str, request: T) -> None:
         """Take work in, durably; the same again is not done twice. Raises RequestIdReused for other work of this id."""
@@ -265,15 +267,8 @@ class Futures:
         if work.task is not None:
             self._waiting_bytes.remove(work.tenant, work.size)
         self._note_completion(work, result)
-        saving = asyncio.create_task(self._store.settle_future(work.request_id, result.media, result.body))
-        self._saving.add(saving)
-        saving.add_done_callback(self._saved)
+        self._saving.spawn(self._store.settle_future(work.request_id, result.media, result.body))
         asyncio.get_running_loop().call_later(_KEPT_IN_MEMORY_SECONDS, self._works.pop, work.request_id, None)
-
-    def _saved(self, saving: asyncio.Task[None]) -> None:
-        self._saving.discard(saving)
-        if not saving.cancelled() and (error := saving.exception()) is not None:
-            _log.error("a result is not kept", error=str(error))
 
     def _note_completion(self, work: Work, result: Result) -> None:
         if work.kind != "sample":

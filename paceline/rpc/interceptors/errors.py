@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from uuid import uuid4
 
 import grpc
 
@@ -32,7 +31,6 @@ class ErrorInterceptor(AroundInterceptor):
             # A message could not be sent: the caller left while it waited its turn.
             raise asyncio.CancelledError from error
         except Exception:
-            error_id = uuid4().hex
-            _log.exception("uncaught", rpc=call.method, error_id=error_id)
-            message = f"internal error; the service's log has it under {error_id}"
-            await abort(call.context, errors.Internal(message, metadata={"error_id": error_id}))
+            unforeseen = errors.Internal.unforeseen()
+            _log.exception("uncaught", rpc=call.method, error_id=unforeseen.error_id)
+            await abort(call.context, unforeseen)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, InvalidShape, PacelineError
+from paceline.layout import WEIGHTS_FILE
 from sampler_service.engine.adapter_files import check_adapter, read_adapter
 from sampler_service.engine.base_model import linear_shapes
 from sampler_service.engine.protocol import Adapter
@@ -64,7 +65,7 @@ class AdapterBank:
         config = LoraConfig.from_pretrained(str(adapter.path))
         config.inference_mode = True
         inject_adapter_in_model(config, self._model, _key(adapter))
-        weights = load_file(adapter.path / "adapter_model.safetensors")
+        weights = load_file(adapter.path / WEIGHTS_FILE)
         result: Any = set_peft_model_state_dict(self._model, weights, adapter_name=_key(adapter))
         if result.unexpected_keys:
             raise InvalidShape(

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
 from paceline.types import LoraConfig
 from paceline.weights import read_adapter_config
 from trainer_service.engine.runs.adapters import adapter_config
@@ -16,8 +17,6 @@ from trainer_service.engine.runs.peft_format import check_adapter_config
 from trainer_service.engine.runs.reading import check_tensors, read_tensors
 from trainer_service.engine.runs.run import EngineRun
 from trainer_service.engine.runs.tensor_files import TensorFile
-
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,13 +42,13 @@ class LoraRun(EngineRun):
 
     def export(self, base_model: str, dtype: torch.dtype) -> Content:
         """Return an adapter in PEFT's layout."""
-        file = self._files.setdefault(dtype, TensorFile(ADAPTER_WEIGHTS, self.parameters, dtype, {"format": "pt"}))
-        return Content([file], {ADAPTER_CONFIG: adapter_config(self.lora, self.targets, base_model)})
+        file = self._files.setdefault(dtype, TensorFile(WEIGHTS_FILE, self.parameters, dtype, {"format": "pt"}))
+        return Content([file], {CONFIG_FILE: adapter_config(self.lora, self.targets, base_model)})
 
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
         """Without `exact`: any floating-point adapter, PEFT's too, of the same modules, rank and scaling."""
-        weights = read_tensors(directory / ADAPTER_WEIGHTS)
-        check_adapter_config(self.lora, read_adapter_config(directory / ADAPTER_CONFIG).settings)
+        weights = read_tensors(directory / WEIGHTS_FILE)
+        check_adapter_config(self.lora, read_adapter_config(directory / CONFIG_FILE).settings)
         dtypes = (torch.float32,) if exact else (torch.float32, torch.bfloat16, torch.float16)
         check_tensors(weights, {name: parameter.shape for name, parameter in self.parameters.items()}, dtypes)
         return weights

@@ -55,8 +55,8 @@ def batch_of(name, step):
     return data
 
 
-def begin(engine, name, step, **options):
-    return engine.begin(name, batch_of(name, step), ForwardBackwardSpec(RUNS[name][1], **options))
+def begin(engine, name, step, *, alone=False):
+    return engine.begin(name, batch_of(name, step), ForwardBackwardSpec(RUNS[name][1]), alone=alone)
 
 
 def advance_all(engine, passes=None):
