@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from paceline.log import get_logger
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _log = get_logger(__name__)
 
@@ -48,9 +50,30 @@ class Background:
     def _answered(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever still waits has it
+            task.exception()  # the caller that waits raises it; if none does, asyncio must not log it as lost
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             _log.error(self._what, error=repr(error))
+
+
+class _Changing(Protocol):
+    """An object whose changes go on when the caller is cancelled."""
+
+    _changes: Background
+
+
+Owner = TypeVar("Owner", bound=_Changing)
+
+
+def uninterrupted(
+    method: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]:
+    """Have a method go on to its end in `self._changes` when the caller is cancelled."""
+
+    @wraps(method)
+    async def run(self: Owner, /, *arguments: P.args, **options: P.kwargs) -> T:
+        return await self._changes.run(method(self, *arguments, **options))
+
+    return run

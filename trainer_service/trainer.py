@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from paceline import errors, layout, weights
-from paceline.background import Background
+from paceline.background import Background, uninterrupted
 from paceline.base_weights import check_same_base
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
@@ -72,6 +72,7 @@ class Trainer:
         self._creating = asyncio.Lock()
         self._changes = Background("change of a run not finished")
 
+    @uninterrupted  # else the folder would be removed while a thread still writes the run's file into it
     async def create_run(
         self,
         identity: Identity,
@@ -86,21 +87,6 @@ class Trainer:
         A checkpoint stands for the configuration of its run.
         """
         validation.check_request_id(request_id)
-        # A caller who leaves ends no write that a thread has begun: without the shield, the folder would be removed
-        # while the run's file is written into it.
-        return await self._changes.run(
-            self._create_run(identity, request_id, digest, base_model, parameters, user_metadata)
-        )
-
-    async def _create_run(
-        self,
-        identity: Identity,
-        request_id: str,
-        digest: bytes,
-        base_model: str,
-        parameters: RunParameters | CheckpointPath,
-        user_metadata: Mapping[str, str],
-    ) -> RunRecord:
         async with self._creating:
             made = self._registry.find_request(identity.tenant, request_id)
             known = made.request_digest if made else self._registry.find_deleted(identity.tenant, request_id)
@@ -201,11 +187,9 @@ class Trainer:
         record.sequencer.attach(max(attachment, record.sequencer.attachment))
         return attachment
 
+    @uninterrupted
     async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:
         """Delete a run once its command in progress has ended; one that waits for acknowledgements waits no longer."""
-        await self._changes.run(self._delete_run(record, delete_checkpoints=delete_checkpoints))
-
-    async def _delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:
         async with record.recovering:
             if record.is_deleted:
                 raise errors.RunNotFound("no such run", field="run_id")

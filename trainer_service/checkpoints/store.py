@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from paceline import errors, layout, weights
-from paceline.background import Background
+from paceline.background import Background, uninterrupted
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
@@ -154,18 +154,17 @@ class CheckpointStore:
                 found.append(_describe(path, self.find(path, identity)))
         return found
 
+    @uninterrupted
     async def delete(self, path: CheckpointPath, identity: Identity) -> None:
         """Delete the caller's checkpoint, damaged or not, for good. Raises CheckpointNotFound."""
         directory = self.find(path, identity)
-        await self._changes.run(self._delete(path, directory))
-
-    async def _delete(self, path: CheckpointPath, directory: Path) -> None:
         async with self._lock(path):
             with _found("path"):
                 await asyncio.to_thread(layout.remove_directory, directory)
             self._guard.measure(directory)
             await asyncio.to_thread(expiry.forget, directory)
 
+    @uninterrupted
     async def set_ttl(self, path: CheckpointPath, identity: Identity, ttl_seconds: int | None) -> Checkpoint:
         """Set when the caller's checkpoint expires; None means never.
 
@@ -173,9 +172,6 @@ class CheckpointStore:
         """
         expire_time = _expire_time(ttl_seconds)
         directory = self.find(path, identity)
-        return await self._changes.run(self._set_expiry(path, directory, expire_time))
-
-    async def _set_expiry(self, path: CheckpointPath, directory: Path, expire_time: datetime | None) -> Checkpoint:
         async with self._lock(path):
             with _found("path"):
                 made = await asyncio.to_thread(_read_whole, directory, summarize)
