@@ -48,61 +48,61 @@ fix: proto ## Repair style where a tool can
 	@$(RUN)/ruff check --fix -q . ; $(RUN)/ruff format -q .
 
 bench-parity: proto ## Compare trainer's and sampler's log-probabilities, beside stock transformers and vLLM
-	@OMP_NUM_THREADS=1 $(RUN)/python bench/logprob_parity.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.parity
 
 bench-optimizers: proto ## Measure each optimizer's state and step
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/optimizer_memory.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.memory.optimizers
 
 bench-paging: proto ## Measure paging runs out and in, and the memory that many runs hold
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/paging.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.memory.paging
 
 bench-train: proto $(VENV)/trl ## Time the trainer beside transformers and PEFT, padded and one at a time, and TRL
-	@$(RUN)/python bench/train.py
+	@$(RUN)/python -m bench.train
 
 bench-sample: proto ## Time sampling beside vLLM's own server, vLLM in process, and its LoRA operators
-	@$(RUN)/python bench/sample.py
+	@$(RUN)/python -m bench.sample
 
 bench-runs: proto ## Time eight runs in joint passes beside one after the other and one run with all tokens
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/runs.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.train.runs
 
 bench-publish: proto ## Time publishing beside PEFT and vLLM's own HTTP server, under load
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/publish.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.publish
 
 bench-http: proto ## Time Tinker's SDK over HTTP beside the gRPC client, and heartbeats under load
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/http_edge.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.http
 
 bench-shared: proto ## Measure what one copy of the base model saves and costs, and writes in place
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/shared.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.memory.shared
 
 bench-soak: proto ## Publish for minutes under load and score every token at its version
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/soak.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.soak
 
 bench-stream: proto ## Time the stream of weights beside the same stream as plain protobuf
-	@OMP_NUM_THREADS=1 $(RUN)/python bench/stream.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.publish.stream
 
 bench-versions: proto ## Time versions that come back into memory: 64 in turn on 4 slots
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/versions.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.publish.versions
 
 bench-overload: proto ## Measure what a sampler gets done under ten times the load that it admits
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python bench/overload.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.sample.overload
 
 bench-journal: proto ## Measure what the journal costs a training step
-	@OMP_NUM_THREADS=1 $(RUN)/python bench/journal_cost.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.durability.journal
 
 bench-saves: proto ## Measure how long a save and a publish hold up training
-	@OMP_NUM_THREADS=1 $(RUN)/python bench/saves.py
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.durability.saves
 
 models: proto ## Write the table of docs/models.md anew
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python scripts/models_table.py
 
 chaos: proto ## Kill trainer, engine, sampler and gateway 2,000 times, and check that nothing is lost
-	@OMP_NUM_THREADS=1 $(RUN)/python bench/chaos.py $(KILLS)
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.durability.chaos $(KILLS)
 
 power-cuts: proto ## Start the trainer on what 1,000 power cuts leave, and check that nothing is lost
-	@OMP_NUM_THREADS=1 $(RUN)/python bench/power_cuts.py $(CUTS)
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.durability.power_cuts $(CUTS)
 
 fuzz: proto ## Fire 1,000,000 hostile calls at the services while another tenant trains beside
-	@OMP_NUM_THREADS=1 $(RUN)/python bench/fuzz.py $(CASES)
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.hostile.fuzz $(CASES)
 
 images: proto ## Build the three container images for CPU
 	@deploy/build-images.sh cpu

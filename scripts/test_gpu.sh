@@ -26,4 +26,4 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 "$venv/bin/python" -c "import vllm._C_stable_libtorch" \
     || { echo "vLLM's libraries do not load beside this torch; requirements/gpu.txt names the torch that they are made for" >&2; exit 1; }
 "$venv/bin/python" -m pytest -m gpu tests/gpu
-"$venv/bin/python" bench/train.py --device cuda
+"$venv/bin/python" -m bench.train --device cuda

@@ -16,7 +16,6 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from paceline.api_keys import ApiKey, dump_keys, hash_token
-from paceline.types import ForwardBackwardSpec
 from support.chaos.chaos_clients import NOT_EXECUTED, Client
 from support.chaos.chaos_faults import FullDisk, Killer, Services, TrainerKiller
 from support.chaos.chaos_scores import Scorer
@@ -106,7 +105,7 @@ class Chaos:
                 loop = asyncio.get_running_loop()
                 killing = asyncio.gather(*(loop.run_in_executor(threads, killer.run) for killer in self._killers))
                 if self.disk is not None:
-                    self.disk.begin(self.services, Random(self.seed), ForwardBackwardSpec(self.notes, killing.done))
+                    self.disk.begin(self.services, Random(self.seed), self.notes, killing.done)
                 faulty = [self._client(channel, index, samples=True) for index in range(clients)]
                 async with asyncio.TaskGroup() as tasks:  # which ends the clients where a killer fails
                     tasks.create_task(_wait_for(killing))

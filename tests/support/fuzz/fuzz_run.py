@@ -199,7 +199,7 @@ def train(cluster: Cluster) -> list[float]:
 
 def is_flat(memory: list[int]) -> bool:
     """Whether memory stays where it was after a fifth of the cases: within a fifth, or 256 MiB."""
-    settled = memory[min(2, len(memory) - 1)]
+    settled = memory[len(memory) // 5]
     return memory[-1] <= settled + max(settled // 5, 256 << 20) and math.isfinite(settled)
 
 

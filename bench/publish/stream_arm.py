@@ -1,0 +1,156 @@
+"""One end of an arm of stream.py, a process of its own.
+
+    python -m bench.publish.stream_arm serve ARM CORE FILE          prints its port
+    python -m bench.publish.stream_arm read ARM CORE FILE PORT      ready when it prints a line
+
+A line of input `measure` has the reader stream the file once and print the seconds; `trace` has either end print the
+most bytes of Python objects since the line before it.
+
+Arms: `plain`, a servicer and a stub as they are generated, gRPC's own options; `ours`, replies written and read as
+bytes, over a sampler's channel; `staged`, what `ours` brings put together as the sampler does, with the SHA-256 of the
+whole. All have the same checksums and chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import google_crc32c
+import grpc
+
+from paceline import weights
+from paceline.rpc.channel import open_channel
+from paceline.weights.chunks import CHUNK_BYTES
+from paceline.weights.v1 import weight_service_pb2 as pb
+from paceline.weights.v1.weight_service_pb2_grpc import (
+    WeightServiceServicer,
+    WeightServiceStub,
+    add_WeightServiceServicer_to_server,
+)
+from sampler_service.transports.staging import StagingArea
+
+
+class Plain(WeightServiceServicer):
+    """Serves a file by message objects."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    async def WatchVersions(  # noqa: N802 - the contract's name
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[pb.WatchVersionsResponse]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED)
+        yield pb.WatchVersionsResponse()
+
+    async def FetchVersion(  # noqa: N802 - the contract's name
+        self, request: pb.FetchVersionRequest, context: Any
+    ) -> AsyncIterator[pb.FetchVersionResponse]:
+        offset = 0
+        with self._file.open("rb", buffering=0) as file:
+            while data := file.read(CHUNK_BYTES):
+                chunk = pb.Chunk(offset=offset, data=data, crc32c=google_crc32c.value(data))
+                yield pb.FetchVersionResponse(chunk=chunk)
+                offset += len(data)
+
+
+async def serve(arm: str, file: Path) -> None:
+    """Serve until ended."""
+
+    async def replies(request: pb.FetchVersionRequest, context: Any) -> AsyncIterator[bytes]:
+        for reply in weights.read_replies(file):
+            yield reply
+
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    add_WeightServiceServicer_to_server(Plain(file), server)
+    if arm != "plain":
+        weights.add_fetch_version(server, replies)
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(traced(), flush=True)
+
+
+async def read(arm: str, file: Path, port: int) -> None:
+    """Do what each line of input says."""
+    manifest = await asyncio.to_thread(describe, file)
+    with TemporaryDirectory(dir=file.parent) as folder:
+        area = StagingArea(Path(folder))
+        async with connect(arm, f"127.0.0.1:{port}") as channel:
+            await channel.channel_ready()
+            print("ready", flush=True)
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                print(await timed(arm, channel, area, manifest) if line == "measure\n" else traced(), flush=True)
+        area.close()
+
+
+def connect(arm: str, target: str) -> grpc.aio.Channel:
+    """Open the arm's channel: gRPC's own options, or a sampler's."""
+    return grpc.aio.insecure_channel(target) if arm == "plain" else open_channel(target, bulk=True)
+
+
+def describe(file: Path) -> pb.Manifest:
+    """Return what a reception needs to know of a file."""
+    manifest = pb.Manifest(total_size=file.stat().st_size)
+    manifest.model.sha256 = weights.hash_file(file)
+    return manifest
+
+
+async def timed(arm: str, channel: grpc.aio.Channel, area: StagingArea, manifest: pb.Manifest) -> float:
+    """Read the stream as the arm does; return the seconds."""
+    start = perf_counter()
+    if arm == "plain":
+        await read_plain(channel)
+    elif arm == "ours":
+        await read_ours(channel)
+    else:
+        await read_staged(channel, area, manifest)
+    return perf_counter() - start
+
+
+async def read_plain(channel: grpc.aio.Channel) -> None:
+    """Verify each chunk of a generated stub."""
+    async for part in WeightServiceStub(channel).FetchVersion(pb.FetchVersionRequest()):
+        data = part.chunk.data
+        if google_crc32c.value(data) != part.chunk.crc32c:
+            raise ValueError("damaged")
+
+
+async def read_ours(channel: grpc.aio.Channel) -> None:
+    """Verify each chunk where it lies in its message."""
+    async for part in weights.read_parts(weights.fetch_version(channel)(pb.FetchVersionRequest())):
+        if not isinstance(part, weights.Piece) or not part.is_intact:
+            raise ValueError("damaged")
+        del part
+
+
+async def read_staged(channel: grpc.aio.Channel, area: StagingArea, manifest: pb.Manifest) -> None:
+    """Write the file anew."""
+    async with area.receive(manifest) as reception:
+        async for part in weights.read_parts(weights.fetch_version(channel)(pb.FetchVersionRequest())):
+            if isinstance(part, weights.Piece):
+                await reception.write(part)
+            del part
+        await (await reception.finish()).discard()
+
+
+def traced() -> int:
+    """Return the most bytes that objects had since the last call; from the first on they are counted."""
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    return most
+
+
+if __name__ == "__main__":
+    role, chosen, core, name, *rest = sys.argv[1:]
+    os.sched_setaffinity(0, {int(core)})
+    asyncio.run(serve(chosen, Path(name)) if role == "serve" else read(chosen, Path(name), int(rest[0])))

@@ -1,0 +1,197 @@
+"""How fast the sampler is, beside vLLM's own server and vLLM called in process, and what LoRA costs on a CPU.
+
+    make bench-sample        python -m bench.sample [--rounds 5] [--sections stream rpc lora] [--dtype auto]
+
+Three sections, each with arms of its own, which are processes on the same cores and work while the others wait; the
+clients of servers are this process, on a core of its own. Each round draws new prompts and gives every arm the same.
+
+stream: streams at saturation on a tiny random model, whose steps cost less than sending their tokens: the service over
+    gRPC beside vLLM's OpenAI server over server-sent events, which sends text alone, or tokens and log-probabilities
+    too, as the service does. Both run the same engine, eagerly, the server without LoRA.
+rpc: the service on the embedded model beside the same engine in process: tokens a second, and the time to the first
+    token of one request at a time.
+lora: prefill of sixteen prompts and decoding of eight streams with an adapter, beside the same engine with vLLM's LoRA
+    operators, without an adapter, and started without LoRA.
+
+Where others use the machine too, --clock cpu counts the processor time of an arm's processes; the time to the first
+token stays that of the clock on the wall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from make_model import default_directory, make_model
+from peft import LoraConfig, get_peft_model
+from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.budgets import budget
+from bench.sample.load import RANK, Arm, Load, Timing, processor_seconds
+from bench.sample.servers import Place, serve_rpc, serve_sse, start_engine
+
+RPC, SSE_TEXT, SSE_ALL = "service, gRPC", "vLLM's server, text alone", "vLLM's server, tokens and log-probabilities"
+IN_PROCESS = "vLLM in process"
+OURS, STOCK, BASE, PLAIN = "adapter", "adapter, vLLM's operators", "no adapter", "no adapter, started without LoRA"
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Figures = dict[str, list[Timing]]
+Arms = Mapping[str, tuple[Arm, bool]]
+"""Each with whether it uses the adapter."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    rounds: int
+    streams: int
+    tokens: int
+    requests: int
+    clock: str
+    place: Place
+    scratch: Path
+
+
+async def measure(arms: Arms, load: Load, rounds: int, clock: str) -> Figures:
+    """Give each arm, with or without the adapter, a round in turn, after one that does not count."""
+    figures: Figures = {name: [] for name in arms}
+    for number in range(rounds + 1):
+        for name, (arm, adapter) in arms.items():
+            before = processor_seconds(arm.pid)
+            timing = await arm.run(replace(load, seed=load.seed + number, adapter=adapter))
+            if clock == "cpu":
+                timing = replace(timing, seconds=processor_seconds(arm.pid) - before)
+            if number:
+                figures[name].append(timing)
+    return figures
+
+
+def show(title: str, figures: Figures, unit: str, figure: Callable[[Timing], float]) -> dict[str, list[float]]:
+    """Print median and p99 of a figure for every arm; returns it by arm and round."""
+    rows = {name: [figure(timing) for timing in timings] for name, timings in figures.items()}
+    print(f"\n{title}, {len(next(iter(rows.values())))} rounds\n{'arm':48}{unit + ' median':>20}{'p99':>10}")
+    for name, values in rows.items():
+        print(f"{name:48}{np.median(values):20.2f}{np.percentile(values, 99):10.2f}", flush=True)
+    return rows
+
+
+def ratio(rows: Mapping[str, list[float]], over: str, under: str) -> float:
+    """Return the median of the rounds' ratios."""
+    return float(np.median(np.divide(rows[over], rows[under])))
+
+
+async def stream(options: Options) -> None:
+    """Compare the ways from a fast engine to the client."""
+    model = make_tiny_llama(options.scratch / "tiny")
+    place = replace(options.place, model=model)
+    load = Load(options.streams, 16, options.tokens, 0, VOCAB_SIZE)
+    async with serve_rpc(place) as ours, serve_sse(place) as (text, everything):
+        arms: Arms = {RPC: (ours, False), SSE_TEXT: (text, False), SSE_ALL: (everything, False)}
+        figures = await measure(arms, load, options.rounds, options.clock)
+    speeds = show(f"{load.streams} streams of {load.tokens} tokens, tiny model", figures, "tokens/s", _speed)
+    show("until every stream has a token", figures, "ms", _last_first)
+    print(f"against the server that sends text alone: {ratio(speeds, RPC, SSE_TEXT):.3g}x")
+    budget("token stream at saturation against vLLM's server", ratio(speeds, RPC, SSE_ALL), 2.0)
+
+
+async def rpc(options: Options) -> None:
+    """Compare the service with the engine that is inside it."""
+    load = Load(16, 32, options.tokens, 100, _vocab_size(options.place.model))
+    async with serve_rpc(options.place) as ours, start_engine(options.place, "as served") as engine:
+        arms: Arms = {RPC: (ours, False), IN_PROCESS: (engine, False)}
+        figures = await measure(arms, load, options.rounds, options.clock)
+        single = replace(load, streams=1, tokens=1, seed=200)
+        firsts = await measure(arms, single, options.rounds * options.requests, "wall")
+    speeds = show(f"{load.streams} streams of {load.tokens} tokens, embedded model", figures, "tokens/s", _speed)
+    budget("sampling through RPC against vLLM in process", ratio(speeds, RPC, IN_PROCESS), 0.97)
+    waits = show("one request at a time: first token", firsts, "ms", _last_first)
+    more = float(np.median(np.subtract(waits[RPC], waits[IN_PROCESS])))
+    budget("first token through RPC, ms over vLLM in process", more, 1.0, at_most=True)
+
+
+async def lora(options: Options) -> None:
+    """Compare adapters with vLLM's own operators and with none."""
+    place, adapter = options.place, make_adapter(options.place.model, options.scratch / "adapter")
+    async with (
+        start_engine(place, "as served", adapter) as ours,
+        start_engine(place, "stock operators", adapter) as stock,
+        start_engine(place, "no adapters") as plain,
+    ):
+        arms: Arms = {OURS: (ours, True), STOCK: (stock, True), BASE: (ours, False), PLAIN: (plain, False)}
+        load = Load(16, 64, 1, 1000, _vocab_size(place.model))
+        prefills = await measure(arms, load, options.rounds, options.clock)
+        load = Load(8, 8, options.tokens, 2000, load.vocab_size)
+        decodes = await measure(arms, load, options.rounds, options.clock)
+    rows = show("prefill of 16 prompts of 64 tokens", prefills, "ms", _whole)
+    budget("LoRA prefill against vLLM's operators", ratio(rows, STOCK, OURS), 10.0)
+    budget("LoRA prefill over the base model", ratio(rows, OURS, BASE), 1.2, at_most=True)
+    budget("LoRA prefill over an engine without LoRA", ratio(rows, OURS, PLAIN), 1.2, at_most=True)
+    rows = show(f"decoding 8 streams of {options.tokens} tokens", decodes, "ms", _whole)
+    budget("LoRA decode at batch 8 over the base model", ratio(rows, OURS, BASE), 1.25, at_most=True)
+    budget("LoRA decode at batch 8 over an engine without LoRA", ratio(rows, OURS, PLAIN), 1.25, at_most=True)
+
+
+SECTIONS = {"stream": stream, "rpc": rpc, "lora": lora}
+
+
+def make_adapter(model: Path, directory: Path) -> Path:
+    """Write an adapter of every linear layer whose B is not zero."""
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS, init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(str(directory))
+    return directory
+
+
+def _vocab_size(model: Path) -> int:
+    size: int = AutoConfig.from_pretrained(model).vocab_size
+    return size
+
+
+def _speed(timing: Timing) -> float:
+    return timing.speed
+
+
+def _last_first(timing: Timing) -> float:
+    return 1e3 * max(timing.firsts)
+
+
+def _whole(timing: Timing) -> float:
+    return 1e3 * timing.seconds
+
+
+def main() -> None:
+    """Run the sections."""
+    cores = sorted(os.sched_getaffinity(0))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--streams", type=int, default=64, help="of the section stream; more than 64 wait in the engine"
+    )
+    parser.add_argument("--tokens", type=int, default=128, help="of a stream")
+    parser.add_argument("--requests", type=int, default=10, help="single requests for each round")
+    parser.add_argument("--model", type=Path, help="of the sections rpc and lora; by default the embedded one")
+    parser.add_argument("--dtype", default="auto", help="of the weights: auto, float32 or bfloat16")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--cores", nargs="+", type=int, default=cores[-1:], help="where every arm works")
+    parser.add_argument("--client-core", type=int, default=cores[0], help="where the clients of servers work")
+    chosen = parser.parse_args()
+    os.sched_setaffinity(0, {chosen.client_core})
+    model = chosen.model or make_model(default_directory())
+    with TemporaryDirectory() as scratch:
+        place = Place(model, chosen.dtype, chosen.cores)
+        options = Options(
+            chosen.rounds, chosen.streams, chosen.tokens, chosen.requests, chosen.clock, place, Path(scratch)
+        )
+        for section in chosen.sections:
+            asyncio.run(SECTIONS[section](options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The arms of `python -m bench.sample` that call vLLM in their own process.
+
+    python -m bench.sample.engine_arms KIND MODEL DTYPE ADAPTER
+
+KIND is "as served" (the sampler service's own arguments), "stock operators" (the same with vLLM's LoRA operators) or
+"no adapters" (the same without LoRA). Reads a JSON load a line and answers with a timing; the first line says `{}` once
+the engine is up. ADAPTER is a PEFT directory, or empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import TextIO, cast
+
+import uvloop
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from bench.sample.load import KV_CACHE_GIB, MAX_MODEL_LEN, MAX_NUM_SEQS, RANK, Load, run_load
+from paceline.types import SamplingParams
+from sampler_service.engine.options import Dtype, EngineOptions
+from sampler_service.engine.protocol import Adapter, GenerationRequest
+from sampler_service.engine.vllm import engine as vllm_engine
+from sampler_service.engine.vllm.params import lora_request, prompt_input, sampling_params
+
+KINDS = ("as served", "stock operators", "no adapters")
+
+
+def engine_args(kind: str, model: Path, dtype: Dtype) -> AsyncEngineArgs:
+    """Return what the sampler service starts vLLM with, less what the kind takes away."""
+    options = EngineOptions(
+        model_path=model,
+        model_name="bench",
+        dtype=dtype,
+        max_model_len=MAX_MODEL_LEN,
+        max_lora_rank=RANK,
+        max_num_seqs=MAX_NUM_SEQS,
+        kv_cache_gib=KV_CACHE_GIB,
+    )
+    args = vllm_engine.engine_args(options)
+    if kind != "as served":
+        args.worker_cls = "auto"
+    if kind == "no adapters":
+        # vLLM runs eagerly where there are adapters; so that the two differ in the adapters alone, here too.
+        args.enable_lora, args.enforce_eager = False, True
+    return args
+
+
+class Engine:
+    """Serves loads by calling vLLM."""
+
+    def __init__(self, llm: AsyncLLM, adapter: Adapter | None) -> None:
+        self._llm, self._adapter, self._ids = llm, adapter, count()
+
+    async def run(self, load: Load) -> dict[str, object]:
+        """Serve a round."""
+        adapter = self._adapter if load.adapter else None
+        lora = lora_request(adapter) if adapter else None
+
+        async def open_stream(prompt: list[int]) -> AsyncIterator[int]:
+            name = f"bench-{next(self._ids)}"
+            request = GenerationRequest(name, prompt, SamplingParams(ignore_eos=True), adapter=adapter)
+            params = sampling_params(request, load.tokens)
+            async for output in self._llm.generate(prompt_input(prompt, ""), params, name, lora_request=lora):
+                yield sum(len(completion.token_ids) for completion in output.outputs)
+
+        return asdict(await run_load(load, open_stream))
+
+
+async def serve(kind: str, model: Path, dtype: Dtype, directory: str, answers: TextIO) -> None:
+    """Answer loads until the input ends."""
+    llm = AsyncLLM.from_engine_args(engine_args(kind, model, dtype))
+    adapter = Adapter(1, "bench", Path(directory)) if directory else None
+    if adapter:
+        await llm.add_lora(lora_request(adapter))
+    engine = Engine(llm, adapter)
+    print("{}", file=answers, flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(await engine.run(Load(**json.loads(line)))), file=answers, flush=True)
+    llm.shutdown()
+
+
+def main(kind: str, model: str, dtype: Dtype, adapter: str) -> None:
+    """Run one arm."""
+    if kind not in KINDS:
+        raise SystemExit(f"unknown kind {kind!r}; choose one of {KINDS}")
+    # vLLM prints on standard output too, which from here on is standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    uvloop.run(serve(kind, Path(model), dtype, adapter, answers))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], cast("Dtype", sys.argv[3]), sys.argv[4])

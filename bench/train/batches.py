@@ -1,0 +1,96 @@
+"""Ragged RL batches and the models of `python -m bench.train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.types import Datum
+
+SHORTEST, LONGEST = 32, 1024
+LOSS_INPUTS = ("target_tokens", "mask", "logprobs", "advantages")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to train, and how much of it there is."""
+
+    name: str
+    path: str
+    parameters: int
+    vocab_size: int
+
+
+def load_model(name: str, path: Path) -> Model:
+    """Describe a model's directory."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]
+    return Model(name, str(path), sum(p.numel() for p in model.parameters()), model.config.vocab_size)
+
+
+def make_random_model(name: str, directory: Path) -> Path:
+    """Write a model of a known shape with random weights: qwen2.5-0.5b, or llama-8b (Llama 3.1's)."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config  # noqa: PLC0415
+
+    shapes = {
+        "qwen2.5-0.5b": Qwen2Config(
+            vocab_size=151936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=32768,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            tie_word_embeddings=True,
+        ),
+        "llama-8b": LlamaConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+            tie_word_embeddings=False,
+        ),
+    }
+    torch.manual_seed(0)
+    with torch.device("cuda" if name == "llama-8b" and torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(shapes[name], dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+    return directory
+
+
+def draw_batch(size: int, vocab_size: int, seed: int) -> list[Datum]:
+    """Draw datums with log-uniform lengths, the second half of each labelled; the advantage is one for each datum."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for length in np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), size)).astype(int):
+        tokens, labelled = rng.integers(0, vocab_size, length + 1), length // 2
+        prompt, completion = tokens[:-labelled].tolist(), tokens[-labelled:].tolist()
+        data.append(Datum.from_completion(prompt, completion, logprobs=-1.0, advantages=rng.normal()))
+    return data
+
+
+def save_batch(data: list[Datum], path: Path) -> Path:
+    """Write a batch for the other arms."""
+    arrays = {f"{i}.{name}": datum.loss_inputs[name] for i, datum in enumerate(data) for name in LOSS_INPUTS}
+    arrays |= {f"{i}.model_input": datum.model_input for i, datum in enumerate(data)}
+    np.savez(path, **arrays)  # type: ignore[arg-type]  # numpy's stubs take any name for `allow_pickle`
+    return path
+
+
+def load_batch(path: Path) -> list[dict[str, NDArray[np.generic]]]:
+    """Read what `save_batch` wrote: the arrays of each datum by name."""
+    with np.load(path) as arrays:
+        count = 1 + max(int(name.partition(".")[0]) for name in arrays)
+        return [{name: arrays[f"{i}.{name}"] for name in ("model_input", *LOSS_INPUTS)} for i in range(count)]
