@@ -30,16 +30,21 @@ class Background:
         task.add_done_callback(self._ended)
         return task
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what comes of work that goes on to its end when the caller is cancelled."""
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin something whose result or error the caller waits for, or no longer needs."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._answered)
-        return await asyncio.shield(task)
+        return task
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what comes of work that goes on to its end when the caller is cancelled."""
+        return await asyncio.shield(self.start(work))
 
     async def finish(self) -> None:
         """Wait until everything has ended by itself."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
         """Cancel everything."""

@@ -270,6 +270,15 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
+def write_all(file: int, content: bytes | memoryview, offset: int) -> int:
+    """Write at an offset of an open file until all is written; return the offset behind it."""
+    rest = memoryview(content)
+    while rest:
+        written = os.pwrite(file, rest, offset)
+        rest, offset = rest[written:], offset + written
+    return offset
+
+
 def sync_directory(directory: Path) -> None:
     """Make renames in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

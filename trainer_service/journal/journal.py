@@ -225,7 +225,7 @@ class RunJournal:
             die()
         self._failpoints.hit("mid_append")
         try:
-            _write_all(file, frame, segment.length)
+            layout.write_all(file, frame, segment.length)
         except OSError:
             try:
                 os.ftruncate(file, segment.length)
@@ -335,10 +335,3 @@ def _settle(entries: list[_Entry]) -> None:
     for entry in entries:
         if not entry.written.done():
             entry.written.set_result(None)
-
-
-def _write_all(file: int, data: bytes, offset: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        written = os.pwrite(file, rest, offset)
-        rest, offset = rest[written:], offset + written

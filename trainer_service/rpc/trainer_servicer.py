@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from hashlib import sha256
 from typing import Any, Protocol, cast
 
 import grpc
@@ -27,7 +26,7 @@ from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.publish.agreements import Agreements
 from trainer_service.quotas import Quotas
 from trainer_service.rpc.command_handlers import Commands
-from trainer_service.runs.command import Command
+from trainer_service.runs.command import Command, request_digest
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
 from trainer_service.settings import TrainerSettings
@@ -108,7 +107,7 @@ class TrainerServicer(TrainerServiceServicer):
         record = await self._trainer.create_run(
             current_identity(),
             request.request_id,
-            _digest(request),
+            request_digest(type(request).__name__, request.SerializeToString(deterministic=True)),
             request.base_model,
             parameters,
             request.user_metadata,
@@ -211,10 +210,6 @@ class TrainerServicer(TrainerServiceServicer):
         if not run.sequencer.knows(command.seq_id):
             command = self._commands.checked(run, command)
         return await run.sequencer.execute(command)
-
-
-def _digest(request: Any) -> bytes:
-    return sha256(type(request).__name__.encode() + request.SerializeToString(deterministic=True)).digest()
 
 
 def _checkpoint_key(checkpoint: Checkpoint) -> str:

@@ -50,13 +50,13 @@ class Command:
         """Make the command of a request, whose type is named for its RPC."""
         payload = request.SerializeToString(deterministic=True)
         method = type(request).__name__.removesuffix("Request")
-        return cls(request.seq_id, method, tenant, request, len(payload), _digest(method, payload))
+        return cls(request.seq_id, method, tenant, request, len(payload), request_digest(f"{method}Request", payload))
 
     @classmethod
     def from_record(cls, record: CommandRecord) -> Command:
         """Read a command back from the journal."""
         request = getattr(pb, f"{record.method}Request").FromString(record.request)
-        digest = record.digest or _digest(record.method, record.request)
+        digest = record.digest or request_digest(f"{record.method}Request", record.request)
         refusal = record.refusal.error() if record.refusal else None
         return cls(record.seq_id, record.method, record.tenant, request, len(record.request), digest, refusal)
 
@@ -96,5 +96,6 @@ def poisoned(deaths: int) -> errors.PoisonedCommand:
     return errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": str(deaths)})
 
 
-def _digest(method: str, payload: bytes) -> bytes:
-    return sha256(f"{method}Request".encode() + payload).digest()
+def request_digest(message: str, payload: bytes) -> bytes:
+    """Return the SHA-256 of a request: of its message's name and its deterministic serialization."""
+    return sha256(message.encode() + payload).digest()

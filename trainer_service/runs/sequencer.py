@@ -27,6 +27,7 @@ from collections import Counter
 from google.protobuf.message import Message
 
 from paceline import errors
+from paceline.background import Background
 from paceline.log import get_logger
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.engine.protocol import EngineDiedError
@@ -76,7 +77,7 @@ class Sequencer:
         self._executor: Executor | None = None
         self._former: Executor | None = None
         self._task: asyncio.Task[None] | None = None
-        self._finishing: set[asyncio.Task[None]] = set()
+        self._finishing = Background("command.finish_failed")
         self._refusal: errors.PacelineError | None = None
         self.is_closed = False
         """Whether it takes no more commands, for good."""
@@ -227,8 +228,7 @@ class Sequencer:
         executor, self._executor = self._executor, None
         self._waiting.notify()
         await self._left_engine()
-        if self._finishing:
-            await asyncio.wait(self._finishing)
+        await self._finishing.finish()
         if executor is not None:
             await executor.close()
         await self.journal.close()
@@ -270,9 +270,7 @@ class Sequencer:
         earlier = [turn for other, turn in self._waiting.under_way() if other.method == command.method]
         turn = pending.turn = Turn(earlier, may_overlap=command.method in READING)
         pending.place = None
-        task = asyncio.create_task(self._finish(pending, turn, executor))
-        self._finishing.add(task)
-        task.add_done_callback(self._finishing.discard)
+        self._finishing.spawn(self._finish(pending, turn, executor))
         await turn.captured.wait()
         if turn.ended.is_set():
             return turn.is_answered

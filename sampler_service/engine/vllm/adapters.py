@@ -9,6 +9,7 @@ from time import perf_counter
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from paceline.background import Background
 from paceline.errors import InvalidShape
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import Adapter, LoadTimes
@@ -24,7 +25,7 @@ class AdapterLoader:
         self._num_workers = options.tensor_parallel_size * options.pipeline_parallel_size
         self._mid_step = MidStepCalls()
         self._numbers = count(1)
-        self._calls: set[asyncio.Task[Sequence[Loaded]]] = set()
+        self._calls = Background("adapter.load_failed")
         """vLLM's calls that have not ended, though their adapters may be loaded."""
         self._served: set[frozenset[str]] = set()
         """Sets of modules that vLLM takes an adapter on."""
@@ -53,9 +54,7 @@ class AdapterLoader:
 
     async def _load(self, load: Load) -> Sequence[Loaded]:
         early = asyncio.create_task(self._mid_step.load(load, self._num_workers))
-        call = asyncio.create_task(self._call(load))
-        self._calls.add(call)
-        call.add_done_callback(self._ended)
+        call = self._calls.start(self._call(load))
         try:
             await asyncio.wait((early, call), return_when=asyncio.FIRST_COMPLETED)
             return (early if early.done() else call).result()
@@ -64,11 +63,6 @@ class AdapterLoader:
 
     async def _call(self, load: Load) -> Sequence[Loaded]:
         return [Loaded(*answer) for answer in await self._llm.collective_rpc("load_adapter", args=tuple(load))]
-
-    def _ended(self, call: asyncio.Task[Sequence[Loaded]]) -> None:
-        self._calls.discard(call)
-        if not call.cancelled():
-            call.exception()  # Known to whoever waits for it; an adapter that is loaded already needs it no more.
 
     async def _check_served(self, modules: frozenset[str]) -> None:
         """Refuse an adapter of which vLLM would leave a part out. Each choice of modules is asked about once."""

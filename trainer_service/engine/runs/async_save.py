@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import torch
@@ -140,8 +140,9 @@ class Capture:
     def _write_files(self, directory: Path, contents: Iterable[Iterable[memoryview]]) -> None:
         for file, content in zip(self._files, contents, strict=True):
             with (directory / file.name).open("wb", buffering=0) as target:
+                offset = 0
                 for part in (memoryview(file.header), *content):
-                    _write_all(target, part)
+                    offset = layout.write_all(target.fileno(), part, offset)
 
     def _link(self, directory: Path) -> bool:
         """Give the file that the copies are in its name; return whether they are in one and it could have it."""
@@ -213,9 +214,3 @@ def _json(content: Any) -> bytes:
 
 def _aligned(size: int) -> int:
     return size + -size % _ALIGNMENT
-
-
-def _write_all(file: BinaryIO, content: memoryview) -> None:
-    rest = content
-    while rest:
-        rest = rest[file.write(rest) :]

@@ -12,11 +12,11 @@ from support.models.engine_cases import ADAM, make_data, saved, train
 from support.models.optimizer_cases import PARAMS
 from support.models.tiny_models import make_tiny_llama
 
+from paceline import layout
 from paceline.errors import DiskFull, OutOfMemory, RunNotFound
 from paceline.types import AdafactorParams, FullParameters, LoraConfig, WeightStorage
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.runs import async_save
 
 LORA = LoraConfig(rank=4, dropout=0.2, train_mlp=False, layers=(1,))
 
@@ -156,7 +156,7 @@ def test_a_full_scratch_directory_refuses_the_command_and_harms_no_run(
         def full(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch.setattr(async_save, "_write_all", full)
+        patch.setattr(layout, "write_all", full)
         with pytest.raises(DiskFull, match="scratch_dir"):
             engine.create_run("other", LORA)
     assert saved(engine, tmp_path / "after") == before
