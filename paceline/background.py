@@ -24,18 +24,12 @@ class Background:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Begin something; whoever waits for it all the same shields it."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
+        """Start a task whose error is logged. A caller that awaits it must shield it: cancelling would end the task."""
+        return self._create(work, self._ended)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin something whose result or error the caller waits for, or no longer needs."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._answered)
-        return task
+        """Start a task whose result or error the caller awaits, or no longer needs."""
+        return self._create(work, self._answered)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what comes of work that goes on to its end when the caller is cancelled."""
@@ -51,6 +45,12 @@ class Background:
         for task in self._tasks:
             task.cancel()
         await self.finish()
+
+    def _create(self, work: Coroutine[Any, Any, T], ended: Callable[[asyncio.Task[T]], None]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+        return task
 
     def _answered(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
