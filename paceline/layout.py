@@ -270,13 +270,11 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
-def write_all(file: int, content: bytes | memoryview, offset: int) -> int:
-    """Write at an offset of an open file until all is written; return the offset behind it."""
+def write_all(file: int, content: bytes | memoryview) -> None:
+    """Write at the position of an open file until all is written; one `os.write` may be short."""
     rest = memoryview(content)
     while rest:
-        written = os.pwrite(file, rest, offset)
-        rest, offset = rest[written:], offset + written
-    return offset
+        rest = rest[os.write(file, rest) :]
 
 
 def sync_directory(directory: Path) -> None:

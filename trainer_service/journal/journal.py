@@ -225,7 +225,8 @@ class RunJournal:
             die()
         self._failpoints.hit("mid_append")
         try:
-            layout.write_all(file, frame, segment.length)
+            os.lseek(file, segment.length, os.SEEK_SET)
+            layout.write_all(file, frame)
         except OSError:
             try:
                 os.ftruncate(file, segment.length)

@@ -140,9 +140,8 @@ class Capture:
     def _write_files(self, directory: Path, contents: Iterable[Iterable[memoryview]]) -> None:
         for file, content in zip(self._files, contents, strict=True):
             with (directory / file.name).open("wb", buffering=0) as target:
-                offset = 0
                 for part in (memoryview(file.header), *content):
-                    offset = layout.write_all(target.fileno(), part, offset)
+                    layout.write_all(target.fileno(), part)
 
     def _link(self, directory: Path) -> bool:
         """Give the file that the copies are in its name; return whether they are in one and it could have it."""
