@@ -1,4 +1,4 @@
-"""Fine-tuning of language models on your own machines: train, publish, sample.
+"""Fine-tune language models on your own machines: train, publish, sample.
 
     client = paceline.ServiceClient()
     training = client.create_lora_training_client(rank=16)
@@ -8,7 +8,7 @@
     sampling = training.save_weights_and_get_sampling_client()
     print(sampling.sample(prompt, sampling_params=paceline.SamplingParams(max_tokens=64)).result().sequences)
 
-Every error is a class of `paceline.errors`. The generated stubs, for calls without this client, are in
+All errors are classes of `paceline.errors`. Generated gRPC stubs, for calls without this client, are in
 `paceline.<area>.v1`.
 """
 

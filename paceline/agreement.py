@@ -1,12 +1,13 @@
-"""How far apart a trainer's and a sampler's log-probabilities may be.
+"""Bounds on the difference between a trainer's and a sampler's log-probabilities.
 
-Measured with stock implementations on a CPU, on SmolLM2-135M, 30 layers of width 576: transformers against vLLM in
-float32, on text, a mean difference of 6e-6; float32 against bfloat16 in transformers, 256 random tokens, 8.3e-2 (4e-2
-on text, whose tokens are likelier). The bounds leave room for other models. Errors of layers are independent, and
-grow by the root of their number: twice for 120 layers. In float32, sums over the width are added in another order and
-their error grows by the root of the width, by 5 up to 16,384; other kernels and tokens get a factor of 3: together 30.
-In bfloat16 sums are kept in float32 and results alone are rounded; where both sides round, the two errors add by their
-squares, 1.4: together 3. What is wrong differs by more: another model by whole nats, a bias that is left out by tenths.
+The bounds start from measurements of stock implementations on a CPU with SmolLM2-135M (30 layers of width 576).
+Transformers against vLLM in float32, on text: mean difference 6e-6. Float32 against bfloat16 in transformers, 256
+random tokens: 8.3e-2 (4e-2 on text, whose tokens are likelier). They leave room for other models. Errors of layers are
+independent and grow with the square root of their number: a factor of 2 for 120 layers. In float32, sums over the width
+are added in a different order and their error grows with the square root of the width, a factor of 5 up to 16,384;
+other kernels and tokens get a factor of 3: together 30. In bfloat16, sums are kept in float32 and only results are
+rounded; if both sides round, the two errors add in quadrature, a factor of 1.4: together 3. Real mismatches are larger:
+whole nats for another model, tenths for a missing bias.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ _FLOAT32 = 6e-6 * 30
 _HALF = 8.3e-2 * 3
 
 STATISTICS = ("mean", "max")
-"""What metrics show of the absolute differences."""
+"""Statistics of the absolute differences that metrics expose."""
 
 PROBE_TOKENS = 256
-"""Tokens that are scored, or as many as fit into the context."""
+"""Number of tokens that are scored; fewer if the context is shorter."""
 
 
 def agreement_bound(*dtypes: str) -> float:
-    """Return what the mean absolute difference may be between services that compute in these dtypes."""
+    """Return the bound on the mean absolute difference between services that compute in these dtypes."""
     return _FLOAT32 if set(dtypes) == {"float32"} else _HALF
 
 
 def shown_difference(agreement: pb.Agreement, statistic: str) -> float:
-    """Return one of STATISTICS as metrics show it: infinite where something was no finite number, or not scored."""
+    """Return one of STATISTICS for the metrics: infinite if a value was not finite, or was not scored."""
     difference = agreement.mean_difference if statistic == "mean" else agreement.max_difference
     is_measured = not agreement.refusal or agreement.mean_difference > agreement.bound
     return difference if is_measured else inf

@@ -1,13 +1,12 @@
-"""The identity of a base model's weights: a hash that trainer and sampler compute from the files, and compare.
+"""The identity of a base model's weights: a hash that trainer and sampler compute from the files and compare.
 
-It is the SHA-256 of one line for each tensor, in order: [name, dtype, shape, SHA-256 of its bytes] as JSON, all as they
-are stored. So it is the same however a checkpoint is cut into files, however many threads compute
-it, and on whatever machine; other weights, another dtype and other names have another one. A name or a path is no part
-of it.
+It is the SHA-256 of one line per tensor, sorted: [name, dtype, shape, SHA-256 of its bytes] as JSON, all as stored. It
+does not depend on how a checkpoint is split into files, on the number of threads or on the machine. Different weights,
+dtypes or tensor names give a different hash. The model's name and path are not part of it.
 
-Hashing takes about a second for each GB and processor, files of a hub's cache and local ones alike. What was computed
-of a file is kept in $XDG_CACHE_HOME/paceline (by default below ~/.cache) for as long as the file has the same path,
-inode, size and time of change, so that a large model is read for this once on a machine.
+Hashing takes about a second per GB and processor, for files in the hub's cache and local ones alike. The digests of a
+file are cached in $XDG_CACHE_HOME/paceline (by default below ~/.cache) for as long as the file has the same path,
+inode, size and modification time, so that a machine reads a large model only once for this.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ _SINGLE = "model.safetensors"
 _PIECE_BYTES = 1 << 20
 _MOST_THREADS = 16
 _MOST_KEPT = 4096
-"""Files of which the cache holds the digests."""
+"""Number of files whose digests the cache holds."""
 
 _log = get_logger(__name__)
 
 
 def base_weights_sha256(model: str) -> str:
-    """Return the identity of a model's weights; empty where it has no safetensors files here.
+    """Return the identity of a model's weights; empty if it has no safetensors files on this machine.
 
     `model` is a local directory, or a Hugging Face id that was downloaded. Raises ChecksumMismatch for a file that is
-    none, or that lacks a part.
+    not a safetensors file or is truncated.
     """
     directory = _directory(model)
     files = [] if directory is None else weights_files(directory)
@@ -51,9 +50,9 @@ def base_weights_sha256(model: str) -> str:
 
 
 def check_same_base(ours: str, theirs: str, what: str) -> None:
-    """Refuse weights of another base; an empty hash is not known, and accepted.
+    """Refuse weights of another base; an empty hash means unknown and is accepted.
 
-    `what` says whose `theirs` is, as in "the checkpoint was made on". Raises BaseMismatch, naming both.
+    `what` introduces `theirs` in the message, as in "the checkpoint was made on". Raises BaseMismatch, naming both.
     """
     if ours and theirs and ours != theirs:
         raise errors.BaseMismatch(
@@ -75,7 +74,7 @@ def _directory(model: str) -> Path | None:
 
 
 def weights_files(directory: Path) -> list[Path]:
-    """Return the files that transformers loads: the index's, or the one, or all that lie there."""
+    """Return the files that transformers loads: those of the index, else the single file, else all in the directory."""
     if (index := directory / _INDEX).is_file():
         return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
     if (single := directory / _SINGLE).is_file():
@@ -84,7 +83,7 @@ def weights_files(directory: Path) -> list[Path]:
 
 
 def _digests(file: Path) -> Sequence[str]:
-    """Return a line for each tensor of a file, from the cache where the file is what it was."""
+    """Return one line per tensor of a file, from the cache if the file is unchanged."""
     cache, key = _cache_file(), _key(file)
     known = _read_cache(cache)
     if key not in known:
@@ -105,7 +104,7 @@ def _cache_file() -> Path:
 def _read_cache(cache: Path) -> dict[str, list[str]]:
     try:
         known = json.loads(cache.read_bytes())
-    except (OSError, ValueError):  # none yet, or cut off; it is made anew
+    except (OSError, ValueError):  # missing or truncated: it is rebuilt
         return {}
     return known if isinstance(known, dict) else {}
 
@@ -118,7 +117,7 @@ def _key(file: Path) -> str:
 
 @lru_cache(maxsize=_MOST_KEPT)
 def _hash_tensors(file: Path, _key: str) -> tuple[str, ...]:
-    """Return a line for each tensor of a file; also where no cache can be written once in a process."""
+    """Return one line per tensor of a file; computed once per process even if no cache can be written."""
     header = read_header(file)
     try:
         tensors: dict[str, Any] = json.loads(header)

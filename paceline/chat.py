@@ -1,4 +1,4 @@
-"""Conversations as JSON, in the shape of OpenAI's chat API: what is checked before a template sees them."""
+"""Checks of conversations in the JSON shape of OpenAI's chat API, made before a chat template renders them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.json_body import read_object
 
 _MAX_DEPTH = 64
 _CHARACTERS_PER_TOKEN = 32
-"""That a token stands for at most, on average: longer texts are refused before they are tokenized."""
+"""Most characters per token, on average: longer texts are refused before they are tokenized."""
 
 
 def read_chat_body(content: bytes) -> dict[str, Any]:
-    """Parse a body whose texts go to a tokenizer. Raises UnreadableMessage, InvalidArgument."""
+    """Parse a body whose strings go to a tokenizer. Raises UnreadableMessage, InvalidArgument."""
     if _depth(content) > _MAX_DEPTH:
         raise errors.InvalidArgument(f"is nested deeper than {_MAX_DEPTH}", field="body")
     body = read_object(content)
@@ -25,7 +25,7 @@ def read_chat_body(content: bytes) -> dict[str, Any]:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages, which are text: nothing is fetched for a caller. Raises InvalidArgument, Unsupported."""
+    """Return messages that hold only text: nothing is fetched for a caller. Raises InvalidArgument, Unsupported."""
     if not isinstance(messages, list):
         raise errors.InvalidArgument("must be a list of messages", field="messages")
     for index, message in enumerate(messages):
@@ -40,7 +40,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def check_length(field: str, value: Any, max_context_length: int) -> int:
-    """Return how many characters a value has, which can fit a context of so many tokens. Raises SequenceTooLong."""
+    """Return the number of characters in a value. Raises SequenceTooLong if they cannot fit the context."""
     length = sum(map(len, _texts(value)))
     if length > _CHARACTERS_PER_TOKEN * max_context_length:
         message = f"has {length} characters; the context is {max_context_length} tokens"
@@ -57,7 +57,7 @@ def _is_text(body: dict[str, Any]) -> bool:
 
 
 def _depth(content: bytes) -> int:
-    """Count brackets that are open at a time at most, those in strings too."""
+    """Return the largest number of brackets open at once, those in strings included."""
     depth = deepest = 0
     for byte in content:
         if byte in b"[{":

@@ -69,7 +69,7 @@ def _atropos(given: argparse.Namespace) -> int:
 
 
 def _up(*, until_eof: bool, **options: str) -> int:
-    # Needs the server extra, which clients lack.
+    # Needs the server extra, which clients do not install.
     from paceline.up import up  # noqa: PLC0415
     from paceline.up.errors import CannotStart  # noqa: PLC0415
     from paceline.up.plan import UpOptions  # noqa: PLC0415

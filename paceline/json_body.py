@@ -1,4 +1,4 @@
-"""A request's body as a JSON object."""
+"""Parse a request's body as a JSON object."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from paceline import errors
 
 
 def read_object(content: bytes) -> dict[str, Any]:
-    """Parse a body. Raises UnreadableMessage unless it is a JSON object."""
+    """Parse a request's body. Raises UnreadableMessage unless it is a JSON object."""
     try:
-        body = json.loads(content.decode())  # of bytes it would take UTF-16, too, and halves of surrogate pairs
+        body = json.loads(content.decode())  # given bytes, it would also accept UTF-16 and lone surrogates
     except (ValueError, RecursionError) as error:
         raise errors.UnreadableMessage("the body is not JSON") from error
     if not isinstance(body, dict):

@@ -1,14 +1,13 @@
-"""Where things lie on the checkpoint volume, and how they get there without ever being half-written.
+"""Layout of the checkpoint volume, and atomic writes to it.
 
     <root>/runs/<run_id>/run.json
     <root>/runs/<run_id>/state/<name>/      a state checkpoint
     <root>/runs/<run_id>/sampler/<name>/    a sampler checkpoint
     <root>/runs/<run_id>/versions/<n>/      a published version
 
-Each of the last three is a PEFT directory with a manifest.json. A directory is written under a temporary name,
-synced, and renamed; one that has its final name is complete. One that takes another's place is exchanged with it in one
-step; where the file system cannot do that, two renames follow each other, and `sweep` and `opened` know the state
-between them.
+Each of the last three is a PEFT directory with a manifest.json. A directory is written under a temporary name, synced,
+and renamed, so a directory with its final name is complete. A directory that replaces another is exchanged with it
+atomically. File systems that cannot do that get two renames, and `sweep` and `opened` handle the state between them.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 MANIFEST_FILE = "manifest.json"
 STAGED = ".new-"
-"""How the names of files and directories begin that are being written."""
+"""Prefix of the names of files and directories that are being written."""
 RUN_FILE, DELETED_FILE = "run.json", "deleted.json"
-"""What a run is, and what it was where its checkpoints outlive it."""
+"""The record of a run, and the record of a deleted run whose checkpoints remain."""
 MODEL_FILE = "model.safetensors"
 """Weights of a full-parameter run."""
 ADAPTER_FILES = frozenset({WEIGHTS_FILE, CONFIG_FILE, MANIFEST_FILE})
-"""All that an adapter's directory may hold: loaders elsewhere also read pickled files if they find them."""
+"""The only files allowed in an adapter's directory: other loaders would also read pickled files found there."""
 
 SCHEME = "paceline://"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -48,7 +47,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """paceline://<run_id>/<kind>/<name>, taken apart."""
+    """The parts of paceline://<run_id>/<kind>/<name>."""
 
     run_id: str
     kind: CheckpointKind
@@ -56,7 +55,7 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, path: str, field: str = "path") -> CheckpointPath:
-        """Take a path apart. Raises InvalidPath unless it is exactly of this form."""
+        """Parse a path. Raises InvalidPath unless it has exactly this form."""
         run_id, _, rest = path.removeprefix(SCHEME).partition("/")
         folder, _, name = rest.partition("/")
         kinds = {kind.folder: kind for kind in CheckpointKind}
@@ -74,14 +73,14 @@ class CheckpointPath:
 
 
 def check_name(name: str, field: str = "name") -> str:
-    """Return `name` if it can name a checkpoint; raise InvalidName otherwise."""
+    """Return `name` if it is a valid checkpoint name. Raises InvalidName otherwise."""
     if not _NAME.fullmatch(name):
         raise errors.InvalidName("must be 1 to 128 characters of [A-Za-z0-9._-], not starting with a dot", field=field)
     return name
 
 
 def check_run_id(run_id: str, field: str = "run_id") -> str:
-    """Return `run_id` if it has the form of one, so that nothing else reaches a path; raise RunNotFound otherwise."""
+    """Return `run_id` if it is well-formed, so that nothing else gets into a path. Raises MissingField, RunNotFound."""
     if not run_id:
         raise errors.MissingField("is not set; name the run", field=field)
     if not _RUN_ID.fullmatch(run_id):
@@ -90,12 +89,12 @@ def check_run_id(run_id: str, field: str = "run_id") -> str:
 
 
 def is_run_id(name: str) -> bool:
-    """Whether a name has the form of a run's."""
+    """Return whether a name has the form of a run id."""
     return _RUN_ID.fullmatch(name) is not None
 
 
 def new_run_id() -> str:
-    """Make the id of a new run."""
+    """Generate the id of a new run."""
     return f"run-{uuid4().hex}"
 
 
@@ -123,7 +122,7 @@ class Volume:
         return self.run(run_id) / "versions" / str(version)
 
     def checkpoints(self, run_id: str = "") -> Iterator[CheckpointPath]:
-        """Find what has the name of a checkpoint, of one run or of all. What else lies there is left out."""
+        """Yield the directories that have a checkpoint's name, of one run or of all; skip everything else."""
         folders = [self.run(run_id)] if run_id else sorted(self.runs.glob("run-*"))
         for folder in folders:
             for kind in CheckpointKind if _RUN_ID.fullmatch(folder.name) else ():
@@ -134,11 +133,10 @@ class Volume:
 
 @contextmanager
 def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True) -> Iterator[Path]:
-    """Give an empty staging directory that becomes `final` when the block ends well and vanishes when it raises.
+    """Yield an empty staging directory that becomes `final` if the block succeeds and is removed if it raises.
 
-    Readers see the whole directory or none. With `durable` files and folders are synced first. Raises FileExistsError
-    when `final` exists and
-    `overwrite` is false, DiskFull when the volume is.
+    Readers see the whole directory or none. With `durable`, files and folders are synced first. Raises FileExistsError
+    if `final` exists and `overwrite` is false, DiskFull if the volume is full.
     """
     if final.exists() and not overwrite:
         raise FileExistsError(final)
@@ -153,7 +151,7 @@ def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True)
         replaced = _replace(staging, final)
         if durable:
             sync_directory(final.parent)
-        if replaced is not None:  # not before its successor is sure to have its name
+        if replaced is not None:  # only once the rename of its successor is durable
             shutil.rmtree(replaced)
     except OSError as error:
         raise translate(error) from error
@@ -163,9 +161,9 @@ def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True)
 
 @contextmanager
 def opened(directory: Path) -> Iterator[Path]:
-    """Give a path to what is `directory` now, and stays that when another takes its name or its files are removed.
+    """Yield a path to the current `directory` that stays valid if it is replaced or its files are removed.
 
-    The path holds in this process, until the block ends. Raises FileNotFoundError, NotADirectoryError.
+    The path is valid in this process until the block ends. Raises FileNotFoundError, NotADirectoryError.
     """
     descriptor = _open_directory(directory)
     try:
@@ -186,7 +184,7 @@ def _open_directory(directory: Path) -> int:
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Link every file of a directory into another, or copy where the file system cannot link."""
+    """Hard-link every file of a directory into another; copy if the file system cannot link."""
     for path in source.iterdir():
         try:
             os.link(path, target / path.name)
@@ -197,7 +195,7 @@ def link_files(source: Path, target: Path) -> None:
 
 
 def write_file(final: Path, data: bytes) -> None:
-    """Write a file durably; readers see the old content or the new, never a mixture."""
+    """Write a file durably and atomically: readers see the old content or the new. Raises DiskFull."""
     staging = final.parent / f"{STAGED}{uuid4().hex}"
     try:
         with staging.open("xb") as file:
@@ -213,23 +211,23 @@ def write_file(final: Path, data: bytes) -> None:
 
 
 def remove_directory(final: Path) -> None:
-    """Remove a directory, durably; readers see the whole directory or none."""
+    """Remove a directory durably; readers see the whole directory or none."""
     trash = final.parent / f".old-{uuid4().hex}"
     final.rename(trash)
-    sync_directory(final.parent)  # or it may come back without some of its files
+    sync_directory(final.parent)  # otherwise it could reappear after a crash, without some of its files
     shutil.rmtree(trash)
 
 
 def numbered(folder: Path) -> list[int]:
-    """Return the numbers that name entries of a folder; whatever else lies there has another name."""
+    """Return the numbers among the names of a folder's entries; other entries are skipped."""
     names = (path.name for path in folder.glob("[0-9]*"))
     return [int(name) for name in names if name.isascii() and name.isdigit()]
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file or directory, durably, so that nobody takes it for what it was; return its new path.
+    """Rename a damaged file or directory durably, so that it is not read again; return its new path.
 
-    It is kept: what is damaged may be worth something to somebody.
+    It is kept, because its content may still be of use.
     """
     number = 1
     while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
@@ -243,16 +241,16 @@ _CHECKPOINTS = frozenset(kind.folder for kind in CheckpointKind)
 
 
 def find_set_aside(folder: Path) -> list[str]:
-    """Return the paths, relative to a run's folder, of what was set aside in it and in its own folders.
+    """Return the paths, relative to a run's folder, of what was set aside in it and in its subfolders.
 
-    Checkpoints are not set aside, and their names are their owners'.
+    Checkpoint folders are skipped: checkpoints are never set aside, and users choose their names.
     """
     found = [path.relative_to(folder) for path in (*folder.glob("*.damaged-*"), *folder.glob("*/*.damaged-*"))]
     return sorted(str(path) for path in found if path.parts[0] not in _CHECKPOINTS)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, durably: what is synced in a folder is lost with a name that is not."""
+    """Create a folder and its parents durably. Data synced inside it would be lost if its own name were not synced."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -261,7 +259,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Finish what a crash interrupted below `folder`: drop staging directories, restore what was being replaced."""
+    """Clean up after a crash in `folder`: remove staging directories, restore what was being replaced."""
     for left in sorted(folder.glob(".old-*")):
         _, _, name = left.name.removeprefix(".old-").partition(".")
         if name and not (folder / name).exists():
@@ -271,7 +269,7 @@ def sweep(folder: Path) -> None:
 
 
 def write_all(file: int, content: bytes | memoryview) -> None:
-    """Write at the position of an open file until all is written; one `os.write` may be short."""
+    """Write all of `content` at an open file's position; a single `os.write` may be short."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(file, rest) :]
@@ -287,7 +285,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _replace(staging: Path, final: Path) -> Path | None:
-    """Give `staging` the name `final`; return where that is which had it."""
+    """Rename `staging` to `final`; return the path of the directory that it replaced, if any."""
     if not final.exists():
         staging.rename(final)
         return None
@@ -300,7 +298,7 @@ def _replace(staging: Path, final: Path) -> Path | None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; return whether the file system can. Raises OSError."""
+    """Exchange two names atomically; return False if the file system does not support it. Raises OSError."""
     if not _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         return True
     error = ctypes.get_errno()
@@ -317,7 +315,7 @@ def _sync_files(directory: Path) -> None:
 
 
 def translate(error: OSError) -> Exception:
-    """Return DiskFull for a full volume, quota or file size limit, any other error as it is."""
+    """Return DiskFull for a full volume, quota or file size limit; return any other error unchanged."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return errors.DiskFull("the checkpoint volume is full; delete checkpoints or grow it")
     return error

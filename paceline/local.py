@@ -1,4 +1,4 @@
-"""The three services as a child of this process: for scripts, benches and notebooks.
+"""Run the three services as a child process: for scripts, benches and notebooks.
 
 ::
 
@@ -26,12 +26,12 @@ from paceline.up.plan import UpOptions, read_or_make_key
 
 _START_SECONDS = 600.0
 _STOP_SECONDS = 90.0
-"""Longer than `paceline up` takes at most."""
+"""Longer than `paceline up` ever takes to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalServices:
-    """How to reach them."""
+    """How to reach the services."""
 
     address: str
     api_key: str
@@ -41,9 +41,9 @@ class LocalServices:
 def local_services(
     options: UpOptions, log: Path, tell: Callable[[str], object] = lambda _: None
 ) -> Iterator[LocalServices]:
-    """Run `paceline up` until the block, or this process, ends; its output goes to `log`.
+    """Run `paceline up` until the block or this process ends; write its output to `log`.
 
-    `tell` is called with each line of it until all services are ready. Raises CannotStart, with the reason, when they
+    `tell` is called with each line of output until all services are ready. Raises CannotStart, with the reason, if they
     do not start.
     """
     key_file = read_or_make_key(Path(options.state).resolve())
@@ -51,7 +51,7 @@ def local_services(
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "paceline.cli", "up", "--until-eof", *flags]
     pipe = subprocess.PIPE
-    # In a session of its own, so that Ctrl-C reaches it through this process alone; its input ends with this process.
+    # In its own session, so that Ctrl-C reaches it only through this process; its stdin closes when this process ends.
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         _wait_until_up(_follow(process, log), tell)
@@ -61,7 +61,7 @@ def local_services(
 
 
 def _follow(process: subprocess.Popen[bytes], log: Path) -> SimpleQueue[str | None]:
-    """Write what a process says to a file, and pass it on line by line; None is its end."""
+    """Copy a process's output to a file and return its lines as a queue; None marks the end."""
     lines: SimpleQueue[str | None] = SimpleQueue()
 
     def read(output: IO[bytes]) -> None:

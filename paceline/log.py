@@ -1,4 +1,4 @@
-"""Logs for operators: structured, one line each; never tokens, prompts or keys."""
+"""Structured logs for operators, one line per event; never tokens, prompts or keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Logger = structlog.stdlib.BoundLogger
 
 
 def configure_logging(service: str, level: str, log_format: LogFormat) -> None:
-    """Send every log, also those of libraries, to standard error: JSON, or readable lines on a terminal."""
+    """Send all logs, those of libraries included, to standard error: as JSON, or as readable lines on a terminal."""
     console = sys.stderr.isatty() if log_format == "auto" else log_format == "console"
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -23,13 +23,13 @@ def configure_logging(service: str, level: str, log_format: LogFormat) -> None:
         _add_service(service),
     ]
     renderer: Processor = (
-        # Plain: the default prints local variables with a traceback, prompts and keys among them.
+        # Plain: the default prints local variables with tracebacks, which may include prompts and keys.
         structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
         if console
         else structlog.processors.JSONRenderer()
     )
     structlog.configure(
-        # First, so that a line below the level costs next to nothing.
+        # First, so that a line below the level costs almost nothing.
         processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
@@ -48,7 +48,7 @@ def configure_logging(service: str, level: str, log_format: LogFormat) -> None:
 
 
 def get_logger(name: str) -> Logger:
-    """Return a logger; what is bound with `structlog.contextvars` appears in each of its lines."""
+    """Return a logger; values bound with `structlog.contextvars` appear in each of its lines."""
     logger: Logger = structlog.stdlib.get_logger(name)
     return logger
 

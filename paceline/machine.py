@@ -1,4 +1,4 @@
-"""What this machine has, read from files, so that no process touches CUDA that does not compute on it."""
+"""Detect the machine's GPUs from files, so that a process that does not compute on them never touches CUDA."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def count_gpus() -> int:
 
 
 def visible_gpus(environment: Mapping[str, str], driver: Path = _NVIDIA) -> tuple[str, ...]:
-    """Name the NVIDIA GPUs that a process with this environment may use, by index or UUID as CUDA_VISIBLE_DEVICES does.
+    """Return the NVIDIA GPUs that a process with this environment may use, named as in CUDA_VISIBLE_DEVICES.
 
-    As in CUDA, an entry that names no GPU hides those after it, so an empty variable or -1 hides all.
+    A name is an index or a UUID. As in CUDA, an entry that names no GPU hides those after it, so an empty variable or
+    -1 hides all.
     """
     present = tuple(map(str, range(len(list(driver.iterdir()))))) if driver.is_dir() else ()
     if not present or "CUDA_VISIBLE_DEVICES" not in environment:

@@ -1,4 +1,4 @@
-"""A directory of one process, which goes with it: at its end, or when the next one of its kind is made."""
+"""A directory owned by one process, removed when the process ends or when the next of its kind is created."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _NAMED_WITHIN_SECONDS = 60.0
 
 
 class OwnDirectory:
-    """A new directory below `root` that this user alone can read; a lock in it tells others that its owner lives."""
+    """A new directory below `root`, readable only by this user; a lock in it shows that its owner is alive."""
 
     def __init__(self, root: Path, kind: str) -> None:
-        """Remove directories of this `kind` whose owners did not end well, and make a new one."""
+        """Remove directories of this `kind` whose owners died without cleaning up, and create a new one."""
         root.mkdir(parents=True, exist_ok=True)
         for left in root.glob(f"{kind}-*"):
             _remove_abandoned(left)
         for left in root.glob(f".{kind}-*"):
             _remove_unnamed(left)
         self.path = root / f"{kind}-{uuid4().hex}"
-        # The lock exists, and is held, before the directory has the name by which others look for abandoned ones.
+        # The lock is held before the directory gets the name by which other processes look for abandoned ones.
         unnamed = root / f".{self.path.name}"
         unnamed.mkdir(mode=0o700)
         self._lock = os.open(unnamed / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
@@ -33,23 +33,23 @@ class OwnDirectory:
         unnamed.rename(self.path)
 
     def close(self) -> None:
-        """Remove the directory with all that is in it."""
+        """Remove the directory and its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def _remove_unnamed(directory: Path) -> None:
-    """Remove a directory whose maker died before it had a name."""
-    with suppress(OSError):  # named, or removed, this moment
+    """Remove a directory whose creator died before renaming it."""
+    with suppress(OSError):  # renamed or removed concurrently
         if time.time() - directory.stat().st_mtime > _NAMED_WITHIN_SECONDS:
             shutil.rmtree(directory, ignore_errors=True)
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove a directory whose owner is gone: nobody holds its lock."""
+    """Remove a directory whose owner is gone: its lock is free."""
     try:
         lock = os.open(directory / _LOCK, os.O_RDWR)
-    except OSError:  # another user's, or removed this moment
+    except OSError:  # another user's, or removed concurrently
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Pages of a list, newest first. A page token holds the key of the last entry that was returned."""
+"""Pagination of lists, newest first. A page token holds the key of the last entry that was returned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def page_of(items: Iterable[T], key: Callable[[T], str], page_size: int, page_token: str) -> tuple[list[T], str]:
     """Return one page of `items` in descending order of `key`, and the token of the next page (empty on the last).
 
-    Keys must be distinct; entries made meanwhile do not shift the pages after. Raises InvalidPageToken.
+    Keys must be distinct. Entries created between calls do not shift later pages. Raises InvalidPageToken.
     """
     size = min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
     ordered = sorted(items, key=key, reverse=True)

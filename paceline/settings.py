@@ -1,4 +1,4 @@
-"""Settings of a service: environment variables and flags, from one class."""
+"""Settings of a service: one class defines both its environment variables and its flags."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from paceline.log import LogFormat
 from paceline.rpc.channel import TlsFiles
 
 CLIENT_VARIABLES = frozenset({"PACELINE_ADDRESS", "PACELINE_API_KEY", "PACELINE_TLS_CA"})
-"""Read by the client; a service leaves them alone."""
+"""Read by the client; services ignore them."""
 
 _AREAS = ("PACELINE_TRAINER_", "PACELINE_SAMPLER_", "PACELINE_GATEWAY_", "PACELINE_UP_")
 
 _MIN_SECRET_LENGTH = 16
 _MAX_SHOWN = 100
-"""Characters of a wrong value that are shown."""
+"""Most characters of an invalid value that an error message shows."""
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 S = TypeVar("S", bound="ServiceSettings")
@@ -50,54 +50,54 @@ def _upper(value: object) -> object:
 
 
 Address = Annotated[str, AfterValidator(_check_address)]
-"""host:port; port 0 means any free one."""
+"""host:port; port 0 means any free port."""
 LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]
 
 
 class ServiceSettings(BaseSettings):
-    """What every service can be told. Each field is an environment variable (prefix + name) and a flag (--name)."""
+    """Settings of every service. Each field is an environment variable (prefix + name) and a flag (--name)."""
 
     model_config = SettingsConfigDict(
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_prog_name="paceline-service",
         extra="forbid",
-        # The text below a field is its meaning in `--help`.
+        # The docstring below a field is its description in `--help`.
         use_attribute_docstrings=True,
-        # What a setting was set to may be the credential.
+        # The value of a setting may be the credential.
         hide_input_in_errors=True,
     )
 
     listen: Address = "127.0.0.1:0"
     """Address of the service, host:port."""
     health_listen: Address = "127.0.0.1:0"
-    """Address of grpc.health.v1, always plaintext and without a credential, as probes need it."""
+    """Address of grpc.health.v1: always plaintext and without a credential, for health probes."""
     metrics_listen: Literal[""] | Address = ""
     """Address of Prometheus metrics over HTTP; empty means none."""
     reflection: bool = True
     """Serve gRPC reflection."""
     drain_seconds: float = Field(20.0, ge=0)
-    """How long calls in progress may take to end after SIGTERM."""
+    """How long calls in progress may take to finish after SIGTERM."""
     max_message_bytes: int = Field(32 << 20, ge=1 << 20)
-    """Largest message that is taken."""
+    """Largest message accepted."""
     max_connections: int = Field(1024, ge=1)
-    """Connections that are open at the same time; more are closed as they come."""
+    """Most connections open at the same time; further ones are closed on arrival."""
     max_streams: int = Field(8192, ge=1)
-    """Calls that one connection carries at the same time; a client holds more back until others end."""
+    """Most calls in flight on one connection; clients hold further calls back until others end."""
     idle_seconds: float = Field(3600.0, gt=0)
-    """How long a connection may be without a call before it is closed; clients open another when they need it."""
+    """How long a connection may be idle before it is closed; clients open another when they need it."""
     reader_seconds: float = Field(60.0, gt=0)
-    """How long a message of a stream may wait until its reader takes it; then the call ends with READER_STALLED."""
+    """How long a message of a stream may wait for its reader before the call ends with READER_STALLED."""
     log_level: LogLevel = "INFO"
-    """Lines below this level are left out."""
+    """Log lines below this level are dropped."""
     log_format: LogFormat = "auto"
     """json, console, or auto: console on a terminal, JSON elsewhere."""
     tls_cert: Path | None = None
-    """PEM certificate chain; with tls_key the service speaks TLS."""
+    """PEM certificate chain; set with tls_key to serve TLS."""
     tls_key: Path | None = None
     """PEM private key of tls_cert."""
     tls_client_ca: Path | None = None
-    """PEM certificates of client authorities; set, callers must show a certificate (mTLS)."""
+    """PEM certificates of client authorities; if set, callers must present a certificate (mTLS)."""
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
@@ -109,14 +109,14 @@ class ServiceSettings(BaseSettings):
 
 
 class PeerSettings(ServiceSettings):
-    """What a service behind the gateway can be told."""
+    """Settings of a service that shares a credential with others."""
 
     credential: SecretStr | None = None
-    """Secret that the gateway and the services share. Its holder may name any tenant."""
+    """Secret shared by the gateway and the services. Its holder may act as any tenant."""
     credential_file: Path | None = None
-    """File with the credential; preferred to the variable, which other processes of the user can read."""
+    """File that holds the credential; safer than the variable, which other processes of the same user can read."""
     insecure: bool = False
-    """Run without a credential: whoever reaches the port is let in as tenant "default"."""
+    """Run without a credential: every caller that reaches the port is admitted as tenant "default"."""
 
     @model_validator(mode="after")
     def _check_credential(self) -> Self:
@@ -135,11 +135,11 @@ class PeerSettings(ServiceSettings):
 
 
 class BackendSettings(PeerSettings):
-    """What a service can be told that calls of other services reach, past the gateway."""
+    """Settings of a service that other services call directly, not through the gateway."""
 
     @model_validator(mode="after")
     def _check_insecure(self) -> Self:
-        # Without a credential whoever reaches the port may call for any tenant, and as a service does for itself.
+        # Without a credential, any caller that reaches the port may act as any tenant and as a service.
         if self.insecure and self.listen.rpartition(":")[0] not in _LOOPBACK:
             raise ValueError(f"insecure takes a listen address of this machine alone, not {self.listen}")
         return self
@@ -153,7 +153,7 @@ def _read_credential(path: Path) -> str:
 
 
 def _check_secret(secret: str) -> None:
-    """Refuse what would let everybody in, or could not be sent as metadata."""
+    """Reject a secret that is too short, or that cannot be sent as metadata."""
     if len(secret) < _MIN_SECRET_LENGTH or not (secret.isascii() and secret.isprintable()):
         raise ValueError(
             f"the credential must be at least {_MIN_SECRET_LENGTH} printable ASCII characters; "
@@ -162,14 +162,14 @@ def _check_secret(secret: str) -> None:
 
 
 class UpstreamTls(BaseModel):
-    """How a service verifies those it calls."""
+    """How a service verifies the services that it calls."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     upstream_tls_ca: Path | None = None
-    """PEM certificates of the authorities that the called services' certificates come from; set, calls use TLS."""
+    """PEM certificates of the authorities that issued the called services' certificates; if set, calls use TLS."""
     upstream_tls_cert: Path | None = None
-    """Own certificate for mTLS."""
+    """PEM client certificate for mTLS."""
     upstream_tls_key: Path | None = None
     """PEM private key of upstream_tls_cert."""
 
@@ -182,14 +182,14 @@ class UpstreamTls(BaseModel):
 
 
 def load_settings(cls: type[S], arguments: Sequence[str] | None = None) -> S:
-    """Read settings from the environment and the command line; exit with a message on a bad or unknown variable."""
+    """Read settings from the environment and the command line; exit with a message on an invalid or unknown one."""
     check_environment(cls, os.environ)
     with _sentences(cls):
         return CliApp.run(cls, cli_args=None if arguments is None else list(arguments))
 
 
 def settings_of(cls: type[S], environment: Mapping[str, str]) -> S:
-    """Read settings from variables that another process will have; exit with a message on a bad value."""
+    """Read settings from another process's future environment; exit with a message on an invalid value."""
     prefix = str(cls.model_config.get("env_prefix", ""))
     values: dict[str, Any] = {
         name.removeprefix(prefix).lower(): text for name, text in environment.items() if name.startswith(prefix)
@@ -207,7 +207,7 @@ def _sentences(cls: type[ServiceSettings]) -> Iterator[None]:
 
 
 def _describe(cls: type[ServiceSettings], problem: ErrorDetails) -> str:
-    """Say what is wrong with a setting by the names that it is set by, and by its value where that is no secret."""
+    """Describe a problem by the setting's variable and flag, and by its value unless that is secret."""
     message = problem["msg"].removeprefix("Value error, ")
     name = str(problem["loc"][0]) if problem["loc"] else ""
     if name not in cls.model_fields:
@@ -221,13 +221,13 @@ def _describe(cls: type[ServiceSettings], problem: ErrorDetails) -> str:
 
 
 def check_environment(cls: type[ServiceSettings], environment: Mapping[str, str]) -> None:
-    """Refuse misspelt variables, which pydantic-settings passes over in silence."""
+    """Reject misspelt variables, which pydantic-settings silently ignores."""
     prefix = str(cls.model_config.get("env_prefix", ""))
     known = {f"{prefix}{name}".upper() for name in cls.model_fields} | CLIENT_VARIABLES
     for name in sorted(environment):
         own = name.startswith(prefix) or (name.startswith("PACELINE_") and not name.startswith(_AREAS))
         if own and name not in known:
-            # Compared without what all of them begin with, which makes everything alike.
+            # Compared without the common prefix, which would make all names similar.
             near = get_close_matches(name.removeprefix(prefix), [other.removeprefix(prefix) for other in known], n=1)
             raise SystemExit(
                 f"unknown variable {name}; did you mean {prefix}{near[0]}?"

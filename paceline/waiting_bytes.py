@@ -1,4 +1,4 @@
-"""How many bytes of calls wait in a service's memory, by tenant and in all."""
+"""Limits on the bytes of unanswered calls in a service's memory, per tenant and in total."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class BytesQuota:
-    """What the bytes are, in refusals."""
+    """How refusals name what the bytes count against."""
 
     name: str
-    """The quota's."""
+    """Name of the quota."""
     setting: str
-    """Which setting is a tenant's limit."""
+    """Setting that holds the limit per tenant."""
 
 
 COMMANDS = BytesQuota("waiting_bytes", "max_waiting_bytes_per_tenant")
-"""Commands in the trainer, from their arrival to their answer."""
+"""Commands in the trainer, from arrival to answer."""
 CALLS = BytesQuota("call_bytes", "max_bytes_in_flight_per_tenant")
-"""Calls that the gateway passes on."""
+"""Calls that the gateway forwards."""
 
 
 class WaitingBytes:
-    """Counts messages from their arrival to their answer.
+    """Counts the bytes of messages from arrival to answer.
 
-    Memory is two to three times as much: gRPC keeps the bytes of a call beside the message that was read from them.
+    Memory use is two to three times as high: gRPC keeps the bytes of a call beside the message parsed from them.
     """
 
     def __init__(self, limit: int = 0, tenant_limit: int = 0, quota: BytesQuota = COMMANDS) -> None:
-        """Take how many bytes may wait in all and of one tenant; 0 means any number."""
+        """Set the limits in bytes, in total and per tenant; 0 means none."""
         self._limit = limit
         self.tenant_limit = tenant_limit
         self.quota = quota
@@ -43,15 +43,15 @@ class WaitingBytes:
         self._total = 0
 
     def used(self, tenant: str) -> int:
-        """Return how many of a tenant's bytes wait."""
+        """Return the number of a tenant's waiting bytes."""
         return self._by_tenant[tenant]
 
     def tenants(self) -> list[str]:
-        """Return those of whom something waits."""
+        """Return the tenants that have waiting bytes."""
         return list(self._by_tenant)
 
     def check(self, tenant: str, size: int) -> None:
-        """Raise QuotaExceeded or Overloaded, to be tried again soon, unless `size` bytes more may wait."""
+        """Raise QuotaExceeded or Overloaded, both with `retry_after`, unless `size` more bytes may wait."""
         used = self._by_tenant[tenant]
         if self.tenant_limit and used + size > self.tenant_limit:
             raise errors.QuotaExceeded(
@@ -65,12 +65,12 @@ class WaitingBytes:
             raise errors.Overloaded(message, retry_after=_RETRY_SECONDS)
 
     def add(self, tenant: str, size: int) -> None:
-        """Count bytes that wait."""
+        """Add bytes that wait."""
         self._by_tenant[tenant] += size
         self._total += size
 
     def remove(self, tenant: str, size: int) -> None:
-        """Count bytes that wait no longer."""
+        """Remove bytes that no longer wait."""
         self._total -= size
         self._by_tenant[tenant] -= size
         if not self._by_tenant[tenant]:
@@ -78,7 +78,7 @@ class WaitingBytes:
 
     @contextmanager
     def waiting(self, tenant: str, size: int) -> Iterator[None]:
-        """Count bytes that wait while the block runs; a tenant's only call always may. Raises as `check` does."""
+        """Count bytes while the block runs; a tenant's only call is always admitted. Raises as `check` does."""
         if self._by_tenant[tenant]:
             self.check(tenant, size)
         self.add(tenant, size)

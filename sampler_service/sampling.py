@@ -26,7 +26,7 @@ from sampler_service.requests.request import SampleRequest
 from sampler_service.requests.text_fields import read_body
 from sampler_service.requests.validation import RequestLimits, check_amounts, check_ref, check_sample, check_tokens
 from sampler_service.scheduling.admission import Admission, Demand
-from sampler_service.scheduling.tenant_turns import Turns
+from sampler_service.scheduling.tenant_queue import TenantQueue
 from sampler_service.stores.base import Versions
 from sampler_service.stores.leases import Lease
 
@@ -42,7 +42,7 @@ class Sampler:
         registry: Versions,
         limits: RequestLimits,
         admission: Admission,
-        turns: Turns,
+        queue: TenantQueue,
         metrics: SamplerMetrics,
         check_standing: Callable[[ModelRef, str], None],
     ) -> None:
@@ -51,7 +51,7 @@ class Sampler:
         self._registry = registry
         self._limits = limits
         self._admission = admission
-        self._turns = turns
+        self._queue = queue
         self._metrics = metrics
         self._check_standing = check_standing
 
@@ -90,7 +90,7 @@ class Sampler:
             raise errors.InvalidShape("has 1 token; send at least 2", field="tokens")
         self._check_standing(ref, tenant)
         with self._admission.admit(tenant, Demand(1, len(tokens)), self._engine.num_running()):
-            async with self._registry.lease(ref, tenant) as lease, self._turns.turn(tenant, 1):
+            async with self._registry.lease(ref, tenant) as lease, self._queue.places(tenant, 1):
                 logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant)
                 _check_current(lease)
                 check_numbers(logprobs[1:].tolist(), lease.served)
@@ -110,7 +110,7 @@ class Sampler:
                 check_amounts(completions, self._limits)
                 demand = Demand(completions, prompt + completions * each)
                 with self._admission.admit(tenant, demand, self._engine.num_running()):
-                    async with self._turns.turn(tenant, completions):
+                    async with self._queue.places(tenant, completions):
                         yield
 
             def see(logprobs: Iterable[float]) -> None:
@@ -129,11 +129,14 @@ class Sampler:
         self._check_standing(request.ref, tenant)
         computed = _num_computed(request)
         with self._admission.admit(tenant, self._demand(request, computed), self._engine.num_running()):
-            async with self._registry.lease(request.ref, tenant) as lease, self._turns.turn(tenant, computed) as turn:
+            async with (
+                self._registry.lease(request.ref, tenant) as lease,
+                self._queue.places(tenant, computed) as places,
+            ):
 
                 def ended() -> None:
                     lease.release()
-                    turn.end()
+                    places.end()
 
                 def see(delta: TokenDelta) -> None:
                     self._metrics.tokens.inc(len(delta.tokens))
@@ -142,7 +145,7 @@ class Sampler:
                         check_numbers(delta.prompt_logprobs[1:].tolist(), lease.served)
 
                 # Weights and places are held while the engine needs them, not until the reader has the last token.
-                delivery = replace(delivery, completed=turn.ended, ended=ended)
+                delivery = replace(delivery, completed=places.ended, ended=ended)
                 generation = _generation_request(request, computed, lease.adapter, tenant, delivery)
                 deltas = self._engine.generate(generation)
                 completed = complete(deltas, computed, see)

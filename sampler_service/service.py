@@ -32,7 +32,7 @@ from sampler_service.requests.validation import RequestLimits
 from sampler_service.rpc.servicer import SamplerServicer, ServerInfo
 from sampler_service.sampling import Sampler
 from sampler_service.scheduling.admission import Admission, Room
-from sampler_service.scheduling.tenant_turns import Turns
+from sampler_service.scheduling.tenant_queue import TenantQueue
 from sampler_service.settings import SamplerSettings
 from sampler_service.stores.adapters import VersionRegistry
 from sampler_service.stores.base import Versions
@@ -42,7 +42,7 @@ from sampler_service.stores.in_place import InPlaceSlot
 from sampler_service.stores.leases import RegistryLimits
 from sampler_service.stores.memory import show_memory
 from sampler_service.stores.resolver import VersionResolver
-from sampler_service.stores.update_server import WriteListener
+from sampler_service.stores.update_server import UpdateServer
 from sampler_service.transports.base import Bridge, ManifestRules
 from sampler_service.transports.collective import CollectiveBridge, GroupReceiver
 from sampler_service.transports.prefetch import Offers
@@ -190,7 +190,7 @@ class SamplerService:
         if not isinstance(versions, InPlaceSlot):
             return
         directory = self._settings.base_dir
-        listener = WriteListener(versions, directory, read_base(directory).generation)
+        listener = UpdateServer(versions, directory, read_base(directory).generation)
         self._started.push_async_callback(listener.close)
         await listener.start()
 
@@ -219,9 +219,9 @@ class SamplerService:
             Room(settings.max_waiting, settings.max_completions_per_tenant, "max_completions_per_tenant"),
             Room(settings.max_waiting_tokens, settings.max_tokens_per_tenant, "max_tokens_per_tenant"),
         )
-        turns = Turns(_AHEAD * settings.max_num_seqs)
-        self._metrics.completions_waiting.set_function(lambda: turns.waiting)
-        sampler = Sampler(self._engine, versions, limits, admission, turns, self._metrics, standing.check)
+        queue = TenantQueue(_AHEAD * settings.max_num_seqs)
+        self._metrics.completions_waiting.set_function(lambda: queue.waiting)
+        sampler = Sampler(self._engine, versions, limits, admission, queue, self._metrics, standing.check)
         quotas = Quotas(
             admission,
             versions,

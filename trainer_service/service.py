@@ -36,7 +36,7 @@ from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
-from trainer_service.publish.watch_hub import Feed
+from trainer_service.publish.watch_hub import WatchHub
 from trainer_service.quotas import Quotas
 from trainer_service.recovery.recovery import Recovery
 from trainer_service.recovery.restore_point import RestorePoints
@@ -78,9 +78,9 @@ class TrainerService:
         QuotaMetrics(self.name, self._quotas.tenants, self._quotas.of, metrics)
         self._checkpoints = CheckpointStore(self._volume, failpoints, guard)
         self._restore_points = RestorePoints(self._volume, self._registry, self._checkpoints)
-        self._feed = Feed()
+        self._hub = WatchHub()
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
-        self._group = BroadcastGroup(group, self._feed)
+        self._group = BroadcastGroup(group, self._hub)
         self._engine = EngineProcess(
             choose_options(settings),
             on_exit=self._engine_exited,
@@ -92,7 +92,7 @@ class TrainerService:
         self._publisher = Publisher(
             self._engine.save_adapter,
             self._registry,
-            self._feed,
+            self._hub,
             self._volume,
             settings.staging_dir,
             settings.keep_versions,
@@ -130,7 +130,7 @@ class TrainerService:
         self._tokenizer_files: Mapping[str, bytes] = {}
         self._restarting = False
         Gauge("paceline_trainer_runs", "Runs", registry=metrics).set_function(lambda: len(list(self._registry)))
-        Gauge("paceline_trainer_watchers", "Samplers that watch", registry=metrics).set_function(self._feed.count)
+        Gauge("paceline_trainer_watchers", "Samplers that watch", registry=metrics).set_function(self._hub.count)
         Gauge(
             "paceline_trainer_group_members", "Samplers in the process group of the bridge collective", registry=metrics
         ).set_function(self._group.count)
@@ -172,7 +172,7 @@ class TrainerService:
         )
         add_TrainerServiceServicer_to_server(trainer, server)
         weights = WeightServicer(
-            self._feed,
+            self._hub,
             self._group,
             self._publisher,
             self._registry,

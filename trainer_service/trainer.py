@@ -35,7 +35,7 @@ from trainer_service.limits.free_space import DiskGuard
 from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.publish.publisher import Publication, Publisher
 from trainer_service.publish.watch_hub import AckPolicy
-from trainer_service.runs.progress import Turn
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry, lost
 from trainer_service.settings import TrainerSettings
@@ -236,7 +236,7 @@ class Trainer:
         seq_id: int,
         ttl_seconds: int | None,
         overwrite: bool,
-        turn: Turn,
+        progress: CommandProgress,
     ) -> Checkpoint:
         """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is.
 
@@ -248,7 +248,7 @@ class Trainer:
         path = CheckpointPath(record.run_id, kind, layout.check_name(name))
         checkpoint = await self._checkpoints.made_by(path, seq_id)
         if checkpoint is None:
-            checkpoint = await self._write_checkpoint(record, path, seq_id, ttl_seconds, overwrite, turn)
+            checkpoint = await self._write_checkpoint(record, path, seq_id, ttl_seconds, overwrite, progress)
         if kind is CheckpointKind.STATE:
             record.latest_state_checkpoint = checkpoint.path
             await self._registry.note(record)
@@ -262,15 +262,15 @@ class Trainer:
         seq_id: int,
         ttl_seconds: int | None,
         overwrite: bool,
-        turn: Turn,
+        progress: CommandProgress,
     ) -> Checkpoint:
         kind = path.kind
         self._guard.check(self._settings.checkpoint_dir, record.state_bytes(kind))
 
         async def write(directory: Path) -> None:
             save = self._engine.save_state if kind is CheckpointKind.STATE else self._engine.save_adapter
-            await save(record.run_id, directory, turn.capture)
-            turn.release()
+            await save(record.run_id, directory, progress.capture)
+            progress.release()
 
         final = layout.Volume(self._settings.checkpoint_dir).checkpoint(path)
         with self._volume_bytes.taking(record.tenant, record.state_bytes(kind), replaced=final):
@@ -284,7 +284,7 @@ class Trainer:
                 seq_id=seq_id,
                 ttl_seconds=ttl_seconds,
                 overwrite=overwrite,
-                earlier=turn.wait_for_earlier,
+                earlier=progress.wait_for_earlier,
             )
 
     async def load_checkpoint(
@@ -329,7 +329,14 @@ class Trainer:
         _log.info("checkpoint loaded", path=str(path), run=record.run_id, with_optimizer=with_optimizer)
 
     async def publish(
-        self, record: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float, turn: Turn
+        self,
+        record: RunRecord,
+        *,
+        seq_id: int,
+        durable: bool,
+        policy: AckPolicy,
+        ack_seconds: float,
+        progress: CommandProgress,
     ) -> Publication:
         """Make the run's weights its next version; one that command `seq_id` made before a crash is used again.
 
@@ -341,7 +348,7 @@ class Trainer:
             self._guard.check(self._settings.checkpoint_dir, record.state_bytes(CheckpointKind.SAMPLER))
             self._volume_bytes.check(record.tenant, record.state_bytes(CheckpointKind.SAMPLER))
         return await self._publisher.publish(
-            record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds, turn=turn
+            record, seq_id=seq_id, durable=durable, policy=policy, ack_seconds=ack_seconds, progress=progress
         )
 
     async def expire_checkpoints(self) -> None:

@@ -29,7 +29,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import staged_directory
-from trainer_service.engine.client.link import Captured
+from trainer_service.engine.client.connection import Captured
 from trainer_service.engine.client.process import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS
@@ -39,7 +39,7 @@ from trainer_service.journal.records import Facts
 from trainer_service.limits.free_space import DiskGuard
 from trainer_service.runs.answers import Answers
 from trainer_service.runs.command import Command
-from trainer_service.runs.progress import Turn
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.sequencer import Sequencer
 
 BUDGET = 5.0
@@ -56,7 +56,7 @@ class Executor:
         self.begins: dict[int, float] = {}
         self._engine, self._directory, self._data = engine, directory, data
 
-    async def execute(self, command: Command, turn: Turn) -> Message:
+    async def execute(self, command: Command, progress: CommandProgress) -> Message:
         """Execute a command."""
         self.begins[command.seq_id] = perf_counter()
         match command.method:
@@ -67,18 +67,18 @@ class Executor:
                 output = await self._engine.optim_step("run", ADAM)
                 reply = pb.OptimStepResponse(step=output.step)
             case "SaveCheckpoint":
-                await self._write(command, turn, self._engine.save_state, durable=True)
+                await self._write(command, progress, self._engine.save_state, durable=True)
                 reply = pb.SaveCheckpointResponse()
             case _:
-                await self._write(command, turn, self._engine.save_adapter, durable=False)
+                await self._write(command, progress, self._engine.save_adapter, durable=False)
                 reply = pb.PublishWeightsResponse()
         return reply
 
-    async def _write(self, command: Command, turn: Turn, save: Save, *, durable: bool) -> None:
+    async def _write(self, command: Command, progress: CommandProgress, save: Save, *, durable: bool) -> None:
         final = self._directory / str(command.seq_id)
         async with staged_directory(final, durable=durable) as staging:
-            await save("run", staging, _nothing if self.is_blocking else turn.capture)
-            turn.release()
+            await save("run", staging, _nothing if self.is_blocking else progress.capture)
+            progress.release()
         await asyncio.to_thread(shutil.rmtree, final)
 
     def facts(self) -> Facts:

@@ -133,12 +133,12 @@ async def read_ours(channel: grpc.aio.Channel) -> None:
 
 async def read_staged(channel: grpc.aio.Channel, area: StagingArea, manifest: pb.Manifest) -> None:
     """Write the file anew."""
-    async with area.receive(manifest) as reception:
+    async with area.receive(manifest) as receiver:
         async for part in weights.read_parts(weights.fetch_version(channel)(pb.FetchVersionRequest())):
             if isinstance(part, weights.Piece):
-                await reception.write(part)
+                await receiver.write(part)
             del part
-        await (await reception.finish()).discard()
+        await (await receiver.finish()).discard()
 
 
 def traced() -> int:

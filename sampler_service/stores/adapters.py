@@ -22,7 +22,7 @@ from sampler_service.stores.disk import DiskTier
 from sampler_service.stores.leases import Departures, Lease, Listeners, LoadedVersion, RegistryLimits, run_of
 from sampler_service.stores.resolver import VersionResolver
 from sampler_service.transports.base import Bridge, ReplacedError, StagedAdapter, check_owner, is_for
-from sampler_service.transports.singleflight import Flights, arriving_within
+from sampler_service.transports.singleflight import Singleflight, arriving_within
 from sampler_service.transports.version_keys import VersionKey, absent
 
 _log = get_logger(__name__)
@@ -65,7 +65,7 @@ class VersionRegistry:
         self._departures = Departures()
         self._adapter_ids = count(1)
         self._changing = asyncio.Lock()
-        self._flights: Flights[LoadedVersion] = Flights()
+        self._fetches: Singleflight[LoadedVersion] = Singleflight()
         self._installing = Background("version not installed")
         self._unloading = Background("version not unloaded")
         self.listeners = Listeners()
@@ -107,7 +107,7 @@ class VersionRegistry:
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
         """Bring a version and load it. Calls for the same one share the work, which goes on when a caller leaves."""
-        return await self._flights.join(key, tenant, lambda: self._fetch(key, tenant))
+        return await self._fetches.join(key, tenant, lambda: self._fetch(key, tenant))
 
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
         """Load a staged adapter into the engine. Its files are the registry's from here on, also when this raises.
@@ -164,7 +164,7 @@ class VersionRegistry:
 
     async def close(self) -> None:
         """End what is under way."""
-        await self._flights.close()
+        await self._fetches.close()
         await self._installing.close()
         await self._unloading.close()
         await self._disk.close()

@@ -21,7 +21,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.leases import Lease, Listeners, LoadedVersion, run_of
 from sampler_service.stores.resolver import VersionResolver
 from sampler_service.transports.base import Bridge, StagedAdapter, check_owner
-from sampler_service.transports.singleflight import Flights, arriving_within
+from sampler_service.transports.singleflight import Singleflight, arriving_within
 from sampler_service.transports.version_keys import VersionKey
 
 _BASE = VersionKey()
@@ -79,7 +79,7 @@ class ModelSlot:
         self._switching: asyncio.Task[None] | None = None
         self._refused: dict[VersionKey, str] = {}
         """What the engine did not load, with its SHA-256."""
-        self._flights: Flights[StagedAdapter] = Flights()
+        self._fetches: Singleflight[StagedAdapter] = Singleflight()
         self._wanted: Counter[VersionKey] = Counter()
         """How many wait for weights, or change to them; until nobody does, their files stay."""
         self._brought: dict[VersionKey, StagedAdapter] = {}
@@ -155,7 +155,7 @@ class ModelSlot:
             self._advance()
 
     async def close(self) -> None:
-        await self._flights.close()
+        await self._fetches.close()
         await self._discarding.close()
         if self._switching is not None:
             self._switching.cancel()
@@ -185,7 +185,7 @@ class ModelSlot:
             return None
         with self._metrics.fetch_seconds.time():
             async with arriving_within(self._fetch_timeout):
-                staged = self._brought.get(key) or await self._flights.join(
+                staged = self._brought.get(key) or await self._fetches.join(
                     key, tenant, lambda: self._bring(key, tenant)
                 )
         check_owner(staged.manifest.tenant, key.ref(), tenant)

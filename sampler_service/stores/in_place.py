@@ -21,7 +21,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.leases import Lease, Listeners, LoadedVersion
 from sampler_service.stores.resolver import VersionResolver
 from sampler_service.transports.base import Bridge, StagedAdapter, check_owner
-from sampler_service.transports.singleflight import Flights, arriving_within
+from sampler_service.transports.singleflight import Singleflight, arriving_within
 from sampler_service.transports.version_keys import VersionKey, absent
 
 _DRAIN_SECONDS = 45.0
@@ -54,7 +54,7 @@ class InPlaceSlot:
         self._base = ServedModel(base_model)
         self._fetch_timeout = fetch_timeout_seconds
         self._metrics = metrics
-        self._flights: Flights[None] = Flights()
+        self._fetches: Singleflight[None] = Singleflight()
         self._entry: LoadedVersion | None = None
         self._is_base = True
         self._is_torn = False
@@ -108,7 +108,7 @@ class InPlaceSlot:
             raise errors.Unsupported("this sampler's weights are a run's; it serves no checkpoints", field="model")
         if not self._holds(key):
             async with arriving_within(self._fetch_timeout):
-                await self._flights.join(key, tenant, lambda: self._load(key, tenant))
+                await self._fetches.join(key, tenant, lambda: self._load(key, tenant))
         entry = self._entry
         if entry is None or VersionKey.of(entry.served) != key:
             raise errors.EngineUnavailable("a newer version came before this one was loaded")
@@ -149,7 +149,7 @@ class InPlaceSlot:
         """Do nothing: an engine whose weights are lent to be written is not built anew within a service's life."""
 
     async def close(self) -> None:
-        await self._flights.close()
+        await self._fetches.close()
 
     @asynccontextmanager
     async def writing(self, request: WriteRequest) -> AsyncIterator[None]:

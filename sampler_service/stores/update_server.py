@@ -19,7 +19,7 @@ _WRITE_SECONDS = 60.0
 _log = get_logger(__name__)
 
 
-class WriteListener:
+class UpdateServer:
     """Serves writers one after the other; a connection that ends early is a write that was broken off."""
 
     def __init__(self, slot: InPlaceSlot, directory: Path, generation: str) -> None:

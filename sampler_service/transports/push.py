@@ -37,13 +37,13 @@ class PushReceiver:
         manifest = await _manifest(parts)
         await self._check_owner(manifest, identity)
         self._rules.check(manifest)
-        async with self._staging.receive(manifest) as reception:
+        async with self._staging.receive(manifest) as receiver:
             async for part in parts:
                 match part.WhichOneof("part"):
                     case "chunk":
-                        await reception.write(Piece.of(part.chunk))
+                        await receiver.write(Piece.of(part.chunk))
                     case "commit":
-                        return await _finish(await reception.finish(), part.commit.sha256)
+                        return await _finish(await receiver.finish(), part.commit.sha256)
                     case _:
                         raise errors.InvalidArgument("must be a chunk or the commit after the manifest", field="part")
         raise errors.MissingField("did not come; end the stream with it", field="commit")

@@ -24,7 +24,7 @@ async def arriving_within(seconds: float) -> AsyncIterator[None]:
         raise errors.TrainerUnavailable("the version did not arrive in time; try again") from error
 
 
-class Flights(Generic[T]):
+class Singleflight(Generic[T]):
     """Fetches under way, by key and by whom they run for.
 
     A fetch for a tenant may fail where one for another tenant would not, so a tenant shares only its own and the

@@ -63,9 +63,9 @@ class StagingArea:
         return directory
 
     @asynccontextmanager
-    async def receive(self, manifest: pb.Manifest) -> AsyncIterator[Reception]:
+    async def receive(self, manifest: pb.Manifest) -> AsyncIterator[AdapterReceiver]:
         """Give a reception for one adapter or whole model; unless it finishes, its files vanish when the block ends."""
-        making = asyncio.ensure_future(asyncio.to_thread(lambda: Reception(self.allocate(manifest), manifest)))
+        making = asyncio.ensure_future(asyncio.to_thread(lambda: AdapterReceiver(self.allocate(manifest), manifest)))
         try:
             yield await asyncio.shield(making)
         finally:
@@ -73,7 +73,7 @@ class StagingArea:
             await asyncio.shield(self._clearing.spawn(_close(making)))
 
 
-class Reception:
+class AdapterReceiver:
     """Puts one adapter together. A thread verifies and writes what has come while more is coming."""
 
     def __init__(self, directory: Path, manifest: pb.Manifest) -> None:
@@ -149,7 +149,7 @@ class Reception:
             self._writer.finish()
 
 
-async def _close(making: asyncio.Future[Reception]) -> None:
+async def _close(making: asyncio.Future[AdapterReceiver]) -> None:
     await asyncio.wait({making})
     if making.exception() is None:
         await making.result().close()

@@ -77,23 +77,23 @@ class StreamBridge:
     async def _adopt(self, offer: Offer, ref: ModelRef, tenant: str) -> StagedAdapter:
         check_is(offer.draft, ref, tenant)
         self._rules.check(offer.draft)
-        async with self._staging.receive(offer.draft) as reception:
-            return await reception.adopt(offer.path, offer.sealed)
+        async with self._staging.receive(offer.draft) as receiver:
+            return await receiver.adopt(offer.path, offer.sealed)
 
     async def _receive(self, ref: ModelRef, tenant: str, *, accept_staged_path: bool) -> StagedAdapter:
         async with self._trainer.fetch(ref, tenant, accept_staged_path=accept_staged_path) as (manifest, parts):
             check_is(manifest, ref, tenant)
             self._rules.check(manifest)
-            async with self._staging.receive(manifest) as reception:
+            async with self._staging.receive(manifest) as receiver:
                 async for part in parts:
                     if isinstance(part, Piece):
-                        await reception.write(part)
+                        await receiver.write(part)
                     elif part.staged_path:
-                        return await reception.adopt(Path(part.staged_path), partial(_known, manifest))
+                        return await receiver.adopt(Path(part.staged_path), partial(_known, manifest))
                     else:
                         raise errors.ChecksumMismatch("the trainer's answer has neither a chunk nor a path in it")
                     del part  # before the next one comes: each is a MiB
-                return await reception.finish()
+                return await receiver.finish()
 
 
 async def _known(manifest: pb.Manifest) -> pb.Manifest:

@@ -26,7 +26,7 @@ from trainer_service.engine.options import EngineOptions
 from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
-from trainer_service.publish.watch_hub import AckPolicy, Feed
+from trainer_service.publish.watch_hub import AckPolicy, WatchHub
 from trainer_service.rpc.weight_servicer import WeightServicer
 from trainer_service.runs.registry import RunRegistry
 
@@ -41,13 +41,13 @@ class GroupTrainer(WeightServicer):
     """The trainer's own feed, group and watch, with versions from a volume."""
 
     def __init__(self, volume: Volume, seconds: float = 20.0) -> None:
-        self.feed = Feed()
-        self.group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", seconds), self.feed)
+        self.hub = WatchHub()
+        self.group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", seconds), self.hub)
         self.versions = Trainer(volume)
         engine = EngineProcess(EngineOptions("", BASE))
         agreements = Agreements(engine, lambda run, version: volume.version(run.run_id, version), CollectorRegistry())
         model, runs = ModelInfo(BASE, 512, 260, "float32", 8, 2), RunRegistry(volume, None, VolumeBytes(volume))
-        super().__init__(self.feed, self.group, None, runs, None, lambda: model, agreements)
+        super().__init__(self.hub, self.group, None, runs, None, lambda: model, agreements)
 
     async def FetchVersion(self, request, context):  # noqa: N802
         async for part in self.versions.FetchVersion(request, context):
@@ -63,8 +63,8 @@ class GroupTrainer(WeightServicer):
             path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         generation = self.group.send(path, manifest.total_size)
         announcement = weights_pb.Announcement(manifest=manifest, broadcast_generation=generation)
-        expected = self.feed.announce(announcement)
-        return await self.feed.wait((RUN, version), AckPolicy.ALL, expected, 60.0)
+        expected = self.hub.announce(announcement)
+        return await self.hub.wait((RUN, version), AckPolicy.ALL, expected, 60.0)
 
 
 @asynccontextmanager

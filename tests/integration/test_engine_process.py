@@ -260,7 +260,7 @@ async def test_an_engine_whose_loop_hangs_is_killed_and_the_command_is_charged(o
     os.mkfifo(tmp_path / "adapter_model.safetensors")  # whoever writes into it waits for a reader
     async with EngineProcess(options) as engine:
         await engine.create_run("run", LORA)
-        engine._link._watchdog._patience = Patience(60.0, 5.0)  # the start took as long as it took
+        engine._connection._watchdog._patience = Patience(60.0, 5.0)  # the start took as long as it took
         engine._suspects.add([SaveState("run", "")])  # so that the loop itself writes
         with pytest.raises(EngineDiedError):
             await engine.save_state("run", tmp_path)

@@ -360,7 +360,7 @@ async def test_the_death_of_any_process_is_that_of_the_engine(small):
 async def test_a_rank_that_is_stopped_is_found_by_its_silence_and_ends_the_engine(small, rank):
     two = small.two
     await two.restart()
-    link, processes = two._link, Processes(two)
+    link, processes = two._connection, Processes(two)
     link._watchdog._patience = Patience(3.0, 900.0)  # the start took as long as it took
     os.kill(processes.ranks[rank], signal.SIGSTOP)
     await link._receiving  # nothing is asked of the engine
@@ -371,7 +371,7 @@ async def test_a_rank_that_is_stopped_is_found_by_its_silence_and_ends_the_engin
 
 async def test_closing_leaves_no_process_and_no_file(pair):
     process, _ = pair
-    processes, directory = Processes(process), process._link._directory.path
+    processes, directory = Processes(process), process._connection._directory.path
     assert os.listdir(directory)  # noqa: PTH208
     await process.close()
     processes.wait()

@@ -30,13 +30,13 @@ from trainer_service.limits.free_space import NO_GUARD, DiskGuard
 from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
-from trainer_service.publish.watch_hub import AckPolicy, Feed, Watcher
+from trainer_service.publish.watch_hub import AckPolicy, Watcher, WatchHub
 from trainer_service.recovery.recovery import Recovery
 from trainer_service.recovery.restore_point import RestorePoints
 from trainer_service.rpc.command_handlers import Commands
 from trainer_service.runs.command import Command
 from trainer_service.runs.executor import SnapshotPolicy
-from trainer_service.runs.progress import Turn
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
 from trainer_service.settings import TrainerSettings
@@ -121,8 +121,8 @@ async def trainer(engine, tmp_path):
     settings = TrainerSettings(model="tiny", checkpoint_dir=tmp_path / "volume", min_free_bytes=0, insecure=True)
     volume = layout.Volume(settings.checkpoint_dir)
     storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD)
-    registry, checkpoints, feed = RunRegistry(volume, storage, VolumeBytes(volume)), CheckpointStore(volume), Feed()
-    group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", 10), feed)
+    registry, checkpoints, hub = RunRegistry(volume, storage, VolumeBytes(volume)), CheckpointStore(volume), WatchHub()
+    group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", 10), hub)
 
     def start(run, engines_lost):
         recovery.start(run, engines_lost)
@@ -130,7 +130,7 @@ async def trainer(engine, tmp_path):
     def spawn(work):
         tasks.append(asyncio.create_task(work))
 
-    publisher = Publisher(engine.save_adapter, registry, feed, volume, tmp_path / "staging", 8, NO_FAILPOINTS, group)
+    publisher = Publisher(engine.save_adapter, registry, hub, volume, tmp_path / "staging", 8, NO_FAILPOINTS, group)
     trainer = Trainer(settings, engine, registry, checkpoints, publisher, start, NO_GUARD, VolumeBytes(volume))
     policy = SnapshotPolicy(commands=SNAPSHOT_AFTER, journal_bytes=1 << 30, seconds=1e9)
     restore_points = RestorePoints(volume, registry, checkpoints)
@@ -152,7 +152,7 @@ async def trainer(engine, tmp_path):
     run = await trainer.create_run(Identity(TEAM), "request", b"digest", "", LoraConfig(rank=4, alpha=8), {})
     slow = SlowCopy(publisher, run)
     yield SimpleNamespace(
-        feed=feed, commander=Commander(run, volume), slow=slow, publisher=publisher, run=run, trainer=trainer
+        hub=hub, commander=Commander(run, volume), slow=slow, publisher=publisher, run=run, trainer=trainer
     )
     slow.go_on()
     await registry.close()
@@ -162,7 +162,7 @@ async def trainer(engine, tmp_path):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_before_a_load_answers(trainer):
     commander = trainer.commander
-    await trainer.feed.join(trainer.slow)
+    await trainer.hub.join(trainer.slow)
     kind = CheckpointKind.STATE.value
     path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
     await commander.send(pb.PublishWeightsRequest)
@@ -177,7 +177,7 @@ async def test_before_a_load_answers(trainer):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_before_a_snapshot_counts(trainer):
     commander = trainer.commander
-    await trainer.feed.join(trainer.slow)
+    await trainer.hub.join(trainer.slow)
     await commander.send(pb.PublishWeightsRequest)
     for _ in range(SNAPSHOT_AFTER - 1):
         await commander.train()
@@ -233,11 +233,11 @@ async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(t
 async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_executes_again_on_a_full_disk(
     trainer, monkeypatch
 ):
-    run, turn = trainer.run, Turn()
-    saved = {"seq_id": 7, "ttl_seconds": None, "overwrite": True, "turn": turn}
+    run, progress = trainer.run, CommandProgress()
+    saved = {"seq_id": 7, "ttl_seconds": None, "overwrite": True, "progress": progress}
     made = await trainer.trainer.save_checkpoint(run, "made", CheckpointKind.STATE, **saved)
     trainer.slow.go_on()
-    publishing = {"seq_id": 8, "durable": True, "policy": AckPolicy.NONE, "ack_seconds": 1.0, "turn": turn}
+    publishing = {"seq_id": 8, "durable": True, "policy": AckPolicy.NONE, "ack_seconds": 1.0, "progress": progress}
     version = (await trainer.trainer.publish(run, **publishing)).model.version
     run.next_version = version
     trainer.publisher.start()

@@ -25,8 +25,8 @@ from trainer_service.engine.certificate.probe import context_length
 from trainer_service.engine.distributed.ranks import Ranks
 from trainer_service.engine.loss.specs import loss_spec
 from trainer_service.engine.memory import out_of_memory_named
-from trainer_service.engine.microbatch.executor import Execution
-from trainer_service.engine.microbatch.microbatch import Job
+from trainer_service.engine.microbatch.executor import PassExecutor
+from trainer_service.engine.microbatch.microbatch import ForwardBackwardJob
 from trainer_service.engine.microbatch.packing import Batch, datum_weights
 from trainer_service.engine.microbatch.scheduler import Scheduler
 from trainer_service.engine.optimizers.base import AnyOptimizer
@@ -35,10 +35,10 @@ from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs
 from trainer_service.engine.runs import adapters, state_files
-from trainer_service.engine.runs.async_save import Capture, StagingMemory
+from trainer_service.engine.runs.async_save import AsyncSave, StagingMemory
 from trainer_service.engine.runs.full_run import FullRun, full_run_bytes, make_full_run
 from trainer_service.engine.runs.lora_run import LoraRun
-from trainer_service.engine.runs.offload import make_pager
+from trainer_service.engine.runs.offload import make_offloader
 from trainer_service.engine.runs.preallocated_file import SpareFile
 from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng_state
 from trainer_service.engine.weight_sharing.in_place_writer import publish_in_place
@@ -59,16 +59,16 @@ class PeftEngine:
         self._on_gpu = self._device.type == "cuda"
         self._staging = StagingMemory(options.staging_bytes, pinned=self._on_gpu)
         self._spare = SpareFile()
-        self._jobs: list[Job] = []
+        self._jobs: list[ForwardBackwardJob] = []
         base = load_certified_base(options, self._ranks, self._device)
         self._model, self._mode, self._certificate = base.sharded.model, base.mode, base.certificate
         self._base_parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        self._pager = make_pager(options, self._ranks)
-        self._execution = Execution(
-            base.sharded, base.routing, base.mode, self._ranks, self._pager, self._device, options.logprob_chunk
+        self._offloader = make_offloader(options, self._ranks)
+        self._executor = PassExecutor(
+            base.sharded, base.routing, base.mode, self._ranks, self._offloader, self._device, options.logprob_chunk
         )
         packed = base.mode.is_packed
-        self._scheduler: Scheduler[Job] = Scheduler(
+        self._scheduler: Scheduler[ForwardBackwardJob] = Scheduler(
             options.pack_tokens if packed else 1, joint=options.joint_passes and packed, ranks=self._ranks.size
         )
 
@@ -102,10 +102,10 @@ class PeftEngine:
             if isinstance(parameters, LoraConfig):
                 run: EngineRun = self._make_lora_run(run_id, parameters)
             else:
-                self._pager.make_room(full_run_bytes(parameters, self._options, self._base_parameters))
+                self._offloader.make_room(full_run_bytes(parameters, self._options, self._base_parameters))
                 run = make_full_run(run_id, parameters, self._options, self._mode)
         self._runs[run_id] = run
-        self._pager.add(run)
+        self._offloader.add(run)
         count = sum(weight.numel() for weight in run.weights.values())
         return AdapterInfo(count, tuple(adapters.adapted_modules(self._model, run_id)))
 
@@ -113,26 +113,28 @@ class PeftEngine:
         run = self._runs.pop(run_id, None)
         if run is None:
             return
-        self._pager.forget(run)
+        self._offloader.forget(run)
         self._scheduler.forget(run_id)
         self._spare.drop()
         if isinstance(run, LoraRun):
             adapters.remove_adapter(self._model, run_id)
 
-    def begin(self, run_id: str, data: Sequence[Datum], spec: ForwardBackwardSpec, *, alone: bool = False) -> Job:
+    def begin(
+        self, run_id: str, data: Sequence[Datum], spec: ForwardBackwardSpec, *, alone: bool = False
+    ) -> ForwardBackwardJob:
         run, loss = self._run(run_id), loss_spec(spec.loss_fn)
         config = loss.resolve_config(spec.loss_fn_config)
         weights = datum_weights(data, spec.reduction, spec.reduction_count)
         batch = Batch(data, loss.required_inputs(config), fills=loss.fills(config), weights=weights)
         spec = replace(spec, loss_fn_config=config)
-        job = Job(run, data, batch, spec, alone=alone or isinstance(run, FullRun))
+        job = ForwardBackwardJob(run, data, batch, spec, alone=alone or isinstance(run, FullRun))
         self._jobs.append(job)
         return job
 
-    def advance(self, announce: Callable[[Sequence[str]], None]) -> list[Job]:
-        passes = self._scheduler.next_passes(self._pager.fitting(self._jobs))
+    def advance(self, announce: Callable[[Sequence[str]], None]) -> list[ForwardBackwardJob]:
+        passes = self._scheduler.next_passes(self._offloader.fitting(self._jobs))
         if any(passes):
-            self._execution.compute(passes, announce)
+            self._executor.compute(passes, announce)
         done = [job for job in self._jobs if job.is_done]
         self._jobs = [job for job in self._jobs if not job.is_done]
         for job in done:
@@ -173,11 +175,11 @@ class PeftEngine:
         milliseconds = (time.perf_counter() - start) * 1e3
         return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
 
-    def capture_state(self, run_id: str) -> Capture:
+    def capture_state(self, run_id: str) -> AsyncSave:
         run = self._resident_here(run_id)
         return run.hold(state_files.capture(run, self._options.base_reference, self._staging))
 
-    def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> Capture:
+    def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> AsyncSave:
         run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
         if self._options.base_dir and published is not None and isinstance(run, FullRun):
             publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
@@ -208,20 +210,20 @@ class PeftEngine:
     def _resident(self, run_id: str) -> EngineRun:
         """Return a run that is in memory on every rank; all do this together."""
         run = self._run(run_id)
-        self._execution.bring_in([run])
+        self._executor.bring_in([run])
         return run
 
     def _resident_here(self, run_id: str) -> EngineRun:
         """Return a run that is in this rank's memory: what only reads is done on one rank."""
         run = self._run(run_id)
         with out_of_memory_named():
-            self._pager.use([run])
+            self._offloader.use([run])
         return run
 
     def _make_lora_run(self, run_id: str, lora: LoraConfig) -> LoraRun:
         targets = adapters.target_modules(self._model, lora)
         count = adapters.count_parameters(self._model, lora, targets)
-        self._pager.make_room((_WEIGHT_BYTES + TRAINED_BYTES) * count)
+        self._offloader.make_room((_WEIGHT_BYTES + TRAINED_BYTES) * count)
         adapters.add_adapter(self._model, run_id, lora, targets)
         return LoraRun(
             run_id=run_id,
@@ -231,10 +233,10 @@ class PeftEngine:
             rng_state=seeded_rng_state(lora.seed, self._device),
         )
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: ForwardBackwardJob) -> None:
         try:
             if job.error is None:
-                self._execution.bring_in([job.run])
+                self._executor.bring_in([job.run])
                 job.pool(self._ranks)
                 with out_of_memory_named():
                     job.finish()

@@ -40,7 +40,7 @@ class EngineDiedError(EngineUnavailable):
     """The engine's process died while it executed this very command."""
 
 
-class Job(Protocol):
+class ForwardBackwardHandle(Protocol):
     """A forward_backward that was begun."""
 
     @property
@@ -53,7 +53,7 @@ class Job(Protocol):
         ...
 
 
-class StateCapture(Protocol):
+class StateSave(Protocol):
     """A run's state at one moment. Safe to use from another thread than the engine's."""
 
     def write(self, directory: Path) -> None:
@@ -96,14 +96,16 @@ class TrainerEngine(Protocol):
         """Forget a run and free its memory. Unknown runs are ignored."""
         ...
 
-    def begin(self, run_id: str, data: Sequence[Datum], spec: ForwardBackwardSpec, *, alone: bool = False) -> Job:
+    def begin(
+        self, run_id: str, data: Sequence[Datum], spec: ForwardBackwardSpec, *, alone: bool = False
+    ) -> ForwardBackwardHandle:
         """Begin to compute a loss and, unless `forward_only`, its gradient for the run.
 
         Fails with NonFiniteLoss where the spec says so. With `alone` no other run shares its passes.
         """
         ...
 
-    def advance(self, announce: Callable[[Sequence[str]], None]) -> Sequence[Job]:
+    def advance(self, announce: Callable[[Sequence[str]], None]) -> Sequence[ForwardBackwardHandle]:
         """Do one pass over the jobs that were begun; return those that are done, be it that they failed.
 
         `announce` is called with the runs that have a part in a pass, before it is computed. A pass of several runs
@@ -118,11 +120,11 @@ class TrainerEngine(Protocol):
         """
         ...
 
-    def capture_state(self, run_id: str) -> StateCapture:
+    def capture_state(self, run_id: str) -> StateSave:
         """Take what `save_state` writes, to write it while later commands execute."""
         ...
 
-    def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> StateCapture:
+    def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> StateSave:
         """Take what `save_adapter` writes, to write it while later commands execute.
 
         A whole model that is `published` is written in place first, where a sampler lends its weights for that.

@@ -12,7 +12,7 @@ from paceline.collective import GroupMember, GroupPlace
 from paceline.errors import PeerLost
 from paceline.log import get_logger
 from paceline.weights.v1 import weight_service_pb2 as pb
-from trainer_service.publish.watch_hub import Feed, Watcher
+from trainer_service.publish.watch_hub import Watcher, WatchHub
 
 _FIRST_DELAY, _LAST_DELAY = 0.5, 60.0
 """Seconds until a group that did not come about, or broke, is made again: doubled each time."""
@@ -37,9 +37,9 @@ class BroadcastGroup:
     While there is no group, samplers fetch versions as those of the bridge stream do: nothing waits for a group.
     """
 
-    def __init__(self, options: GroupOptions, feed: Feed) -> None:
+    def __init__(self, options: GroupOptions, hub: WatchHub) -> None:
         self._options = options
-        self._feed = feed
+        self._hub = hub
         self._generation = 0
         self._member: GroupMember | None = None
         self._samplers = 0
@@ -94,7 +94,7 @@ class BroadcastGroup:
 
     async def _regroup(self) -> None:
         await self._end()
-        watchers = self._feed.watchers()
+        watchers = self._hub.watchers()
         self._absent &= set(watchers)
         samplers = [watcher for watcher in watchers if watcher.joins_group and watcher not in self._absent]
         if not samplers:

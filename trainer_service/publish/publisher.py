@@ -17,13 +17,13 @@ from paceline.log import get_logger
 from paceline.types import FullParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints.store import staged_directory
-from trainer_service.engine.client.link import Captured
+from trainer_service.engine.client.connection import Captured
 from trainer_service.engine.protocol import PublishedAs
 from trainer_service.failpoints import Failpoints
 from trainer_service.limits.free_space import NO_GUARD, DiskGuard
 from trainer_service.publish.process_group import BroadcastGroup
-from trainer_service.publish.watch_hub import AckPolicy, Feed
-from trainer_service.runs.progress import Turn
+from trainer_service.publish.watch_hub import AckPolicy, WatchHub
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 
@@ -71,7 +71,7 @@ class Publisher:
         self,
         save_adapter: SaveAdapter,
         registry: RunRegistry,
-        feed: Feed,
+        hub: WatchHub,
         volume: layout.Volume,
         staging_root: Path,
         keep_versions: int,
@@ -83,7 +83,7 @@ class Publisher:
         self._save_adapter = save_adapter
         self._failpoints = failpoints
         self._registry = registry
-        self._feed = feed
+        self._hub = hub
         self._group = group
         self._volume = volume
         self._guard = guard
@@ -112,7 +112,14 @@ class Publisher:
         await asyncio.to_thread(shutil.rmtree, self._staging, ignore_errors=True)
 
     async def publish(
-        self, run: RunRecord, *, seq_id: int, durable: bool, policy: AckPolicy, ack_seconds: float, turn: Turn
+        self,
+        run: RunRecord,
+        *,
+        seq_id: int,
+        durable: bool,
+        policy: AckPolicy,
+        ack_seconds: float,
+        progress: CommandProgress,
     ) -> Publication:
         """Make the run's current weights its next version; one that command `seq_id` made before a crash is used again.
 
@@ -124,18 +131,18 @@ class Publisher:
         run.next_version = version + 1
         if self._scorer is not None and _is_whole(run):
             await self._scorer.score(run, version)
-        with run.announcing.join() as earlier_announced:
-            manifest, directory = await self._stage(run, version, seq_id, turn, self._feed.offer)
+        with run.announcing.enter() as earlier_announced:
+            manifest, directory = await self._stage(run, version, seq_id, progress, self._hub.offer)
             await earlier_announced.wait()
             self._failpoints.hit("before_announce")
-            run.latest_version = turn.version = version
+            run.latest_version = progress.version = version
             expected = self._announce(manifest, directory)
         staged = perf_counter()
         persisting = self._persist(run.run_id, version, directory, manifest)
         if durable:
             await asyncio.shield(persisting)
         waiting = policy is not AckPolicy.NONE
-        acks = await self._feed.wait((run.run_id, version), policy, expected, ack_seconds) if waiting else ()
+        acks = await self._hub.wait((run.run_id, version), policy, expected, ack_seconds) if waiting else ()
         return Publication(weights.served_model(manifest), acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
 
     def has_made(self, run: RunRecord, seq_id: int) -> bool:
@@ -151,7 +158,7 @@ class Publisher:
         newest = max(self._on_volume_numbers(run.run_id), default=0)
         if self._exists(run.run_id, version) or version <= newest - self._keep_versions:
             return
-        manifest, directory = await self._stage(run, version, seq_id, Turn())
+        manifest, directory = await self._stage(run, version, seq_id, CommandProgress())
         if sha256 not in {"", manifest.model.sha256}:
             _log.error("version differs from what it was and is dropped", run=run.run_id, version=version)
             self._manifests.pop(directory, None)
@@ -193,11 +200,11 @@ class Publisher:
 
     async def end_waits(self, run_id: str) -> None:
         """Have publishes of a run that is about to be deleted wait for no sampler."""
-        await self._feed.end_waits(run_id)
+        await self._hub.end_waits(run_id)
 
     async def forget(self, run: RunRecord) -> None:
         """Drop a run's staged versions and tell the samplers that it is gone."""
-        self._feed.forget_run(run.run_id)
+        self._hub.forget_run(run.run_id)
         if self._scorer is not None:
             self._scorer.forget(run.run_id)
         for directory in list(self._manifests):
@@ -225,7 +232,7 @@ class Publisher:
             except OSError as error:  # not now, perhaps later
                 _log.error("version cannot be read", run=run.run_id, version=number, error=str(error))
                 continue
-            self._feed.announce(self._announcement(manifest))
+            self._hub.announce(self._announcement(manifest))
             return
 
     async def _next_version(self, run: RunRecord, seq_id: int) -> int:
@@ -247,7 +254,12 @@ class Publisher:
         return sha256 == known.model.sha256
 
     async def _stage(
-        self, run: RunRecord, version: int, seq_id: int, turn: Turn, offer: Callable[[pb.Staged], None] | None = None
+        self,
+        run: RunRecord,
+        version: int,
+        seq_id: int,
+        progress: CommandProgress,
+        offer: Callable[[pb.Staged], None] | None = None,
     ) -> tuple[pb.Manifest, Path]:
         """Make a version's files and its manifest; `offer` tells of an adapter before its checksums are computed."""
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
@@ -256,8 +268,8 @@ class Publisher:
             # What is made again may differ from what it was: its checksum, not yet known, decides whether it is used.
             published = PublishedAs(run.run_id, version, run.tenant) if offer is not None else None
             with nullcontext() if whole else _staging_named():
-                await self._save_adapter(run.run_id, staging, turn.capture, published)
-            turn.release()
+                await self._save_adapter(run.run_id, staging, progress.capture, published)
+            progress.release()
             draft = await asyncio.to_thread(
                 weights.draft_manifest,
                 staging,
@@ -293,7 +305,7 @@ class Publisher:
                 await asyncio.to_thread(weights.write_manifest, staging, manifest)
         self._guard.measure(final)
         if directory != final:
-            self._feed.announce(self._announcement(manifest))
+            self._hub.announce(self._announcement(manifest))
         await self._retire(*key)
 
     def _copied(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
@@ -321,13 +333,13 @@ class Publisher:
             if number < newest and self._volume.version(run_id, number).exists():
                 self._manifests.pop(staged, None)
                 shutil.rmtree(staged, ignore_errors=True)  # Its run may be deleted meanwhile.
-        leased = self._feed.leased()
+        leased = self._hub.leased()
         for version in sorted(self._on_volume_numbers(run_id), reverse=True)[self._keep_versions :]:
             if (run_id, version) not in leased:
                 with suppress(FileNotFoundError):
                     layout.remove_directory(self._volume.version(run_id, version))
                 self._guard.measure(self._volume.version(run_id, version))
-                self._feed.forget_version((run_id, version))
+                self._hub.forget_version((run_id, version))
 
     def _exists(self, run_id: str, version: int) -> bool:
         return self._staged(run_id, version).exists() or self._volume.version(run_id, version).exists()
@@ -350,7 +362,7 @@ class Publisher:
         # Nothing is awaited between the two, so that members receive in the order of the announcements.
         file = directory / weights.weights_file(manifest)
         announcement.broadcast_generation = self._group.send(file, manifest.total_size)
-        return self._feed.announce(announcement)
+        return self._hub.announce(announcement)
 
     def _announcement(self, manifest: pb.Manifest) -> pb.Announcement:
         directory = self._volume.version(manifest.model.run_id, manifest.model.version)

@@ -59,7 +59,7 @@ class Watcher:
         return held not in {"", model.sha256} or max(others, default=0) > model.version
 
 
-class Feed:
+class WatchHub:
     """Announces versions and gathers what samplers answer.
 
     An acknowledgement counts only where the sampler says the SHA-256 that was announced.

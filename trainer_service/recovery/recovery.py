@@ -22,10 +22,10 @@ from trainer_service.publish.publisher import Publisher
 from trainer_service.recovery.restore_point import RestorePoints
 from trainer_service.runs.command import Command, answer_from_record
 from trainer_service.runs.executor import CommandVerbs, RunExecutor, SnapshotPolicy
-from trainer_service.runs.progress import Turn
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.storage import Past, RunStorage
+from trainer_service.runs.storage import RunStorage, StoredCommands
 
 _log = get_logger(__name__)
 
@@ -156,7 +156,7 @@ class Recovery:
         await self._engine.delete_run(run.run_id)
         run.state = RunState.LOST
 
-    async def _rebuild(self, run: RunRecord, past: Past, executor: RunExecutor) -> None:
+    async def _rebuild(self, run: RunRecord, past: StoredCommands, executor: RunExecutor) -> None:
         await self._engine.delete_run(run.run_id)
         await self._engine.create_run(run.run_id, run.parameters)
         run.in_engine = True
@@ -184,7 +184,7 @@ class Recovery:
             await self._remake_version(run, command, before)
             return
         try:
-            await self._verbs.execute(run, command, Turn())
+            await self._verbs.execute(run, command, CommandProgress())
         except EngineDiedError:
             # It was answered, so it is never given up: the engine executed it before.
             self._deaths[run.run_id] += 1

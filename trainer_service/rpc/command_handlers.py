@@ -16,7 +16,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, Datum
 from trainer_service.publish.watch_hub import AckPolicy
 from trainer_service.runs.command import Command
-from trainer_service.runs.progress import Turn
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.trainer import Trainer
 
@@ -28,7 +28,7 @@ class Commands:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._verbs: dict[str, Callable[[RunRecord, Command, Any, Turn], Awaitable[Message]]] = {
+        self._verbs: dict[str, Callable[[RunRecord, Command, Any, CommandProgress], Awaitable[Message]]] = {
             "ForwardBackward": self._forward_backward,
             "OptimStep": self._optim_step,
             "SaveCheckpoint": self._save_checkpoint,
@@ -53,21 +53,23 @@ class Commands:
             return command.refused(error)
         return command
 
-    async def execute(self, run: RunRecord, command: Command, turn: Turn) -> Message:
+    async def execute(self, run: RunRecord, command: Command, progress: CommandProgress) -> Message:
         """Execute a command and return its reply. Raises PacelineError."""
         if command.refusal is not None:
             raise command.refusal
         check_message(command.request)
-        return await self._verbs[command.method](run, command, command.request, turn)
+        return await self._verbs[command.method](run, command, command.request, progress)
 
     async def _forward_backward(
-        self, run: RunRecord, _: Command, request: pb.ForwardBackwardRequest, __: Turn
+        self, run: RunRecord, _: Command, request: pb.ForwardBackwardRequest, __: CommandProgress
     ) -> Message:
         output = await self._trainer.forward_backward(run, _data(request), codec.spec_from_proto(request))
         outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
         return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)
 
-    async def _optim_step(self, run: RunRecord, _: Command, request: pb.OptimStepRequest, __: Turn) -> Message:
+    async def _optim_step(
+        self, run: RunRecord, _: Command, request: pb.OptimStepRequest, __: CommandProgress
+    ) -> Message:
         output = await self._trainer.optim_step(run, codec.optimizer_from_proto(request))
         return pb.OptimStepResponse(
             step=output.step,
@@ -78,7 +80,7 @@ class Commands:
         )
 
     async def _save_checkpoint(
-        self, run: RunRecord, command: Command, request: pb.SaveCheckpointRequest, turn: Turn
+        self, run: RunRecord, command: Command, request: pb.SaveCheckpointRequest, progress: CommandProgress
     ) -> Message:
         if request.kind not in {kind.value for kind in CheckpointKind}:
             raise errors.MissingField("is not set; say STATE or SAMPLER", field="kind")
@@ -89,12 +91,12 @@ class Commands:
             seq_id=command.seq_id,
             ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
             overwrite=request.overwrite,
-            turn=turn,
+            progress=progress,
         )
         return pb.SaveCheckpointResponse(checkpoint=checkpoint_to_proto(checkpoint))
 
     async def _load_checkpoint(
-        self, run: RunRecord, command: Command, request: pb.LoadCheckpointRequest, _: Turn
+        self, run: RunRecord, command: Command, request: pb.LoadCheckpointRequest, _: CommandProgress
     ) -> Message:
         await self._trainer.load_checkpoint(
             run,
@@ -106,7 +108,7 @@ class Commands:
         return pb.LoadCheckpointResponse(run=run_to_proto(run.public()))
 
     async def _publish_weights(
-        self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest, turn: Turn
+        self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest, progress: CommandProgress
     ) -> Message:
         done = await self._trainer.publish(
             run,
@@ -114,7 +116,7 @@ class Commands:
             durable=request.durable,
             policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
             ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
-            turn=turn,
+            progress=progress,
         )
         return pb.PublishWeightsResponse(
             model=codec.served_model_to_proto(done.model),

@@ -22,7 +22,7 @@ from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup
 from trainer_service.publish.publisher import Publisher
-from trainer_service.publish.watch_hub import Feed, Watcher
+from trainer_service.publish.watch_hub import Watcher, WatchHub
 from trainer_service.runs.registry import RunRegistry
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -33,7 +33,7 @@ class WeightServicer(WeightServiceServicer):
 
     def __init__(
         self,
-        feed: Feed,
+        hub: WatchHub,
         group: BroadcastGroup,
         publisher: Publisher,
         registry: RunRegistry,
@@ -42,7 +42,7 @@ class WeightServicer(WeightServiceServicer):
         agreements: Agreements,
     ) -> None:
         """Take `describe` to say what base model the trainer has."""
-        self._feed = feed
+        self._hub = hub
         self._group = group
         self._publisher = publisher
         self._registry = registry
@@ -63,8 +63,8 @@ class WeightServicer(WeightServiceServicer):
                 yield response
         finally:
             listening.cancel()
-            await self._feed.leave(watcher)
-            self._agreements.left(watcher, is_gone=self._feed.is_gone(watcher))
+            await self._hub.leave(watcher)
+            self._agreements.left(watcher, is_gone=self._hub.is_gone(watcher))
             self._group.changed(watcher)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -101,7 +101,7 @@ class WeightServicer(WeightServiceServicer):
                 held = {(held.run_id, held.version): held.sha256 for held in hello.held}
                 watcher = Watcher(hello.sampler_id, held, hello.joins_group, hello.links_staged, hello.instance)
                 watcher.outbox.put_nowait(pb.WatchVersionsResponse(welcome=pb.Welcome(trainer_instance=self._instance)))
-                await self._feed.join(watcher)
+                await self._hub.join(watcher)
                 return watcher
             break
         raise errors.InvalidArgument("the first message must be a hello with a sampler_id", field="hello.sampler_id")
@@ -123,9 +123,9 @@ class WeightServicer(WeightServiceServicer):
                 case "acknowledgement":
                     await self._acknowledge(watcher, request.acknowledgement)
                 case "refusal":
-                    await self._feed.refuse(watcher, request.refusal)
+                    await self._hub.refuse(watcher, request.refusal)
                 case "release":
-                    self._feed.release(watcher, (request.release.run_id, request.release.version))
+                    self._hub.release(watcher, (request.release.run_id, request.release.version))
                 case "left_group":
                     self._group.left(watcher, request.left_group)
                 case "agreement":
@@ -137,8 +137,8 @@ class WeightServicer(WeightServiceServicer):
                     )
 
     async def _acknowledge(self, watcher: Watcher, ack: pb.Acknowledgement) -> None:
-        await self._feed.acknowledge(watcher, ack)
-        if self._feed.counts(watcher, (ack.run_id, ack.version)):
+        await self._hub.acknowledge(watcher, ack)
+        if self._hub.counts(watcher, (ack.run_id, ack.version)):
             with suppress(errors.RunNotFound):  # deleted meanwhile
                 run = self._registry.get(ack.run_id, Identity(PEER_TENANT))
                 self._agreements.acknowledged(watcher, run, ack.version, is_refused=ack.run_refused)

@@ -14,11 +14,11 @@ from google.protobuf.message import Message
 from paceline import errors
 from paceline.log import get_logger
 from paceline.types import CheckpointKind, RunState
-from trainer_service.engine.client.link import Captured
+from trainer_service.engine.client.connection import Captured
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import AnswerRecord, Facts
 from trainer_service.runs.command import Command
-from trainer_service.runs.progress import Turn
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 
 _log = get_logger(__name__)
@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 class CommandVerbs(Protocol):
     """What executes a command of any run."""
 
-    async def execute(self, run: RunRecord, command: Command, turn: Turn) -> Message:
+    async def execute(self, run: RunRecord, command: Command, progress: CommandProgress) -> Message:
         """Execute a command and return its reply. Raises PacelineError."""
         ...
 
@@ -75,10 +75,10 @@ class RunExecutor:
         """Note that commands were executed again: the next start would execute them too."""
         self._commands += replayed
 
-    async def execute(self, command: Command, turn: Turn) -> Message:
+    async def execute(self, command: Command, progress: CommandProgress) -> Message:
         start = perf_counter()
         try:
-            return await self._verbs.execute(self._run, command, turn)
+            return await self._verbs.execute(self._run, command, progress)
         finally:
             self._seconds += perf_counter() - start
 

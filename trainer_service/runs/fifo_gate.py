@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Line:
+class FifoGate:
     """Lets each go on when all who joined before it have left."""
 
     def __init__(self) -> None:
         self._places: deque[asyncio.Event] = deque()
 
     @contextmanager
-    def join(self) -> Iterator[asyncio.Event]:
+    def enter(self) -> Iterator[asyncio.Event]:
         """Stand in line to the end of the block; the event is set when all who joined before have left."""
         place = asyncio.Event()
         self._places.append(place)

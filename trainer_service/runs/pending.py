@@ -13,18 +13,18 @@ from paceline.waiting_bytes import WaitingBytes
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import Facts
 from trainer_service.runs.command import Answer, Command
-from trainer_service.runs.progress import Turn
+from trainer_service.runs.progress import CommandProgress
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingCommand:
     """A command that was not answered yet."""
 
     command: Command
     answer: asyncio.Future[Message]
     durable: asyncio.Future[None] | None = None
     """Set when it was appended to the journal."""
-    turn: Turn | None = None
+    progress: CommandProgress | None = None
     """Set while it executes."""
     place: Facts | None = None
     """What held in the run's order after it; set when it was captured before it ended."""
@@ -50,7 +50,7 @@ class Pending:
         self.answer = _new_answer()
 
 
-class Waiting:
+class PendingCommands:
     """Commands by seq_id, from their arrival to their answer."""
 
     def __init__(
@@ -63,14 +63,14 @@ class Waiting:
         self._gap_wait = gap_wait_seconds
         self._tenant = tenant
         self._bytes = waiting_bytes
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingCommand] = {}
         self._change = asyncio.Event()
         journal.on_refused = self._refuse
 
-    def __iter__(self) -> Iterator[Pending]:
+    def __iter__(self) -> Iterator[PendingCommand]:
         return iter(list(self._pending.values()))
 
-    def get(self, seq_id: int) -> Pending | None:
+    def get(self, seq_id: int) -> PendingCommand | None:
         """Return a command; None when it was answered or has not come."""
         return self._pending.get(seq_id)
 
@@ -81,7 +81,7 @@ class Waiting:
         pending.durable.set_result(None)
         self.appended = max(self.appended, command.seq_id)
 
-    def accept(self, command: Command) -> Pending:
+    def accept(self, command: Command) -> PendingCommand:
         """Take in a new command; append to the journal all whose turn to be appended has come.
 
         Raises QuotaExceeded or Overloaded when too many bytes of commands wait, unless it is the one that the run needs
@@ -103,10 +103,10 @@ class Waiting:
         self._let_go(seq_id)
         self._answered = max(self._answered, seq_id)
 
-    def drop(self, is_dropped: Callable[[Pending], bool], error: errors.PacelineError) -> None:
+    def drop(self, is_dropped: Callable[[PendingCommand], bool], error: errors.PacelineError) -> None:
         """Refuse commands that have not begun."""
         for pending in self:
-            if pending.turn is None and is_dropped(pending):
+            if pending.progress is None and is_dropped(pending):
                 self._let_go(pending.command.seq_id)
                 pending.settle(error)
 
@@ -116,9 +116,11 @@ class Waiting:
         lost = errors.RunStateLost("the run was restored by a later command", field="seq_id")
         self.drop(lambda pending: pending.command.seq_id < seq_id, lost)
 
-    def under_way(self) -> list[tuple[Command, Turn]]:
+    def under_way(self) -> list[tuple[Command, CommandProgress]]:
         """Return the commands that execute."""
-        return [(pending.command, pending.turn) for pending in self._pending.values() if pending.turn is not None]
+        return [
+            (pending.command, pending.progress) for pending in self._pending.values() if pending.progress is not None
+        ]
 
     async def changed(self) -> None:
         """Wait for the next `notify`."""
@@ -133,8 +135,8 @@ class Waiting:
         """Whether a command is the first that is missing, and none before it is left to execute."""
         return command.seq_id == self.appended + 1 and not any(one.durable for one in self._pending.values())
 
-    def _add(self, command: Command) -> Pending:
-        pending = self._pending[command.seq_id] = Pending(command, _new_answer())
+    def _add(self, command: Command) -> PendingCommand:
+        pending = self._pending[command.seq_id] = PendingCommand(command, _new_answer())
         self._bytes.add(self._tenant, command.size)
         return pending
 
@@ -153,7 +155,7 @@ class Waiting:
         self.appended = max([self._answered, *durable])
         self.drop(lambda pending: pending.command.seq_id > self.appended and pending.durable is not None, error)
 
-    def _give_up(self, pending: Pending) -> None:
+    def _give_up(self, pending: PendingCommand) -> None:
         seq_id = pending.command.seq_id
         if self._pending.get(seq_id) is not pending or pending.durable is not None:
             return

@@ -18,7 +18,7 @@ READING = frozenset({"SaveCheckpoint", "PublishWeights"})
 """Commands that let the next begin before they end."""
 
 
-class Turn:
+class CommandProgress:
     """A command's turn to execute.
 
     It is captured when the command has taken from the run's state all that it needs, so that the next may begin; then
@@ -26,7 +26,7 @@ class Turn:
     it ends.
     """
 
-    def __init__(self, earlier: Sequence[Turn] = (), *, may_overlap: bool = False) -> None:
+    def __init__(self, earlier: Sequence[CommandProgress] = (), *, may_overlap: bool = False) -> None:
         """Take the turns of commands of the same kind before it that have not ended."""
         self.captured = asyncio.Event()
         self.released = asyncio.Event()
@@ -49,9 +49,9 @@ class Turn:
 
     async def wait_for_earlier(self) -> None:
         """Wait until the commands of this kind before it are answered. Raises EngineUnavailable when one is not."""
-        for turn in self._earlier:
-            await turn.ended.wait()
-            if not turn.is_answered:
+        for progress in self._earlier:
+            await progress.ended.wait()
+            if not progress.is_answered:
                 raise errors.EngineUnavailable("a command before this one has to execute again first")
 
     def end(self) -> None:
@@ -64,7 +64,7 @@ class Turn:
 class Executor(Protocol):
     """Executes a run's commands."""
 
-    async def execute(self, command: Command, turn: Turn) -> Message:
+    async def execute(self, command: Command, progress: CommandProgress) -> Message:
         """Execute a command. Raises PacelineError; EngineUnavailable means that it was not executed."""
         ...
 

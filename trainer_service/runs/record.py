@@ -10,7 +10,7 @@ from typing import Any
 from paceline.types import CheckpointKind, FullParameters, LoraConfig, Run, RunParameters, RunState, WeightStorage
 from trainer_service.journal.records import Facts
 from trainer_service.journal.snapshots import SnapshotStore
-from trainer_service.runs.fifo_gate import Line
+from trainer_service.runs.fifo_gate import FifoGate
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.volume.run_file import decode_run_file
 
@@ -80,7 +80,7 @@ class RunRecord:
     """Whether its files are gone."""
     damage: list[str] = field(default_factory=list)
     """Files and directories that were found damaged and set aside, by their names in the run's folder."""
-    announcing: Line = field(default_factory=Line)
+    announcing: FifoGate = field(default_factory=FifoGate)
     """The publishes that have captured their weights: versions are announced in order."""
 
     @property

@@ -20,7 +20,7 @@ from trainer_service.runs.deleted import DeletedRuns
 from trainer_service.runs.deletion import delete_files, finish_all
 from trainer_service.runs.record import RunOrigin, RunRecord
 from trainer_service.runs.sequencer import Sequencer
-from trainer_service.runs.storage import Past, RunStorage
+from trainer_service.runs.storage import RunStorage, StoredCommands
 from trainer_service.volume.checked_file import DamagedFileError
 from trainer_service.volume.format import is_current, write_volume_format
 from trainer_service.volume.run_file import read_run_file, tenant_of, write_run_file
@@ -169,7 +169,7 @@ class RunRegistry:
             self._volume_bytes.count(run_id)
             raise
 
-    def _make_folder(self, folder: Path) -> Past:
+    def _make_folder(self, folder: Path) -> StoredCommands:
         layout.make_folder(folder)
         self._storage.make(folder.name)
         return self._storage.read(folder.name)

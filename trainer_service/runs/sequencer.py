@@ -10,7 +10,7 @@ state, so answers may come out of order. What holds all the same:
 
 - Commands capture in order of seq_id: each sees the run as the commands before it left it, and no later one.
 - A command is answered, in the journal, before one of the same kind that comes after it shows what it did where both
-  do that in order (`Turn.wait_for_earlier`).
+  do that in order (`CommandProgress.wait_for_earlier`).
 - A command that replaces the run's state (LoadCheckpoint) begins when all before it are answered.
 - When engine or service die, a command without an answer executes again at its place: `recover` leaves those that
   others have overtaken to `replay`, which runs between the repetition of the commands around it.
@@ -36,8 +36,8 @@ from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.records import AttemptRecord, Facts, RebaseRecord
 from trainer_service.runs.answers import Answers, check_digest
 from trainer_service.runs.command import Answer, Command, answer_to_record, poisoned
-from trainer_service.runs.pending import Pending, Waiting
-from trainer_service.runs.progress import READING, REPEATABLE, Executor, Turn
+from trainer_service.runs.pending import PendingCommand, PendingCommands
+from trainer_service.runs.progress import READING, REPEATABLE, CommandProgress, Executor
 
 _log = get_logger(__name__)
 
@@ -73,7 +73,7 @@ class Sequencer:
         self._max_attempts = max_attempts
         self._executed = last_seq_id
         self._failpoints = failpoints
-        self._waiting = Waiting(journal, last_seq_id, gap_wait_seconds, tenant, waiting_bytes)
+        self._waiting = PendingCommands(journal, last_seq_id, gap_wait_seconds, tenant, waiting_bytes)
         self._executor: Executor | None = None
         self._former: Executor | None = None
         self._task: asyncio.Task[None] | None = None
@@ -157,7 +157,7 @@ class Sequencer:
         """Execute none before the next `start`. Those who wait are told `error`; their commands stay."""
         self._former, self._executor = self._executor or self._former, None
         for pending in self._waiting:
-            if pending.turn is None or not pending.turn.released.is_set():
+            if pending.progress is None or not pending.progress.released.is_set():
                 pending.put_off(error)
         self._waiting.notify()
 
@@ -245,7 +245,7 @@ class Sequencer:
         self._task = asyncio.create_task(self._run(pending, pending.durable, self._executor))
         self._task.add_done_callback(lambda _: self._advance())
 
-    async def _run(self, pending: Pending, durable: asyncio.Future[None], executor: Executor) -> None:
+    async def _run(self, pending: PendingCommand, durable: asyncio.Future[None], executor: Executor) -> None:
         try:
             await durable
         except errors.PacelineError:
@@ -264,49 +264,49 @@ class Sequencer:
         alone = command.method not in READING | REPEATABLE
         return under_way > 0 if alone else under_way >= _MAX_UNDER_WAY
 
-    async def _begin(self, pending: Pending, executor: Executor) -> bool:
+    async def _begin(self, pending: PendingCommand, executor: Executor) -> bool:
         """Execute a command up to where the next may begin; return whether it came so far."""
         command = pending.command
-        earlier = [turn for other, turn in self._waiting.under_way() if other.method == command.method]
-        turn = pending.turn = Turn(earlier, may_overlap=command.method in READING)
+        earlier = [progress for other, progress in self._waiting.under_way() if other.method == command.method]
+        progress = pending.progress = CommandProgress(earlier, may_overlap=command.method in READING)
         pending.place = None
-        self._finishing.spawn(self._finish(pending, turn, executor))
-        await turn.captured.wait()
-        if turn.ended.is_set():
-            return turn.is_answered
+        self._finishing.spawn(self._finish(pending, progress, executor))
+        await progress.captured.wait()
+        if progress.ended.is_set():
+            return progress.is_answered
         pending.place = executor.facts()
         return True
 
-    async def _finish(self, pending: Pending, turn: Turn, executor: Executor) -> None:
+    async def _finish(self, pending: PendingCommand, progress: CommandProgress, executor: Executor) -> None:
         """Execute a command, keep its answer, and tell it."""
         command = pending.command
         try:
-            answer = await self._answer(command, turn, executor)
+            answer = await self._answer(command, progress, executor)
             if isinstance(answer, errors.EngineUnavailable):
                 await self._not_executed(command, answer)
                 return
             self._failpoints.hit("after_execute")
-            record = answer_to_record(command, answer, executor.facts().at(pending.place), turn.version)
+            record = answer_to_record(command, answer, executor.facts().at(pending.place), progress.version)
             must_sync = isinstance(answer, errors.PacelineError) or command.method not in REPEATABLE
             await self.journal.append(record, sync=must_sync)
             self._failpoints.hit("after_answer")
             self.answers.keep(record)
             self._waiting.remove(command.seq_id)
             self._executed = max(self._executed, command.seq_id)
-            turn.is_answered = True
+            progress.is_answered = True
             self._failpoints.hit("before_ack")
             pending.settle(answer)
         finally:
-            pending.turn = None
-            turn.end()
+            pending.progress = None
+            progress.end()
             self._waiting.notify()
 
-    async def _answer(self, command: Command, turn: Turn, executor: Executor) -> Answer:
+    async def _answer(self, command: Command, progress: CommandProgress, executor: Executor) -> Answer:
         if self.is_poisoned(command):
             return poisoned(self.attempts[command.seq_id])
         self._failpoints.hit("before_execute")
         try:
-            return await executor.execute(command, turn)
+            return await executor.execute(command, progress)
         except errors.PacelineError as error:
             return error
         except Exception:
@@ -325,13 +325,13 @@ class Sequencer:
         """Return when no command asks anything of the engine."""
         if self._task is not None:
             await asyncio.wait({self._task})
-        for _, turn in self._waiting.under_way():
-            await turn.released.wait()
+        for _, progress in self._waiting.under_way():
+            await progress.released.wait()
 
     def _is_undone(self, seq_id: int) -> bool:
         """Whether a command has no answer, and will have none unless it executes again."""
         pending = self._waiting.get(seq_id)
-        return pending is not None and pending.turn is None
+        return pending is not None and pending.progress is None
 
 
 def _superseded() -> errors.ClientSuperseded:

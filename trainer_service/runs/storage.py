@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class StoredCommands:
     """What the volume says of a run's commands."""
 
     snapshot: Snapshot | None
@@ -128,7 +128,7 @@ class RunStorage:
         """Return how many bytes a run's journal has, which is about the memory that what is read of it takes."""
         return sum(path.stat().st_size for path in segments(self._volume.run(run_id) / _JOURNAL).values())
 
-    def read(self, run_id: str) -> Past:
+    def read(self, run_id: str) -> StoredCommands:
         """Read what the volume says of a run: its newest snapshot that is whole, and what its journal has after that.
 
         Raises JournalDamagedError, UnknownFormatError before anything is touched, or OSError where something cannot be
@@ -141,9 +141,9 @@ class RunStorage:
         history = read_history(directory, snapshot.seq_id if snapshot else 0, index.newest if index else None)
         # One from before a journal that was begun anew has no part in it.
         is_reached = snapshot is not None and snapshot.seq_id >= history.base - 1
-        return Past(snapshot if is_reached else None, history)
+        return StoredCommands(snapshot if is_reached else None, history)
 
-    def read_or_restart(self, run_id: str, last_seq_id: int) -> Past:
+    def read_or_restart(self, run_id: str, last_seq_id: int) -> StoredCommands:
         """Read what the volume says of a run; where its journal is damaged, set it aside and begin one without state.
 
         Nothing is deleted. Raises UnknownFormatError, OSError, and DiskFull.
@@ -169,7 +169,7 @@ class RunStorage:
             highest = index.limit if index else 0
         return max(highest, snapshot.seq_id if snapshot else 0)
 
-    def open(self, run_id: str, tenant: str, past: Past) -> Sequencer:
+    def open(self, run_id: str, tenant: str, past: StoredCommands) -> Sequencer:
         """Make the sequencer of a tenant's run, with the answers it gave and the commands it has still to execute."""
         sequencer = Sequencer(
             RunJournal(
@@ -197,7 +197,7 @@ class RunStorage:
         self._threads.shutdown()
 
 
-def _answers(past: Past) -> Answers:
+def _answers(past: StoredCommands) -> Answers:
     answers = Answers()
     known: list[AnswerRecord] = list(past.snapshot.answers) if past.snapshot else []
     before = past.snapshot.seq_id if past.snapshot else 0

@@ -31,15 +31,15 @@ class Executor:
         self.rest = {}
         self.ended = []
 
-    async def execute(self, command, turn):
+    async def execute(self, command, progress):
         await asyncio.sleep(0)
         if command.refusal is not None:
             raise command.refusal
         reply = await self.act[command.seq_id]() if command.seq_id in self.act else None
         self.ran.append(command.seq_id)
         if command.seq_id in self.rest:
-            turn.capture()
-            await self.rest[command.seq_id](turn)
+            progress.capture()
+            await self.rest[command.seq_id](progress)
         self.ended.append(command.seq_id)
         is_save = command.method == "SaveCheckpoint"
         return reply or (pb.SaveCheckpointResponse() if is_save else pb.OptimStepResponse(step=command.seq_id))

@@ -23,8 +23,8 @@ from trainer_service.engine.certificate.probe import Probe, make_probe
 from trainer_service.engine.certificate.stock import RANK, Stock, Weights, measure_stock
 from trainer_service.engine.distributed.ranks import Ranks
 from trainer_service.engine.distributed.sharding import ShardedModel
-from trainer_service.engine.microbatch.executor import Execution
-from trainer_service.engine.microbatch.microbatch import Job
+from trainer_service.engine.microbatch.executor import PassExecutor
+from trainer_service.engine.microbatch.microbatch import ForwardBackwardJob
 from trainer_service.engine.microbatch.packing import Batch
 from trainer_service.engine.microbatch.scheduler import Scheduler
 from trainer_service.engine.model.base_model import hidden_states, load_base_model, output_head
@@ -38,7 +38,7 @@ from trainer_service.engine.model.row_spans import Routing
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.runs import adapters
 from trainer_service.engine.runs.lora_run import LoraRun
-from trainer_service.engine.runs.offload import Pager
+from trainer_service.engine.runs.offload import RunOffloader
 from trainer_service.engine.runs.run import seeded_rng_state
 
 _PROBES = 4
@@ -71,9 +71,9 @@ class _Loading:
 
     _sharded: ShardedModel
     _routing: Routing
-    _execution: Execution
-    _pager: Pager
-    _scheduler: Scheduler[Job]
+    _executor: PassExecutor
+    _offloader: RunOffloader
+    _scheduler: Scheduler[ForwardBackwardJob]
     _probe: Probe
     _rope = ""
     """Module whose rotary frequencies depend on the longest sequence of a pass."""
@@ -143,13 +143,13 @@ class _Loading:
             raise Unsupported(f"attention {mode.attention} does not compute {self._variant}.")
         use_attention(self._model, mode.attention)
         self._sharded.rehearse(mode)
-        self._pager = Pager(None, Path())
-        self._execution = Execution(
+        self._offloader = RunOffloader(None, Path())
+        self._executor = PassExecutor(
             self._sharded,
             self._routing,
             mode,
             self._ranks,
-            self._pager,
+            self._offloader,
             self._device,
             self._options.logprob_chunk,
         )
@@ -269,25 +269,25 @@ class _Loading:
         parameters = adapters.adapter_parameters(self._model, run_id)
         rng_state = seeded_rng_state(0, self._device)
         run = LoraRun(run_id=run_id, lora=lora, targets=targets, parameters=parameters, rng_state=rng_state)
-        self._pager.add(run)
+        self._offloader.add(run)
         run.set_weights({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
         return run
 
-    def _job(self, run: LoraRun, data: list[Datum], *, forward_only: bool = False) -> Job:
+    def _job(self, run: LoraRun, data: list[Datum], *, forward_only: bool = False) -> ForwardBackwardJob:
         spec = ForwardBackwardSpec("cross_entropy", forward_only=forward_only)
-        return Job(run, data, Batch(data, ("target_tokens", "weights")), spec)
+        return ForwardBackwardJob(run, data, Batch(data, ("target_tokens", "weights")), spec)
 
-    def _finish(self, jobs: list[Job], announce: Callable[[Sequence[str]], None]) -> None:
+    def _finish(self, jobs: list[ForwardBackwardJob], announce: Callable[[Sequence[str]], None]) -> None:
         """Do passes until all jobs are done. Raises what one failed of."""
         while not all(job.is_done for job in jobs):
-            self._execution.compute(self._scheduler.next_passes(jobs), announce)
+            self._executor.compute(self._scheduler.next_passes(jobs), announce)
         for job in jobs:
             job.output()
             job.pool(self._ranks)
             job.finish()
 
 
-def _logprobs(job: Job) -> list[Array]:
+def _logprobs(job: ForwardBackwardJob) -> list[Array]:
     return [output["logprobs"] for output in job.output().loss_fn_outputs]
 
 

@@ -10,7 +10,7 @@ import msgspec
 from trainer_service.engine import messages
 
 
-class Suspects:
+class CrashSuspects:
     """Commands to execute alone until they are answered, so that the engine's next death is certainly of one of them.
 
     A command that is sent again after a restart is known by its content.

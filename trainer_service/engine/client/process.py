@@ -19,8 +19,8 @@ from paceline.types import (
     RunParameters,
 )
 from trainer_service.engine import messages
-from trainer_service.engine.client.crash_suspects import Suspects
-from trainer_service.engine.client.link import Captured, Link, ignore
+from trainer_service.engine.client.connection import Captured, EngineConnection, ignore
+from trainer_service.engine.client.crash_suspects import CrashSuspects
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs
 from trainer_service.engine.watchdog import DEFAULT_PATIENCE, Patience
@@ -51,11 +51,11 @@ class EngineProcess:
         self._options = options
         self._on_exit = on_exit
         self._patience = patience
-        self._link: Link | None = None
+        self._connection: EngineConnection | None = None
         self._info: ModelInfo | None = None
         self.base_sha256 = ""
         """Identity of the base weights, told by whoever knows their files."""
-        self._suspects = Suspects()
+        self._suspects = CrashSuspects()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -71,7 +71,9 @@ class EngineProcess:
 
     async def start(self) -> ModelInfo:
         """Start the process and load the model. Raises what loading raised, or EngineUnavailable."""
-        link = self._link = await Link.open(self._options.ranks, self._on_exit, self._suspects, self._patience)
+        link = self._connection = await EngineConnection.open(
+            self._options.ranks, self._on_exit, self._suspects, self._patience
+        )
         try:
             self._info = await link.call(messages.Start(self._options), ModelInfo)
         except BaseException:
@@ -87,7 +89,7 @@ class EngineProcess:
 
     async def close(self) -> None:
         """End the process, at once; waiting calls raise EngineUnavailable."""
-        link, self._link = self._link, None
+        link, self._connection = self._connection, None
         if link is not None:
             await link.close()
 
@@ -125,10 +127,10 @@ class EngineProcess:
     async def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         return await self._call(messages.LoadState(run_id, str(directory), with_optimizer), LoadedState)
 
-    def _running(self) -> Link:
-        if self._link is None:
+    def _running(self) -> EngineConnection:
+        if self._connection is None:
             raise EngineUnavailable("the engine is not running.")
-        return self._link
+        return self._connection
 
     async def _call(self, command: messages.AnyCommand, kind: type[R]) -> R:
         return await self._running().call(command, kind)

@@ -14,17 +14,17 @@ from trainer_service.engine.distributed.ranks import Ranks
 from trainer_service.engine.distributed.sharding import ShardedModel
 from trainer_service.engine.memory import out_of_memory_named
 from trainer_service.engine.microbatch.oom_splitting import Passes, explain, jobs_of, smaller_passes
-from trainer_service.engine.microbatch.runner import PassRunner, Result, Share
+from trainer_service.engine.microbatch.runner import PassRunner, PassShare, Result
 from trainer_service.engine.model.pass_mode import PassMode
 from trainer_service.engine.model.row_spans import Routing
 from trainer_service.engine.runs.full_run import FullRun
-from trainer_service.engine.runs.offload import Pager
+from trainer_service.engine.runs.offload import RunOffloader
 from trainer_service.engine.runs.run import EngineRun
 
 _log = logging.getLogger(__name__)
 
 
-class Execution:
+class PassExecutor:
     """Does passes on the shared model, dealt over `ranks`, and on the models of full-parameter runs."""
 
     def __init__(
@@ -33,11 +33,11 @@ class Execution:
         routing: Routing,
         mode: PassMode,
         ranks: Ranks,
-        pager: Pager,
+        offloader: RunOffloader,
         device: torch.device,
         logprob_chunk: int,
     ) -> None:
-        self._shared, self._ranks, self._pager = shared, ranks, pager
+        self._shared, self._ranks, self._offloader = shared, ranks, offloader
         self._make_runner = partial(PassRunner, mode=mode, device=device, logprob_chunk=logprob_chunk)
         self._runner = self._make_runner(shared, routing)
 
@@ -69,7 +69,7 @@ class Execution:
 
         def use() -> None:
             with out_of_memory_named():
-                self._pager.use(runs)
+                self._offloader.use(runs)
 
         self._ranks.together(use)
 
@@ -92,7 +92,7 @@ class Execution:
         gc.collect()  # Some of those frames refer to themselves.
         return short
 
-    def _results(self, shares: Sequence[Share]) -> list[Result]:
+    def _results(self, shares: Sequence[PassShare]) -> list[Result]:
         with out_of_memory_named():
             return self._runner_of(shares[0][0].run).compute(shares)
 

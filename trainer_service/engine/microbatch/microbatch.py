@@ -14,12 +14,12 @@ from trainer_service.engine import messages
 from trainer_service.engine.distributed.ranks import Ranks
 from trainer_service.engine.loss.losses import LOSSES, TokenLoss
 from trainer_service.engine.loss.non_finite import count_non_finite, refuse_non_finite
-from trainer_service.engine.microbatch.packing import Batch, Pack, Segment, scatter_logprobs
+from trainer_service.engine.microbatch.packing import Batch, Pack, PackedSegment, scatter_logprobs
 from trainer_service.engine.runs.run import EngineRun
 
 
-class Job:
-    """Fulfils `base.Job` and `scheduler.Demand`. The run is left as it was until the last segment is done."""
+class ForwardBackwardJob:
+    """Implements `ForwardBackwardHandle` and `scheduler.Demand`. The run changes when the last segment is done."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Job:
         return self.run.run_id
 
     @property
-    def waiting(self) -> list[Segment]:
+    def waiting(self) -> list[PackedSegment]:
         """Segments of the group whose turn it is, longest first."""
         return next((group for group in self._groups if group), [])
 
@@ -92,8 +92,8 @@ class Job:
             return
         own = {index: self._outputs[index] for index in self._counted}
         self._totals, mine = Totals(), self._totals
-        for payload in ranks.gather(messages.encode(_Share(mine, own))):
-            share = messages.decode(payload, _Share)
+        for payload in ranks.gather(messages.encode(_RankShare(mine, own))):
+            share = messages.decode(payload, _RankShare)
             self._totals.join(share.totals)
             for index, values in share.outputs.items():
                 self._outputs[index] = values
@@ -156,7 +156,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _RankShare:
     """What one rank has of a job."""
 
     totals: Totals

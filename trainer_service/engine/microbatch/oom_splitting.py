@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.errors import OutOfMemory
-from trainer_service.engine.microbatch.microbatch import Job
-from trainer_service.engine.microbatch.packing import Segment
-from trainer_service.engine.microbatch.runner import Share
+from trainer_service.engine.microbatch.microbatch import ForwardBackwardJob
+from trainer_service.engine.microbatch.packing import PackedSegment
+from trainer_service.engine.microbatch.runner import PassShare
 
-Passes = Sequence[Sequence[Share]]
+Passes = Sequence[Sequence[PassShare]]
 """One pass for each rank, done at the same time; of some ranks it may be empty."""
 
 
-def jobs_of(passes: Passes) -> list[Job]:
+def jobs_of(passes: Passes) -> list[ForwardBackwardJob]:
     """Return the jobs that have a share, each once."""
     return list({job.run_id: job for shares in passes for job, _ in shares}.values())
 
@@ -49,12 +49,12 @@ def explain(passes: Passes, fits: Callable[[Passes], bool]) -> OutOfMemory:
     )
 
 
-def _only(passes: Passes, rank: int, shares: Sequence[Share]) -> Passes:
+def _only(passes: Passes, rank: int, shares: Sequence[PassShare]) -> Passes:
     """Return a pass for one rank and nothing for the others."""
     return [shares if place == rank else [] for place in range(len(passes))]
 
 
-def _half(shares: Sequence[Share], *, second: bool) -> Sequence[Share]:
+def _half(shares: Sequence[PassShare], *, second: bool) -> Sequence[PassShare]:
     middles = [len(segments) // 2 for _, segments in shares]
     halves = [
         (job, segments[middle:] if second else segments[:middle])
@@ -63,7 +63,7 @@ def _half(shares: Sequence[Share], *, second: bool) -> Sequence[Share]:
     return [share for share in halves if share[1]]
 
 
-def _first(segment: Segment, length: int) -> Segment:
+def _first(segment: PackedSegment, length: int) -> PackedSegment:
     """Cut a segment after `length` tokens, at least one of which counts."""
     counted = segment.counted[segment.counted < length]
     return replace(segment, length=length, counted=counted if len(counted) else segment.counted[:1] * 0)

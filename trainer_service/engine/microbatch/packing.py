@@ -17,7 +17,7 @@ from trainer_service.engine.loss.specs import MASK
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PackedSegment:
     """The part of a datum that a forward pass reads."""
 
     index: int
@@ -32,7 +32,7 @@ class Segment:
 class Pack:
     """The input of one forward pass over T tokens, K of them counted."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[PackedSegment, ...]
     input_ids: Tensor
     """int64, shape [1, T]."""
     position_ids: Tensor
@@ -53,11 +53,11 @@ class Pack:
         return tuple(segment.length for segment in self.segments)
 
 
-def segment_of(index: int, datum: Datum) -> Segment:
+def segment_of(index: int, datum: Datum) -> PackedSegment:
     """Find the counted positions of a datum: those with mask 1, or all without a mask."""
     mask = datum.loss_inputs.get(MASK)
     counted = np.arange(len(datum.model_input)) if mask is None else np.flatnonzero(mask)
-    return Segment(index, int(counted[-1]) + 1 if len(counted) else 0, counted)
+    return PackedSegment(index, int(counted[-1]) + 1 if len(counted) else 0, counted)
 
 
 def datum_weights(data: Sequence[Datum], reduction: Reduction, count: int | None) -> list[float]:
@@ -100,20 +100,20 @@ class Batch:
         optional = (name for name in self._fills if any(name in datum.loss_inputs for datum in data))
         self._names = (*input_names, *optional)
 
-    def segments(self) -> list[list[Segment]]:
+    def segments(self) -> list[list[PackedSegment]]:
         """Return what is to be read, longest first, in groups that have as many targets per position.
 
         A pack takes segments of one group, so that its targets are one array. Datums of which nothing counts are in
         none.
         """
-        groups: dict[tuple[int, ...], list[Segment]] = {}
+        groups: dict[tuple[int, ...], list[PackedSegment]] = {}
         for index, datum in enumerate(self._data):
             segment = segment_of(index, datum)
             if segment.length:
                 groups.setdefault(datum.loss_inputs["target_tokens"].shape[1:], []).append(segment)
         return [sorted(group, key=lambda segment: -segment.length) for group in groups.values()]
 
-    def pack(self, segments: Sequence[Segment], device: torch.device) -> Pack:
+    def pack(self, segments: Sequence[PackedSegment], device: torch.device) -> Pack:
         """Put segments side by side, on `device`."""
         lengths = [segment.length for segment in segments]
         starts = [0, *accumulate(lengths)][:-1]
@@ -129,18 +129,18 @@ class Batch:
             torch.from_numpy(np.concatenate([_full(s, self._weights[s.index]) for s in segments])).to(device),
         )
 
-    def _inputs(self, segments: Sequence[Segment]) -> dict[str, Tensor]:
+    def _inputs(self, segments: Sequence[PackedSegment]) -> dict[str, Tensor]:
         """Return each input at the counted positions of the segments, and the segments' counted lengths."""
         columns = {name: np.concatenate([self._values(s, name) for s in segments]) for name in self._names}
         lengths = torch.tensor([len(segment.counted) for segment in segments])
         return {name: _loss_input(name, values) for name, values in columns.items()} | {SEQUENCE_LENGTHS: lengths}
 
-    def _values(self, segment: Segment, name: str) -> Array:
+    def _values(self, segment: PackedSegment, name: str) -> Array:
         values = self._data[segment.index].loss_inputs.get(name)
         return _full(segment, self._fills[name]) if values is None else values[segment.counted]
 
 
-def _full(segment: Segment, value: float) -> Array:
+def _full(segment: PackedSegment, value: float) -> Array:
     return np.full(len(segment.counted), value, np.float32)
 
 

@@ -14,14 +14,14 @@ from paceline.types.training import Array
 from trainer_service.engine.distributed.sharding import ShardedModel
 from trainer_service.engine.loss.losses import TokenLoss
 from trainer_service.engine.loss.specs import TEMPERATURE
-from trainer_service.engine.microbatch.microbatch import Job, Totals
-from trainer_service.engine.microbatch.packing import Pack, Segment
+from trainer_service.engine.microbatch.microbatch import ForwardBackwardJob, Totals
+from trainer_service.engine.microbatch.packing import Pack, PackedSegment
 from trainer_service.engine.model.base_model import hidden_states, output_head, own_logits
 from trainer_service.engine.model.logprobs import chosen_logprobs, has_part, target_logprobs
 from trainer_service.engine.model.pass_mode import PassMode
 from trainer_service.engine.model.row_spans import Routing, Span
 
-Share = tuple[Job, Sequence[Segment]]
+PassShare = tuple[ForwardBackwardJob, Sequence[PackedSegment]]
 """What one job has in a pass."""
 
 
@@ -29,7 +29,7 @@ Share = tuple[Job, Sequence[Segment]]
 class _Rows:
     """A job's part of a pass: its rows are one after the other."""
 
-    job: Job
+    job: ForwardBackwardJob
     pack: Pack
     start: int
     """First row of the pass that is its own."""
@@ -39,7 +39,7 @@ class _Rows:
 class Result:
     """What a job gets of a pass, on the host so that giving it cannot fail; no gradients where none are computed."""
 
-    job: Job
+    job: ForwardBackwardJob
     pack: Pack
     logprobs: Array
     totals: Totals
@@ -60,7 +60,7 @@ class PassRunner:
         self._routing, self._device = routing, device
         self._chunk = logprob_chunk
 
-    def compute(self, shares: Sequence[Share]) -> list[Result]:
+    def compute(self, shares: Sequence[PassShare]) -> list[Result]:
         """Compute the shares together. Jobs are of one kind, forward_only or not.
 
         The losses are each job's own and meet in one backward pass; a run's rows take part in its own gradient alone.
@@ -137,7 +137,7 @@ def _temperatures(rows: Sequence[_Rows]) -> Tensor | None:
     return torch.cat([one if each is None else each for each, one in zip(given, ones, strict=True)])
 
 
-def _side_by_side(packs: Sequence[tuple[Job, Pack]]) -> list[_Rows]:
+def _side_by_side(packs: Sequence[tuple[ForwardBackwardJob, Pack]]) -> list[_Rows]:
     starts = [0, *accumulate(sum(pack.segment_lengths) for _, pack in packs)]
     return [_Rows(job, pack, start) for (job, pack), start in zip(packs, starts, strict=False)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from trainer_service.engine.microbatch.packing import Segment
+from trainer_service.engine.microbatch.packing import PackedSegment
 
 
 class Demand(Protocol):
@@ -17,7 +17,7 @@ class Demand(Protocol):
         ...
 
     @property
-    def waiting(self) -> list[Segment]:
+    def waiting(self) -> list[PackedSegment]:
         """What it may have in the next pass, longest first: a list that the scheduler takes from."""
         ...
 
@@ -58,7 +58,7 @@ class Scheduler(Generic[D]):
         self._now = 0
         """The lowest level of those, or where all were served, the highest."""
 
-    def next_passes(self, demands: Sequence[D]) -> list[list[tuple[D, list[Segment]]]]:
+    def next_passes(self, demands: Sequence[D]) -> list[list[tuple[D, list[PackedSegment]]]]:
         """Take each rank's next pass from the demands; all are empty when nothing waits, some when little does."""
         waiting = [demand for demand in demands if demand.waiting]
         if not waiting:
@@ -77,9 +77,9 @@ class Scheduler(Generic[D]):
         """Forget a run that is gone."""
         self._levels.pop(run_id, None)
 
-    def _fill(self, sharing: list[D]) -> list[list[tuple[D, list[Segment]]]]:
+    def _fill(self, sharing: list[D]) -> list[list[tuple[D, list[PackedSegment]]]]:
         queues = {demand.run_id: demand.waiting for demand in sharing}
-        passes: list[dict[str, tuple[D, list[Segment]]]] = [{} for _ in range(self._ranks)]
+        passes: list[dict[str, tuple[D, list[PackedSegment]]]] = [{} for _ in range(self._ranks)]
         rooms = [self._pack_tokens] * self._ranks
         while sharing:
             demand = min(sharing, key=self._level)

@@ -1,9 +1,9 @@
-"""A run's state as it is now, written to files while the run goes on.
+"""Save a run's state as it is now while the run goes on.
 
-A capture holds the run's own tensors, and takes no time. They are copied before they change: by the thread that writes
-the files, or, where a command that changes the run comes first, by that command. Whatever changes a run's tensors in
-place calls `Capture.secure` of all captures of the run before (`EngineRun.before_change`); tensors that are replaced by
-others need nothing.
+An `AsyncSave` refers to the run's own tensors, so creating one takes no time. The tensors are copied before they
+change: by the thread that writes the files, or by the command that changes them if that comes first. Code that changes
+a run's tensors in place first calls `AsyncSave.secure` on all of the run's saves (`EngineRun.before_change`). Tensors
+that are replaced by new ones need no copy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StagingMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class SaveContent:
     """What a directory is to hold."""
 
     files: Sequence[TensorFile]
@@ -68,10 +68,10 @@ class Content:
     """Name of a JSON file -> what it says, or the bytes of a file of another kind."""
 
 
-class Capture:
+class AsyncSave:
     """What a run was when this was made. Any thread may call any method."""
 
-    def __init__(self, content: Content, memory: StagingMemory, spare: SpareFile | None = None) -> None:
+    def __init__(self, content: SaveContent, memory: StagingMemory, spare: SpareFile | None = None) -> None:
         """Take content, whose tensors must not be changed in place before `secure`.
 
         A `spare` is to become its file, the only one, on a CPU: it is used if it fits, and the next one is begun.

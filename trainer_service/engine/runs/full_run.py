@@ -21,7 +21,7 @@ from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.optimizers.rounded import RoundedOptimizer
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.runs.async_save import Content
+from trainer_service.engine.runs.async_save import SaveContent
 from trainer_service.engine.runs.reading import check_tensors, read_tensors
 from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng_state
 from trainer_service.engine.runs.tensor_files import TensorFile
@@ -54,11 +54,11 @@ class FullRun(EngineRun):
     def owned(self) -> list[nn.Parameter]:
         return [*self.parameters.values(), *(self.masters or {}).values()]
 
-    def exact(self, base_model: str) -> Content:
+    def exact(self, base_model: str) -> SaveContent:
         del base_model
-        return Content([TensorFile(MODEL_FILE, self.weights, metadata=_METADATA)], {})
+        return SaveContent([TensorFile(MODEL_FILE, self.weights, metadata=_METADATA)], {})
 
-    def export(self, base_model: str, dtype: torch.dtype) -> Content:
+    def export(self, base_model: str, dtype: torch.dtype) -> SaveContent:
         """Return what makes a directory that transformers and vLLM load: weights in one file, configuration, tokenizer.
 
         Weights that are kept in bfloat16 are written so, whatever `dtype`.
@@ -68,7 +68,7 @@ class FullRun(EngineRun):
             dtype = torch.bfloat16
         file = TensorFile(MODEL_FILE, self._exported(), dtype, _METADATA)
         # Among the tokenizer's files is the configuration of the model that was loaded.
-        return Content([file], {**read_tokenizer_files(self.model_path), **self._configuration(dtype)})
+        return SaveContent([file], {**read_tokenizer_files(self.model_path), **self._configuration(dtype)})
 
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
         """Without `exact`: any floating-point model of the same names and shapes, sampler checkpoints too."""

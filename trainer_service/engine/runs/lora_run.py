@@ -12,7 +12,7 @@ from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
 from paceline.types import LoraConfig
 from paceline.weights import read_adapter_config
 from trainer_service.engine.runs.adapters import adapter_config
-from trainer_service.engine.runs.async_save import Content
+from trainer_service.engine.runs.async_save import SaveContent
 from trainer_service.engine.runs.peft_format import check_adapter_config
 from trainer_service.engine.runs.reading import check_tensors, read_tensors
 from trainer_service.engine.runs.run import EngineRun
@@ -37,13 +37,13 @@ class LoraRun(EngineRun):
     def drops(self) -> bool:
         return self.lora.dropout > 0
 
-    def exact(self, base_model: str) -> Content:
+    def exact(self, base_model: str) -> SaveContent:
         return self.export(base_model, torch.float32)
 
-    def export(self, base_model: str, dtype: torch.dtype) -> Content:
+    def export(self, base_model: str, dtype: torch.dtype) -> SaveContent:
         """Return an adapter in PEFT's layout."""
         file = self._files.setdefault(dtype, TensorFile(WEIGHTS_FILE, self.parameters, dtype, {"format": "pt"}))
-        return Content([file], {CONFIG_FILE: adapter_config(self.lora, self.targets, base_model)})
+        return SaveContent([file], {CONFIG_FILE: adapter_config(self.lora, self.targets, base_model)})
 
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
         """Without `exact`: any floating-point adapter, PEFT's too, of the same modules, rank and scaling."""

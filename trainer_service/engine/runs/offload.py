@@ -31,7 +31,7 @@ _NO_COPIES = StagingMemory(0)
 """A page is written at once."""
 
 
-class Pager:
+class RunOffloader:
     """Keeps the runs in memory within `limit_bytes`; None means that all stay there.
 
     What counts is what a run may come to hold between commands: its weights, a gradient and optimizer state. A run that
@@ -69,7 +69,7 @@ class Pager:
         for run in runs:
             if run.run_id not in self._resident:
                 self._evict(run.reserved_bytes, keep=runs)
-                self._page_in(run)
+                self._reload(run)
             self._resident[run.run_id] = self._resident.pop(run.run_id)
 
     def fitting(self, jobs: Sequence[J]) -> Sequence[J]:
@@ -89,9 +89,9 @@ class Pager:
         for run in [run for run in self._resident.values() if run not in keep]:
             if sum(other.reserved_bytes for other in self._resident.values()) + size <= limit:
                 return
-            self._page_out(run)
+            self._offload(run)
 
-    def _page_out(self, run: EngineRun) -> None:
+    def _offload(self, run: EngineRun) -> None:
         page = self._page(run)
         try:
             page.mkdir()
@@ -102,7 +102,7 @@ class Pager:
         run.release()
         del self._resident[run.run_id]
 
-    def _page_in(self, run: EngineRun) -> None:
+    def _reload(self, run: EngineRun) -> None:
         page = self._page(run)
         try:
             run.refill()
@@ -120,13 +120,13 @@ class Pager:
         return self._scratch / run.run_id
 
 
-def make_pager(options: EngineOptions, ranks: Ranks) -> Pager:
+def make_offloader(options: EngineOptions, ranks: Ranks) -> RunOffloader:
     """Make a rank's pager, in a directory of its own where there are several; all ranks do this together."""
     scratch = Path(options.scratch_dir)
     if options.run_memory_bytes is not None and ranks.size > 1:
         ranks.together(lambda: shutil.rmtree(scratch, ignore_errors=True) if ranks.leads else None)
         scratch /= str(ranks.rank)
-    return Pager(options.run_memory_bytes, scratch)
+    return RunOffloader(options.run_memory_bytes, scratch)
 
 
 def _reason(error: OSError | DiskFull) -> str | None:

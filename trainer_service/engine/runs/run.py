@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.types import OptimizerParams, RunParameters
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
-from trainer_service.engine.runs.async_save import Capture, Content
+from trainer_service.engine.runs.async_save import AsyncSave, SaveContent
 
 GRADIENT_BYTES = 4
 """Of each trained parameter's gradient, in float32."""
@@ -38,7 +38,7 @@ class EngineRun(ABC):
     """Whether a gradient waits for the optimizer, be it zero."""
     pending_tokens: int = 0
     """Tokens whose loss went into the waiting gradient."""
-    captures: list[Capture] = field(default_factory=list)
+    saves: list[AsyncSave] = field(default_factory=list)
     """What was taken of the run since it last changed."""
     released_moments: int | None = None
     """Bytes of the optimizer's state, where `release` freed it."""
@@ -59,11 +59,11 @@ class EngineRun(ABC):
         return self.parameters
 
     @abstractmethod
-    def exact(self, base_model: str) -> Content:
+    def exact(self, base_model: str) -> SaveContent:
         """Return files of `weights` of which `read_weights` gives the same bits."""
 
     @abstractmethod
-    def export(self, base_model: str, dtype: torch.dtype) -> Content:
+    def export(self, base_model: str, dtype: torch.dtype) -> SaveContent:
         """Return files of the weights, rounded to `dtype`, for other tools. The same weights give the same bytes."""
 
     @abstractmethod
@@ -104,16 +104,16 @@ class EngineRun(ABC):
             optimizer = moments * count if self.released_moments is None else self.released_moments
         return _bytes(self.owned) + GRADIENT_BYTES * count + optimizer
 
-    def hold(self, capture: Capture) -> Capture:
+    def hold(self, save: AsyncSave) -> AsyncSave:
         """Note that a capture holds the run's tensors; return it."""
-        self.captures.append(capture)
-        return capture
+        self.saves.append(save)
+        return save
 
     def before_change(self) -> None:
         """Wait until tensors of the run may be changed in place: call it before weights, moments or gradients are."""
-        for capture in self.captures:
-            capture.secure()
-        self.captures.clear()
+        for save in self.saves:
+            save.secure()
+        self.saves.clear()
 
     def release(self) -> None:
         """Free the memory of weights, gradient and optimizer; step and random state stay."""

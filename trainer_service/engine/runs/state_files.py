@@ -23,7 +23,7 @@ from paceline.errors import CheckpointMismatch, InvalidArgument
 from paceline.types import FullParameters, LoraConfig
 from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of
 from trainer_service.engine.optimizers.specs import make_params, settings_of, spec_of
-from trainer_service.engine.runs.async_save import Capture, Content, StagingMemory
+from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory
 from trainer_service.engine.runs.preallocated_file import SpareFile
 from trainer_service.engine.runs.reading import check_tensors, read_json, read_tensors
 from trainer_service.engine.runs.run import EngineRun
@@ -57,7 +57,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """None before the first step, and in format 1."""
 
 
-def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> Capture:
+def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> AsyncSave:
     """Take everything that a run is, to be written into an existing, empty directory."""
     trained = run.trained
     state = TrainerState(
@@ -70,14 +70,14 @@ def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> Capture:
         optimizer=_saved_optimizer(run.optimizer),
     )
     weights, optimizer = run.exact(base_model), TensorFile(OPTIMIZER, _optimizer_tensors(run))
-    return Capture(Content([*weights.files, optimizer], {**weights.texts, TRAINER_STATE: state}), memory)
+    return AsyncSave(SaveContent([*weights.files, optimizer], {**weights.texts, TRAINER_STATE: state}), memory)
 
 
 def capture_export(
     run: EngineRun, base_model: str, dtype: torch.dtype, memory: StagingMemory, spare: SpareFile | None = None
-) -> Capture:
+) -> AsyncSave:
     """Take the weights as other tools read them, to be written into an existing, empty directory."""
-    return Capture(run.export(base_model, dtype), memory, spare)
+    return AsyncSave(run.export(base_model, dtype), memory, spare)
 
 
 def load(run: EngineRun, directory: Path) -> None:

@@ -19,7 +19,7 @@ from trainer_service.engine.distributed.ranks import OutOfStepError, Ranks
 from trainer_service.engine.failures import failure_of
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.protocol import TrainerEngine
-from trainer_service.engine.worker.receiver import Intake
+from trainer_service.engine.worker.receiver import RequestReceiver
 from trainer_service.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Worker:
     def __init__(self, connection: socket.socket, ranks: Ranks) -> None:
         self._connection = connection
         self._ranks = ranks
-        self._intake = Intake(connection, ranks)
+        self._receiver = RequestReceiver(connection, ranks)
         self._held: list[messages.Request] = []
         """Commands of runs that have a job."""
         self._jobs: dict[str, messages.Request] = {}
@@ -55,7 +55,7 @@ class Worker:
 
     def serve(self) -> NoReturn:
         """Answer commands for ever. The process ends, whatever it is doing, when the other end closes."""
-        self._intake.start()
+        self._receiver.start()
         threading.Thread(target=self._finish, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         try:
@@ -76,7 +76,7 @@ class Worker:
     def _take(self) -> None:
         """Execute or begin the commands that wait; wait for one if there is nothing else to do."""
         waiting, self._held = self._held, []
-        waiting += self._intake.take(wait=not self._jobs and not waiting)
+        waiting += self._receiver.take(wait=not self._jobs and not waiting)
         busy = set(self._jobs)
         for request in waiting:
             if request.run_id in busy:

@@ -18,7 +18,7 @@ _IDLE_SECONDS = 60.0
 """Rank 0 shares something this often, be it nothing, so that ranks can tell waiting from hanging."""
 
 
-class Intake:
+class RequestReceiver:
     """Receives requests, on rank 0 from `connection` and on the others from rank 0."""
 
     def __init__(self, connection: socket.socket, ranks: Ranks) -> None:

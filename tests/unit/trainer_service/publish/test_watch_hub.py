@@ -9,7 +9,7 @@ import pytest
 from paceline import errors
 from paceline.layout import new_run_id
 from paceline.weights.v1 import weight_service_pb2 as pb
-from trainer_service.publish.watch_hub import AckPolicy, Feed, Watcher
+from trainer_service.publish.watch_hub import AckPolicy, Watcher, WatchHub
 
 RUN = new_run_id()
 KEY = (RUN, 1)
@@ -30,14 +30,14 @@ def refusal(reason, *, pending=False, message=""):
     return pb.Refusal(run_id=RUN, version=1, reason=reason, pending=pending, message=message)
 
 
-async def joined(feed, name="one", held=None, instance="i"):
+async def joined(hub, name="one", held=None, instance="i"):
     watcher = Watcher(name, dict(held or {}), instance=instance)
-    await feed.join(watcher)
+    await hub.join(watcher)
     return watcher
 
 
-async def settled(feed, policy=AckPolicy.ALL, seconds=0.05):
-    return await feed.wait(KEY, policy, frozenset(watcher.sampler_id for watcher in feed.watchers()), seconds)
+async def settled(hub, policy=AckPolicy.ALL, seconds=0.05):
+    return await hub.wait(KEY, policy, frozenset(watcher.sampler_id for watcher in hub.watchers()), seconds)
 
 
 def told(watcher):
@@ -49,93 +49,93 @@ def told(watcher):
 
 
 async def test_an_acknowledgement_of_other_bytes_is_a_refusal_and_no_lease():
-    feed = Feed()
-    watcher = await joined(feed)
-    feed.announce(announcement())
-    await feed.acknowledge(watcher, ack(THEIRS))
+    hub = WatchHub()
+    watcher = await joined(hub)
+    hub.announce(announcement())
+    await hub.acknowledge(watcher, ack(THEIRS))
     with pytest.raises(errors.ChecksumMismatch, match=THEIRS) as failure:
-        await settled(feed)
+        await settled(hub)
     assert failure.value.metadata == {"version": "1", "acknowledged": "0", "missing": "one"}
-    assert KEY not in feed.leased()
-    await feed.acknowledge(watcher, ack())
-    assert [one.sha256 for one in await settled(feed)] == [OURS]
-    assert KEY in feed.leased()
+    assert KEY not in hub.leased()
+    await hub.acknowledge(watcher, ack())
+    assert [one.sha256 for one in await settled(hub)] == [OURS]
+    assert KEY in hub.leased()
 
 
 async def test_what_was_acknowledged_before_it_was_announced_does_not_end_a_publish():
-    feed = Feed()
-    watcher = await joined(feed)
-    await feed.acknowledge(watcher, ack(THEIRS))
-    assert KEY in feed.leased()
-    feed.announce(announcement())
+    hub = WatchHub()
+    watcher = await joined(hub)
+    await hub.acknowledge(watcher, ack(THEIRS))
+    assert KEY in hub.leased()
+    hub.announce(announcement())
     with pytest.raises(errors.AckTimeout):
-        await settled(feed)
+        await settled(hub)
 
 
 @pytest.mark.parametrize("policy", [AckPolicy.ANY, AckPolicy.ALL])
 async def test_a_sampler_that_is_full_for_now_is_waited_for(policy):
-    feed = Feed()
-    watcher = await joined(feed)
-    feed.announce(announcement())
-    await feed.refuse(watcher, refusal("OVERLOADED", pending=True))
-    waiting = asyncio.create_task(settled(feed, policy, 30))
+    hub = WatchHub()
+    watcher = await joined(hub)
+    hub.announce(announcement())
+    await hub.refuse(watcher, refusal("OVERLOADED", pending=True))
+    waiting = asyncio.create_task(settled(hub, policy, 30))
     await asyncio.sleep(0)
     assert not waiting.done()
-    await feed.acknowledge(watcher, ack())
+    await hub.acknowledge(watcher, ack())
     assert len(await waiting) == 1
 
 
 @pytest.mark.parametrize("reason", ["OVERLOADED", "DISK_FULL", "ENGINE_UNAVAILABLE"])
 async def test_a_version_that_a_sampler_has_no_room_for_is_told_to_exist_and_who_lacks_it(reason):
-    feed = Feed()
-    watcher = await joined(feed)
-    await feed.acknowledge(await joined(feed, "two"), ack())
-    feed.announce(announcement())
-    await feed.refuse(watcher, refusal(reason))
+    hub = WatchHub()
+    watcher = await joined(hub)
+    await hub.acknowledge(await joined(hub, "two"), ack())
+    hub.announce(announcement())
+    await hub.refuse(watcher, refusal(reason))
     with pytest.raises(errors.AckTimeout, match=rf"version 1 exists.*one \({reason}\)") as failure:
-        await settled(feed)
+        await settled(hub)
     assert failure.value.metadata["version"] == "1"
     assert "one" in failure.value.metadata["missing"]
-    await feed.acknowledge(watcher, ack())
-    assert len(await settled(feed, AckPolicy.ANY)) == 1
+    await hub.acknowledge(watcher, ack())
+    assert len(await settled(hub, AckPolicy.ANY)) == 1
 
 
 async def test_a_refusal_for_good_is_told_in_the_samplers_words():
-    feed = Feed()
-    watcher = await joined(feed)
-    feed.announce(announcement())
-    await feed.refuse(watcher, refusal("RANK_TOO_LARGE", message="has rank 16; this sampler takes at most 8"))
+    hub = WatchHub()
+    watcher = await joined(hub)
+    hub.announce(announcement())
+    await hub.refuse(watcher, refusal("RANK_TOO_LARGE", message="has rank 16; this sampler takes at most 8"))
     with pytest.raises(errors.RankTooLarge, match=r"version 1 exists, and sampler one refused it.*at most 8"):
-        await settled(feed, seconds=30)
+        await settled(hub, seconds=30)
 
 
 async def test_the_newest_version_is_announced_to_who_holds_other_bytes_or_a_later_number():
-    feed = Feed()
-    feed.announce(announcement())
-    lacking = await joined(feed, "lacks it")
-    holding = await joined(feed, "holds it", {KEY: OURS})
-    silent = await joined(feed, "does not say", {KEY: ""})
-    other = await joined(feed, "holds others", {KEY: THEIRS})
-    ahead = await joined(feed, "is ahead", {KEY: OURS, (RUN, 7): THEIRS})
+    hub = WatchHub()
+    hub.announce(announcement())
+    lacking = await joined(hub, "lacks it")
+    holding = await joined(hub, "holds it", {KEY: OURS})
+    silent = await joined(hub, "does not say", {KEY: ""})
+    other = await joined(hub, "holds others", {KEY: THEIRS})
+    ahead = await joined(hub, "is ahead", {KEY: OURS, (RUN, 7): THEIRS})
     assert [len(told(watcher)) for watcher in (lacking, holding, silent, other, ahead)] == [1, 0, 0, 1, 1]
 
 
 async def test_a_second_sampler_of_one_name_is_refused_and_the_first_goes_on():
-    feed = Feed()
-    first = await joined(feed, instance="first")
+    hub = WatchHub()
+    first = await joined(hub, instance="first")
     with pytest.raises(errors.SamplerExists):
-        await joined(feed, instance="second")
-    feed.announce(announcement())
+        await joined(hub, instance="second")
+    hub.announce(announcement())
     assert len(told(first)) == 1
-    await feed.leave(first)
-    await joined(feed, instance="second")
+    await hub.leave(first)
+    await joined(hub, instance="second")
 
 
 async def test_a_sampler_that_watches_again_ends_its_older_watch():
-    feed = Feed()
-    older = await joined(feed)
-    newer = await joined(feed)
+    hub = WatchHub()
+    older = await joined(hub)
+    newer = await joined(hub)
     assert isinstance(told(older)[0], errors.SamplerExists)
-    await feed.leave(older)
-    feed.announce(announcement())
+    await hub.leave(older)
+    hub.announce(announcement())
     assert len(told(newer)) == 1

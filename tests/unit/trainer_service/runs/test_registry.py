@@ -356,7 +356,7 @@ class Rebuilding:
             await asyncio.sleep(0)
         self.held[run_id] = self.gate.held
 
-    async def execute(self, run, command, turn):
+    async def execute(self, run, command, progress):
         return pb.OptimStepResponse(step=command.seq_id)
 
     async def delete_run(self, run_id):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.types import Datum
-from trainer_service.engine.microbatch.packing import Batch, Segment, scatter_logprobs, segment_of
+from trainer_service.engine.microbatch.packing import Batch, PackedSegment, scatter_logprobs, segment_of
 from trainer_service.engine.microbatch.scheduler import Scheduler
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ INPUTS = ["target_tokens", "advantages"]
 
 @dataclass
 class Demand:
-    waiting: list[Segment]
+    waiting: list[PackedSegment]
     run_id: str = "run"
     forward_only: bool = False
     alone: bool = False

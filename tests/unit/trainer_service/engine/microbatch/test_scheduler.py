@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from trainer_service.engine.microbatch.packing import Segment
+from trainer_service.engine.microbatch.packing import PackedSegment
 from trainer_service.engine.microbatch.scheduler import Scheduler
 
 PACK = 4096
@@ -18,13 +18,13 @@ PACK = 4096
 @dataclass
 class Demand:
     run_id: str
-    waiting: list[Segment] = field(default_factory=list)
+    waiting: list[PackedSegment] = field(default_factory=list)
     forward_only: bool = False
     alone: bool = False
 
 
 def demand(run_id, *lengths, **kind):
-    segments = [Segment(index, length, np.arange(length)) for index, length in enumerate(lengths)]
+    segments = [PackedSegment(index, length, np.arange(length)) for index, length in enumerate(lengths)]
     return Demand(run_id, sorted(segments, key=lambda segment: -segment.length), **kind)
 
 

@@ -12,7 +12,7 @@ from paceline.errors import DiskFull
 from paceline.types import Adam8bitParams, AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.runs.async_save import Capture, Content, StagingMemory
+from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory
 from trainer_service.engine.runs.tensor_files import TensorFile
 
 ROOM, NO_ROOM = 1 << 30, 0
@@ -120,7 +120,7 @@ def test_the_files_are_those_that_safetensors_writes(tmp_path):
         }
         save_file(expected, tmp_path / "theirs", metadata or None)
         for place in (memory, StagingMemory(NO_ROOM)):
-            Capture(Content([TensorFile("ours", tensors, dtype, metadata)], {}), place).write(tmp_path)
+            AsyncSave(SaveContent([TensorFile("ours", tensors, dtype, metadata)], {}), place).write(tmp_path)
             assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
@@ -151,5 +151,5 @@ def test_a_full_disk_is_named_and_the_memory_comes_back(tmp_path):
     memory = StagingMemory(1000)
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(DiskFull):
-        Capture(Content([TensorFile("full", {"a": torch.zeros(200)})], {}), memory).write(tmp_path)
+        AsyncSave(SaveContent([TensorFile("full", {"a": torch.zeros(200)})], {}), memory).write(tmp_path)
     assert memory.take(1000) is not None

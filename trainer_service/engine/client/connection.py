@@ -20,7 +20,7 @@ import msgspec
 from paceline.errors import EngineUnavailable
 from paceline.own_directory import OwnDirectory
 from trainer_service.engine import messages
-from trainer_service.engine.client.crash_suspects import Suspects
+from trainer_service.engine.client.crash_suspects import CrashSuspects
 from trainer_service.engine.client.launch import engine_command, engine_environment
 from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.engine.watchdog import Patience, RankSigns, Watchdog
@@ -44,7 +44,7 @@ def ignore() -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _PendingCall:
     """A call without an answer."""
 
     command: messages.Start | messages.AnyCommand
@@ -54,7 +54,7 @@ class _Waiting:
     """Whether the engine writes what it took, while it executes other commands."""
 
 
-class Link:
+class EngineConnection:
     """A running process and the pipe to it."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Link:
         writer: asyncio.StreamWriter,
         directory: OwnDirectory,
         on_exit: Callable[[int], None] | None,
-        suspects: Suspects,
+        suspects: CrashSuspects,
         patience: Patience,
         *,
         ranks: int,
@@ -75,7 +75,7 @@ class Link:
         self._reader, self._writer = reader, writer
         self._on_exit = on_exit
         self._suspects = suspects
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _PendingCall] = {}
         self._executing: set[int] = set()
         """Ids of the requests that the engine said it began and did not answer."""
         self._ids = itertools.count(1)
@@ -87,8 +87,8 @@ class Link:
 
     @classmethod
     async def open(
-        cls, ranks: int, on_exit: Callable[[int], None] | None, suspects: Suspects, patience: Patience
-    ) -> Link:
+        cls, ranks: int, on_exit: Callable[[int], None] | None, suspects: CrashSuspects, patience: Patience
+    ) -> EngineConnection:
         directory = OwnDirectory(Path(gettempdir()), "paceline-engine")
         ours, theirs = socket.socketpair()
         try:
@@ -116,7 +116,7 @@ class Link:
         request = messages.Request(next(self._ids), command, alone)
         self._writer.write(messages.frame(messages.encode(request)))
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = _Waiting(command, answer, captured)
+        self._waiting[request.id] = _PendingCall(command, answer, captured)
         return messages.decode(await answer, kind)
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from sampler_service.scheduling.tenant_turns import Turn, Turns
+from sampler_service.scheduling.tenant_queue import HeldPlaces, TenantQueue
 
 A, B = "anquetil", "bartali"
 
@@ -16,10 +16,10 @@ A, B = "anquetil", "bartali"
 class Requests:
     """Requests in the order in which their turns came; each holds its places until it is ended."""
 
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
+    def __init__(self, queue: TenantQueue) -> None:
+        self.queue = queue
         self.begun: list[str] = []
-        self._held: dict[str, Turn] = {}
+        self._held: dict[str, HeldPlaces] = {}
         self._ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -41,8 +41,8 @@ class Requests:
         await settled()
 
     async def _run(self, name: str, completions: int) -> None:
-        async with self.turns.turn(name.rstrip("0123456789"), completions) as turn:
-            self._held[name] = turn
+        async with self.queue.places(name.rstrip("0123456789"), completions) as places:
+            self._held[name] = places
             self.begun.append(name)
             await self._ends[name].wait()
 
@@ -54,12 +54,12 @@ async def settled() -> None:
 
 @asynccontextmanager
 async def requests(places: int) -> AsyncIterator[Requests]:
-    sent = Requests(Turns(places))
+    sent = Requests(TenantQueue(places))
     yield sent
     for task in sent.tasks.values():
         task.cancel()
     await asyncio.gather(*sent.tasks.values(), return_exceptions=True)
-    assert sent.turns.waiting == 0
+    assert sent.queue.waiting == 0
 
 
 async def test_a_tenant_with_one_request_does_not_stand_behind_anothers_many():
@@ -95,7 +95,7 @@ async def test_places_are_given_back_as_completions_end():
         await sent.send(f"{B}0", 1)
         await sent.end(f"{A}0", 2)
         assert sent.begun == [f"{A}0"]
-        assert sent.turns.waiting == 1
+        assert sent.queue.waiting == 1
         await sent.end(f"{A}0", 1)
         assert sent.begun == [f"{A}0", f"{B}0"]
         await sent.end(f"{A}0", 100)  # no more than it has
@@ -110,7 +110,7 @@ async def test_one_that_leaves_while_it_waits_holds_nobody_up():
             await sent.send(name)
         await sent.cancel(f"{B}0")
         await sent.cancel(f"{A}1")
-        assert sent.turns.waiting == 1
+        assert sent.queue.waiting == 1
         await sent.end(f"{A}0")
         assert sent.begun == [f"{A}0", f"{A}2"]
 
@@ -119,7 +119,7 @@ async def test_one_that_leaves_when_its_turn_comes_gives_it_to_the_next():
     async with requests(1) as sent:
         for name in (f"{A}0", f"{A}1", f"{A}2"):
             await sent.send(name)
-        sent.turns.release(0)
+        sent.queue.release(0)
         sent._ends[f"{A}0"].set()
         await asyncio.sleep(0)  # the place is A1's, which has not woken up
         await sent.cancel(f"{A}1")
@@ -141,11 +141,11 @@ async def test_the_turn_of_one_that_leaves_as_it_comes_is_the_next_ones():
 
 
 async def test_an_error_gives_the_places_back():
-    turns = Turns(1)
+    queue = TenantQueue(1)
     with pytest.raises(ValueError, match="torn"):
-        async with turns.turn(A, 3):
+        async with queue.places(A, 3):
             raise ValueError("torn")
-    async with asyncio.timeout(5), turns.turn(B, 1):
+    async with asyncio.timeout(5), queue.places(B, 1):
         pass
 
 
