@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,6 @@ class PackedPair(Pair):
         slots, self._ranks, _ = a.shape
         self.out = sum(part.size(1) for part in parts)
         self.a, self.parts = a, parts
-        self._multiply, self._multiply_all = torch.ops._C.weight_packed_linear.default, torch.ops._C.bmm_cpu.default
         self._a, self._b = torch.empty_like(a), a.new_zeros(slots, self.out, self._ranks)
         self._slots = list(zip(self._a, self._b, strict=True))
         self._blocks = [self._blocks_of(slot) for slot in range(slots)]
@@ -96,6 +96,15 @@ class PackedPair(Pair):
         """Their counters see writes to a whole tensor. None is expected; after one, every slot is packed again."""
         self._packed: list[tuple[int, ...]] = [()] * slots
         """The writes that were counted when each slot was packed."""
+
+    # vLLM's build for CPUs with AVX2 alone lacks these kernels, so they are looked up when they are first used.
+    @cached_property
+    def _multiply(self) -> Any:
+        return torch.ops._C.weight_packed_linear.default
+
+    @cached_property
+    def _multiply_all(self) -> Any:
+        return torch.ops._C.bmm_cpu.default
 
     def _blocks_of(self, slot: int) -> list[tuple[_Array, _Array]]:
         """Return views of a packed slot and of what goes there, of the same shapes [rows / tile, tile, columns / 2]."""
