@@ -1,4 +1,4 @@
-"""The gateway: who may call, how much, which service answers. Re-exports the client, the stub of what it serves."""
+"""The gateway: authentication, limits and routing. Re-exports the client of the API that it serves."""
 
 from paceline import SamplingClient, ServiceClient, TrainingClient
 

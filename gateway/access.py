@@ -1,4 +1,4 @@
-"""Who may call which method. One that is not listed is nobody's: a new method stays closed until it is opened here."""
+"""Access per method. Unlisted methods are refused: a new method stays closed until it is listed here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Access(Enum):
     """Who may call a method."""
 
     TENANT = auto()
-    """Everybody whom the gateway knows."""
+    """Every caller that the gateway can identify."""
     NOBODY = auto()
-    """Services among themselves, past the gateway."""
+    """Only services, which call each other directly, not through the gateway."""
 
 
 _TRAINER = (
@@ -62,4 +62,4 @@ ACCESS: Mapping[str, Access] = MappingProxyType(
         **dict.fromkeys(REFLECTION_METHODS, Access.TENANT),
     }
 )
-"""/package.Service/Method to who may call it."""
+"""Maps /package.Service/Method to who may call it."""

@@ -1,4 +1,4 @@
-"""Ways to learn from what a caller shows who it is."""
+"""Authenticators: map a caller's token to its identity."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from paceline.rpc.identity import DEFAULT_TENANT, Identity, is_tenant
 
 
 class Authenticator(Protocol):
-    """Knows callers by their token."""
+    """Identifies callers by their token."""
 
     def identify(self, token: str) -> Identity | None:
-        """Return whose token this is, or None if it is not known. An empty token means that the caller showed none."""
+        """Return the identity of a token's holder, or None if unknown. The token is empty if the caller sent none."""
         ...
 
 
 class Everybody:
-    """Lets everybody in as the default tenant, for a gateway that runs with --insecure."""
+    """Admits every caller as the default tenant, for a gateway that runs with --insecure."""
 
     def identify(self, token: str) -> Identity | None:
         return Identity(DEFAULT_TENANT)
 
 
 class JwtVerifier:
-    """Knows callers by JSON Web Tokens (RFC 7519) signed with one key by one algorithm. They must expire (`exp`)."""
+    """Identifies callers by JSON Web Tokens (RFC 7519), signed with one key and algorithm. They must expire (`exp`)."""
 
     def __init__(self, public_key_file: Path, algorithm: str, tenant_claim: str, audience: str = "") -> None:
         try:

@@ -1,4 +1,4 @@
-"""One answer out of what the services say of themselves."""
+"""Merge the services' descriptions and quotas into one response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def merge(
     samplers: Sequence[sampler_pb.GetServerInfoResponse],
     max_message_bytes: int,
 ) -> pb.GetCapabilitiesResponse:
-    """Merge descriptions; a service that is down is left out. Limits are the smallest among those that answered."""
+    """Merge descriptions, leaving out services that are down. Limits are the smallest among those that answered."""
     models: dict[str, pb.SupportedModel] = {}
     for info in trainer.models if trainer else ():
         _add(models, info).trainable = True
@@ -42,7 +42,7 @@ def _add(models: dict[str, pb.SupportedModel], info: model_pb2.ModelInfo) -> pb.
 
 
 def merge_quotas(trainer: Sequence[quota_pb2.Quota], samplers: Sequence[Sequence[quota_pb2.Quota]]) -> list[Quota]:
-    """Return the trainer's quotas, and those of all samplers added up: no limit where one of them has none."""
+    """Return the trainer's quotas and the sums of the samplers'. A sum has no limit if one of its quotas has none."""
     merged = [codec.quota_from_proto(quota) for quota in trainer]
     by_name: dict[str, list[Quota]] = {}
     for quota in (codec.quota_from_proto(quota) for sampler in samplers for quota in sampler):

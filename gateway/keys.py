@@ -1,4 +1,4 @@
-"""API keys: a JSON file that holds each key's name, tenant and SHA-256, and never the key.
+"""API keys, in a JSON file that holds each key's name, tenant and SHA-256, but never the key itself.
 
 python -m gateway.keys add --file keys.json --tenant team-a --name laptop
 python -m gateway.keys remove --file keys.json --name laptop
@@ -26,7 +26,7 @@ _log = get_logger(__name__)
 
 
 class KeyRing:
-    """The keys of a file, read again when the file changes."""
+    """The keys of a file, reloaded when the file changes."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises InvalidArgument when it cannot be read or holds no key."""
@@ -39,7 +39,7 @@ class KeyRing:
     def identify(self, token: str) -> Identity | None:
         self._refresh()
         digest, found = hash_token(token), None
-        # No early exit: how long this takes does not tell which key was nearly right.
+        # No early exit, so that timing does not reveal which key nearly matched.
         for key in self._keys:
             if hmac.compare_digest(digest, key.sha256):
                 found = key
@@ -59,7 +59,7 @@ class KeyRing:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Read a keys file. Raises InvalidArgument naming what is wrong with it."""
+    """Read a keys file. Raises InvalidArgument that names the problem."""
     try:
         keys = parse_keys(path.read_text())
     except (OSError, ValueError, TypeError) as error:
@@ -74,7 +74,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def add_key(path: Path, tenant: str, name: str) -> str:
-    """Make a key, store its hash and return it; it is shown this once. Raises InvalidArgument for a taken name."""
+    """Create a key, store its hash and return the key, this once. Raises InvalidArgument if the name is taken."""
     keys = read_keys(path) if path.exists() else ()
     token = new_token()
     key = ApiKey(name, tenant, hash_token(token))
@@ -86,7 +86,7 @@ def add_key(path: Path, tenant: str, name: str) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Remove a key; its holder is refused from the next call on. Raises InvalidArgument if there is none."""
+    """Remove a key; its holder's next call is refused. Raises InvalidArgument if the key does not exist."""
     keys = read_keys(path)
     left = tuple(key for key in keys if key.name != name)
     if len(left) == len(keys):
@@ -116,7 +116,7 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
     try:
         with os.fdopen(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             if path.exists():
-                # Who could read the keys before, such as a gateway that runs as another user, reads these.
+                # Keep the mode, so that a gateway that runs as another user can still read the file.
                 os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             file.write(dump_keys(keys))
             file.flush()
@@ -127,7 +127,7 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Run the command-line interface."""
     parser = argparse.ArgumentParser(prog="python -m gateway.keys", description="Make and remove API keys.")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("add", help="make a key and print it, once")

@@ -1,8 +1,8 @@
-"""Passes calls on as bytes. It reads metadata and never a message, so that a new method needs nothing here.
+"""Forward calls as bytes. Only metadata is read, never a message, so a new method needs no change here.
 
     caller ──► server ──► interceptors ──► Proxy ──► Router ──► Upstream ──► service
 
-Passed on unchanged: messages, deadline, cancellation (both ways), metadata, status code, details, trailers.
+Forwarded unchanged: messages, deadline, cancellation (both ways), metadata, status code, details, trailers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SERVICES = {
     for file in (gateway_service_pb2, trainer_service_pb2, sampler_service_pb2, weight_service_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 }
-"""Descriptors of all services that can be reached, by full name."""
+"""Descriptors of all reachable services, by full name."""
 
 _METHODS = {f"/{name}/{method.name}": method for name, service in SERVICES.items() for method in service.methods}
 
@@ -44,10 +44,10 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class Proxy(grpc.GenericRpcHandler):
-    """Handles every method of Paceline's services that nobody else handles."""
+    """Handles every method of Paceline's services that has no other handler."""
 
     def __init__(self, router: Router, credential: str, waiting_bytes: WaitingBytes) -> None:
-        """`credential` is what the services know the gateway by; empty where they run insecurely."""
+        """`credential` authenticates the gateway to the services; empty if they run insecurely."""
         self._waiting_bytes = waiting_bytes
         self._router = router
         self._credential = credential
@@ -57,8 +57,9 @@ class Proxy(grpc.GenericRpcHandler):
         if not method.startswith("/paceline."):
             return None
         known = _METHODS.get(method)
-        # On the wire every method is a stream of both sides, so one of unknown kind can go as that. The other kinds are
-        # cheaper, and an early failure keeps its status: a write that the failure interrupts would replace it.
+        # On the wire every method is a bidirectional stream, so a method of unknown kind can be forwarded as one. The
+        # other kinds are cheaper and keep the status of an early failure: in a stream, the write that the failure
+        # interrupts would replace it.
         if known is None or known.client_streaming:
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, method))
         if known.server_streaming:

@@ -1,4 +1,4 @@
-"""Which service answers a call, by the package in the method's name; and which of the samplers."""
+"""Routing: the package in the method's name selects the service, and load and held versions select the sampler."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SAMPLER = "/paceline.sampler.v1."
 _MAX_KEYS = 4096
 
 RouteKey = tuple[str, str]
-"""A tenant and what it named in the route metadata: a version or a checkpoint."""
+"""A tenant and the version or checkpoint that it named in the route metadata."""
 
 
 class Router:
     """Chooses a service for each call.
 
-    Samplers that can be reached come first. Among them the one with the fewest calls is taken, where a sampler that has
-    not served the version yet counts as having `spill_in_flight` calls more: it would have to load it.
+    Reachable samplers come first, and among them the one with the fewest calls in flight. A sampler that has not served
+    the version yet counts as having `spill_in_flight` more calls, because it would have to load the version.
     """
 
     def __init__(self, trainer: Upstream, samplers: Sequence[Upstream], spill_in_flight: int) -> None:
@@ -33,7 +33,7 @@ class Router:
         self._holders: OrderedDict[RouteKey, set[Upstream]] = OrderedDict()
 
     def choose(self, method: str, key: RouteKey | None) -> Upstream:
-        """Return the service that a method goes to. Raises Unsupported for a package that is nobody's."""
+        """Return the service that handles a method. Raises Unsupported for an unknown package."""
         if method.startswith(_TRAINER):
             return self.trainer
         if not method.startswith(_SAMPLER):
@@ -43,7 +43,7 @@ class Router:
 
     @contextmanager
     def following(self, call: grpc.aio.Call, upstream: Upstream, key: RouteKey | None) -> Iterator[None]:
-        """Count a call while the block lasts, which ends it, and note whether its sampler answered from its version."""
+        """Count a call while the block runs, record whether its sampler served its version, then cancel the call."""
         upstream.in_flight += 1
         try:
             yield
@@ -60,14 +60,14 @@ class Router:
             call.cancel()
 
     def remember(self, key: RouteKey, sampler: Upstream) -> None:
-        """Note that a sampler holds a version: it has just answered from it."""
+        """Record that a sampler holds a version: it has just answered from it."""
         self._holders.setdefault(key, set()).add(sampler)
         self._holders.move_to_end(key)
         if len(self._holders) > _MAX_KEYS:
             self._holders.popitem(last=False)
 
     def forget(self, key: RouteKey, sampler: Upstream) -> None:
-        """Note that a sampler failed to answer from a version."""
+        """Record that a sampler failed to answer from a version."""
         self._holders.get(key, set()).discard(sampler)
 
     def _load(self, sampler: Upstream, holds: bool) -> int:

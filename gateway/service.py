@@ -1,4 +1,4 @@
-"""The gateway as `paceline.rpc.server.serve` runs it."""
+"""The gateway service, run by `paceline.rpc.server.serve`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from gateway.http.edge import HttpEdge
 
 _CONNECT_SECONDS = 2.0
-"""How long the start waits for services to answer; they may also come later."""
+"""How long startup waits to connect to the services; they may also come up later."""
 
 
 class GatewayService:
     """Holds the connections to the services."""
 
     _router: Router
-    """Made by `start`, in the event loop that calls run in."""
+    """Created by `start`, in the event loop that runs the calls."""
     name = "gateway"
     service_names: Sequence[str] = tuple(SERVICES)
 
     def __init__(self, settings: GatewaySettings) -> None:
-        """Read the keys. Raises InvalidArgument naming the setting that is wrong."""
+        """Read the keys. Raises InvalidArgument that names the invalid setting."""
         self._settings = settings
         self._authenticators = _authenticators(settings)
         self._queue = FairQueue(
@@ -83,7 +83,7 @@ class GatewayService:
         server.add_generic_rpc_handlers([Proxy(self._router, settings.secret, self._waiting_bytes)])
 
     def drain(self) -> None:
-        """Leave the calls that wait: they end as those before them do."""
+        """Do nothing: queued calls proceed as the calls before them end."""
 
     async def stop(self) -> None:
         if self._edge is not None:
@@ -95,7 +95,7 @@ class GatewayService:
 def _edge(
     settings: GatewaySettings, authenticators: Sequence[Authenticator], services: Services, waiting_bytes: WaitingBytes
 ) -> HttpEdge:
-    """Return what serves HTTP, whose libraries a gateway without it can do without."""
+    """Return the HTTP server. It is imported here because a gateway without HTTP does not need its libraries."""
     try:
         from gateway.http.edge import HttpEdge  # noqa: PLC0415
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What the gateway answers itself."""
+"""The RPCs that the gateway answers itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import Quota
 from paceline.waiting_bytes import WaitingBytes
 
-if TYPE_CHECKING:  # classes of the stubs' types alone
+if TYPE_CHECKING:  # these classes exist in the type stubs only
     from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceAsyncStub
     from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceAsyncStub
 
@@ -43,7 +43,7 @@ class GatewayServicer(GatewayServiceServicer):
         timeout: float,
         version: str,
     ) -> None:
-        """`timeout` is how long each service may take to describe itself, in seconds."""
+        """`timeout` is how long each service may take to answer, in seconds."""
         self._router = router
         self._waiting_bytes = waiting_bytes
         self._credential = credential
@@ -85,7 +85,7 @@ class GatewayServicer(GatewayServiceServicer):
         return [SamplerServiceStub(sampler.channel) for sampler in self._router.samplers]
 
     async def _ask(self, method: Callable[..., Awaitable[Reply]], request: Message) -> Reply | None:
-        """Ask a service for the caller; None where it is away, or too old to know the method."""
+        """Call a service for the caller. Return None if it is unavailable, too slow, or too old to know the method."""
         try:
             return await method(request, metadata=self._metadata(), timeout=self._timeout)
         except grpc.aio.AioRpcError as failure:

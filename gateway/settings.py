@@ -1,4 +1,4 @@
-"""Settings of the gateway: `PACELINE_GATEWAY_*` and flags."""
+"""Settings of the gateway: `PACELINE_GATEWAY_*` variables and flags."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from paceline.settings import Address, PeerSettings, UpstreamTls
 
 
 class GatewaySettings(PeerSettings, UpstreamTls):
-    """What the gateway can be told."""
+    """Settings of the gateway."""
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_GATEWAY_", cli_prog_name="python -m gateway")
 
     listen: Address = "127.0.0.1:50050"
     """Address of the service, host:port."""
     health_listen: Address = "127.0.0.1:50150"
-    """Address of grpc.health.v1, always plaintext and without a credential, as probes need it."""
+    """Address of grpc.health.v1: always plaintext and without a credential, for health probes."""
     max_streams: int = Field(1024, ge=1)
-    """Calls that one connection carries at the same time; a client holds more back until others end."""
+    """Most calls in flight on one connection; clients hold further calls back until others end."""
     idle_seconds: float = Field(600.0, gt=0)
-    """How long a connection may be without a call before it is closed; clients open another when they need it."""
+    """How long a connection may be idle before it is closed; clients open another when they need it."""
     trainer: str = "127.0.0.1:50051"
     """Address of the trainer."""
     samplers: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
-    """Addresses of the samplers, separated by commas."""
+    """Addresses of the samplers, comma-separated."""
     insecure: bool = False
-    """Run without API keys and without a credential: whoever reaches the port is tenant "default"."""
+    """Run without API keys or a credential: every caller that reaches the port is admitted as tenant "default"."""
     keys_file: Path | None = None
-    """JSON file of API keys, made by `python -m gateway.keys add`; changes are seen without a restart."""
+    """JSON file of API keys, made by `python -m gateway.keys add`; changes take effect without a restart."""
     jwt_public_key_file: Path | None = None
-    """PEM public key; set, a JSON Web Token signed with it is taken in place of an API key."""
+    """PEM public key; if set, a JSON Web Token signed with it is accepted in place of an API key."""
     jwt_algorithm: Literal["RS256", "ES256", "EdDSA"] = "RS256"
-    """The one signature algorithm that is taken."""
+    """The only signature algorithm that is accepted."""
     jwt_tenant_claim: str = "tenant"
     """Claim that names the tenant."""
     jwt_audience: str = ""
-    """Value that the `aud` claim must hold; empty means that tokens must have none."""
+    """Required value of the `aud` claim; empty means that tokens must not have the claim."""
     max_in_flight: int = Field(4096, ge=1)
-    """Calls that are passed on at the same time; more wait, and tenants take turns."""
+    """Most calls forwarded at the same time; further calls wait, and tenants take turns."""
     max_in_flight_per_tenant: int = Field(1024, ge=1)
-    """Calls of one tenant that are passed on at the same time; more wait."""
+    """Most calls of one tenant forwarded at the same time; further calls wait."""
     max_queued_per_tenant: int = Field(8192, ge=0)
-    """Calls of one tenant that wait; more are refused with OVERLOADED."""
+    """Most waiting calls of one tenant; further calls are refused with OVERLOADED."""
     max_bytes_in_flight: int = Field(4 << 30, ge=0)
-    """Bytes of calls that are passed on at the same time; more are refused with OVERLOADED. 0 means no limit."""
+    """Most bytes of calls forwarded at the same time; further calls are refused with OVERLOADED. 0 means no limit."""
     max_bytes_in_flight_per_tenant: int = Field(1 << 30, ge=0)
-    """Bytes of one tenant's calls that are passed on at the same time; more are refused. 0 means no limit.
+    """Most bytes of one tenant's calls forwarded at the same time; further calls are refused. 0 means no limit.
 
-    Leave it above the trainer's max_waiting_bytes_per_tenant, which knows what a run needs to go on.
+    Keep it above the trainer's max_waiting_bytes_per_tenant: the trainer knows what a run needs to continue.
     """
     http_listen: Literal[""] | Address = ""
-    """Address of the HTTP APIs (Tinker's and others'); empty means none. It speaks TLS where the service does."""
+    """Address of the HTTP APIs (Tinker's and others'); empty means none. It uses TLS if the service does."""
     http_max_connections: int = Field(8192, ge=1)
-    """HTTP connections that are open at the same time; each request that waits for a result takes one."""
+    """Most HTTP connections open at the same time; each request that waits for a result occupies one."""
     http_state: Path = Path(".paceline/http")
-    """Directory of what the HTTP APIs keep across restarts: sessions, names, unfetched results, examples."""
+    """Directory of the HTTP APIs' persistent state: sessions, names, unfetched results, examples."""
     http_public_url: str = Field("", pattern=r"^(https?://[^\s/]+\S*)?$")
-    """Address by which clients reach the HTTP APIs, as https://host:port, where a proxy stands before them.
+    """URL at which clients reach the HTTP APIs through a proxy, as https://host:port.
 
-    Addresses for downloads begin with it; empty: with what the client called.
+    Download URLs begin with it; if empty, with the URL that the client called.
     """
     http_aliases: Annotated[tuple[str, ...], NoDecode] = ()
-    """Names under which HTTP clients know the base model too, separated by commas."""
+    """Additional names of the base model for HTTP clients, comma-separated."""
     http_tokenizer: str = ""
-    """Directory or Hugging Face id that Tinker's SDK loads the tokenizer from; empty: from the model's name."""
+    """Directory or Hugging Face id from which Tinker's SDK loads the tokenizer; empty means the model's name."""
     spill_in_flight: int = Field(16, ge=0)
-    """How many more calls than another a sampler that holds the version gets before the other one must load it."""
+    """Extra calls in flight that a sampler holding the version gets before another must load the version."""
     info_timeout_seconds: float = Field(5.0, gt=0)
-    """How long GetCapabilities waits for each service."""
+    """How long GetCapabilities and WhoAmI wait for each service."""
 
     @field_validator("samplers", "http_aliases", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""A service behind the gateway: its channel, whether it can be reached, and how many calls it has."""
+"""A service behind the gateway: its channel, readiness, and number of calls in flight."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ StreamCall = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
 
 
 class Upstream:
-    """One service. Messages go through it as bytes."""
+    """One service. Messages are forwarded as bytes."""
 
     def __init__(self, name: str, target: str, tls: TlsFiles | None) -> None:
-        """Open the channel in the running event loop. `name` is what logs and errors call it: trainer or sampler."""
+        """Open the channel in the running event loop. Logs and errors use `name`: trainer or sampler."""
         self.name = name
         self.target = target
         self.channel = open_channel(target, tls)
@@ -32,38 +32,38 @@ class Upstream:
         self.ready = False
         self._up = asyncio.Event()
         self._told: bool | None = None
-        """What the log says of `ready`."""
+        """The value of `ready` that was logged last."""
         self.settled = asyncio.Event()
-        """Set once the first attempt to connect has ended, well or not."""
+        """Set once the first connection attempt has succeeded or failed."""
         self._unary: dict[str, UnaryCall] = {}
         self._response_stream: dict[str, ResponseStreamCall] = {}
         self._stream: dict[str, StreamCall] = {}
         self._following: asyncio.Task[None] | None = None
 
     def unary(self, method: str) -> UnaryCall:
-        """Return what calls a method of one request and one response."""
+        """Return the callable for a method with one request and one response."""
         if method not in self._unary:
             self._unary[method] = self.channel.unary_unary(method)
         return self._unary[method]
 
     def response_stream(self, method: str) -> ResponseStreamCall:
-        """Return what calls a method of one request and a stream of responses."""
+        """Return the callable for a method with one request and a stream of responses."""
         if method not in self._response_stream:
             self._response_stream[method] = self.channel.unary_stream(method)
         return self._response_stream[method]
 
     def stream(self, method: str) -> StreamCall:
-        """Return what calls a method of any kind."""
+        """Return the callable for a method of any kind."""
         if method not in self._stream:
             self._stream[method] = self.channel.stream_stream(method)
         return self._stream[method]
 
     def connect(self) -> None:
-        """Connect now and whenever the connection is lost."""
+        """Connect, and reconnect whenever the connection is lost."""
         self._following = asyncio.create_task(self._follow())
 
     async def wait_until_ready(self, seconds: float) -> None:
-        """Return when the service can be reached, or after a time."""
+        """Wait until the service is reachable, at most `seconds`."""
         if not self.ready:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._up.wait(), seconds)
@@ -83,7 +83,7 @@ class Upstream:
 
     def _note(self, state: grpc.ChannelConnectivity) -> None:
         ready = state is _READY
-        # A connection that was closed for being idle is opened again at once, which is no news.
+        # A connection that was closed for being idle is reopened at once, so this is not logged.
         if ready is not self._told and state not in _CONNECTING:
             self._told = ready
             log: Any = _log.info if ready else _log.warning

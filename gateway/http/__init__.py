@@ -1,1 +1,1 @@
-"""HTTP for clients that exist: each API is translated onto the same gRPC contracts, and has no logic of its own."""
+"""HTTP APIs for existing clients. Each is translated to the same gRPC contracts and has no logic of its own."""

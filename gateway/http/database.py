@@ -1,6 +1,6 @@
-"""A SQLite file of the HTTP APIs.
+"""A SQLite database of the HTTP APIs.
 
-A write returns when it is in the file, which a killed process does not lose; writes that come together are one
+A write returns once it is in the file, so a killed process does not lose it. Writes queued at the same time share one
 transaction.
 """
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class Database:
-    """The file. Reads are quick and on the calling thread; writes are awaited."""
+    """The database. Reads are quick and run on the calling thread; writes are awaited."""
 
     def __init__(self, path: Path, version: int, tables: str, *, survives_power_cuts: bool = False) -> None:
-        """Open the file, or make it with these tables. Raises InvalidArgument for a later format, or no such file."""
+        """Open the file or create it with these tables. Raises InvalidArgument for a newer or unusable file."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             self._read = _connect(path)
@@ -42,7 +42,7 @@ class Database:
         self._thread.start()
 
     def close(self) -> None:
-        """Finish what was asked for and close the file."""
+        """Finish the queued work and close the file."""
         self._jobs.put(None)
         self._thread.join()
         self._read.close()
@@ -57,7 +57,7 @@ class Database:
             self._read.executescript(f"BEGIN; {tables} PRAGMA user_version = {version}; COMMIT;")
 
     async def write(self, sql: str, *values: object) -> int:
-        """Run a statement that changes something; return how many rows it changed. Raises DiskFull."""
+        """Run a statement that writes and return the number of rows it changed. Raises DiskFull."""
         return await self.do(lambda connection: connection.execute(sql, values).rowcount)
 
     async def do(self, work: Callable[[sqlite3.Connection], T]) -> T:
@@ -68,7 +68,7 @@ class Database:
         return await job.outcome  # type: ignore[no-any-return]
 
     def rows(self, sql: str, *values: object) -> list[sqlite3.Row]:
-        """Return what a query finds."""
+        """Return the rows that a query finds."""
         return self._read.execute(sql, values).fetchall()
 
     def _work(self) -> None:
@@ -83,7 +83,7 @@ class Database:
                 return
 
     def _run(self, jobs: list[_Job]) -> None:
-        """Run jobs in one transaction; one that fails leaves the others as they are."""
+        """Run jobs in one transaction; a job that fails does not affect the others."""
         outcomes: list[tuple[_Job, Any, BaseException | None]] = []
         try:
             self._write.execute("BEGIN IMMEDIATE")
@@ -91,7 +91,7 @@ class Database:
                 self._write.execute("SAVEPOINT job")
                 try:
                     outcomes.append((job, job.work(self._write), None))
-                except Exception as error:  # the caller's, who is told
+                except Exception as error:  # reported to the job's caller
                     self._write.execute("ROLLBACK TO job")
                     outcomes.append((job, None, error))
                 self._write.execute("RELEASE job")
@@ -126,7 +126,7 @@ class _Job:
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only before the first table; so that a file shrinks again
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only before the first table; lets the file shrink
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA journal_size_limit = {64 << 20}")
     connection.execute("PRAGMA synchronous = NORMAL")

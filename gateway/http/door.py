@@ -1,4 +1,4 @@
-"""What stands before every HTTP API: whose key it is, how large a body may be, a line in the log."""
+"""Middleware in front of every HTTP API: authentication, body limits, access log."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from paceline.waiting_bytes import WaitingBytes
 _BODY_SECONDS = 60.0
 """How long a body may take to arrive."""
 _TINKER_PREFIX = "tml-"
-"""What Tinker's SDK wants keys to begin with."""
+"""Prefix that Tinker's SDK requires of API keys."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_PATH = 96
-"""Characters of a path that are logged."""
+"""Most characters of a path that are logged."""
 _log = get_logger(__name__)
 
 
 class Door:
-    """ASGI middleware: lets in who shows a key, and bodies up to a size. `scope["state"]["identity"]` is who it is."""
+    """ASGI middleware that checks API keys and body sizes. `scope["state"]["identity"]` holds the caller's identity."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Door:
         max_body_bytes: int,
         open_paths: Sequence[str],
     ) -> None:
-        """Take the paths, or what they begin with where they end in /, that need no key."""
+        """`open_paths` need no key; a path that ends in / is a prefix."""
         self._app = app
         self._authenticators = authenticators
         self._waiting_bytes = waiting_bytes
@@ -69,7 +69,7 @@ class Door:
             except errors.PacelineError as error:
                 await answer.fail(problem(error), scope, receive)
             except Exception:
-                if answer.status:  # told, and logged, inside
+                if answer.status:  # already answered and logged by the application
                     return
                 unforeseen = errors.Internal.unforeseen()
                 _log.exception("uncaught", path=scope["path"][:_MAX_PATH], error_id=unforeseen.error_id)
@@ -86,7 +86,7 @@ class Door:
                 )
 
     def _admit(self, path: str, headers: dict[str, str]) -> Identity | None:
-        """Return who calls; None for a stranger on a path that needs no key. Raises InvalidApiKey, MessageTooLarge."""
+        """Return the caller; None for an unknown one on an open path. Raises InvalidApiKey, MessageTooLarge."""
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             raise _too_large(self._max_body_bytes)
@@ -101,14 +101,14 @@ class Door:
 
 
 def token_of(headers: dict[str, str]) -> str:
-    """Return the API key that a request shows; empty where it shows none."""
+    """Return a request's API key; empty if it has none."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     token = headers.get("x-api-key", "") or (bearer.strip() if scheme.lower() == "bearer" else "")
     return token.removeprefix(_TINKER_PREFIX)
 
 
 class _Body:
-    """A request's body as it is received: within its size, in time, and counted among its tenant's bytes."""
+    """Receives a request's body: enforces its size and deadline, and counts its bytes as its tenant's."""
 
     def __init__(self, receive: Receive, tenant: str, waiting_bytes: WaitingBytes, max_bytes: int) -> None:
         self._receive = receive
@@ -145,7 +145,7 @@ class _Body:
 
 
 class _Answer:
-    """Sends an answer, and knows its status."""
+    """Sends a response and records its status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -157,7 +157,7 @@ class _Answer:
         await self._send(message)
 
     async def fail(self, answer: Any, scope: Scope, receive: Receive) -> None:
-        """Answer with an error, unless an answer has begun: then it is cut off."""
+        """Send an error response, unless a response has already started: that one is cut off."""
         if not self.status:
             with suppress(OSError):
                 await answer(scope, receive, self)

@@ -36,9 +36,9 @@ from paceline.waiting_bytes import WaitingBytes
 
 _OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz", downloads.PREFIX)
 _IDLE_SECONDS = 75
-"""How long a connection may be without a request after an answer."""
+"""How long a connection may be idle after a response."""
 _HEAD_SECONDS = 20.0
-"""How long the head of a request may take to arrive, from the connection's or its own first byte on."""
+"""How long a request's head may take to arrive, from the connection or, on a reused one, from its own first byte."""
 _BACKLOG = 4096
 _log = get_logger(__name__)
 
@@ -53,7 +53,7 @@ class HttpEdge:
         services: Services,
         waiting_bytes: WaitingBytes,
     ) -> None:
-        """Read the state. Raises InvalidArgument naming the setting that is wrong."""
+        """Open the stored state. Raises InvalidArgument that names the invalid setting."""
         self._settings = settings
         aliases = Aliases(settings.http_aliases)
         self._tinker = TinkerApi(
@@ -83,7 +83,7 @@ class HttpEdge:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen. Raises InvalidArgument where the address cannot be had."""
+        """Start listening. Raises InvalidArgument if the address cannot be bound."""
         listening = _bind(self._settings.http_listen)
         await self._tinker.start()
         await self._online.start()
@@ -93,7 +93,7 @@ class HttpEdge:
         _log.info("listening", http=f"{host}:{port}", tls=self._settings.tls_cert is not None)
 
     async def stop(self) -> None:
-        """Let answers in progress end, then close."""
+        """Let responses in progress finish, then close."""
         self._server.should_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -132,7 +132,7 @@ def _bind(address: str) -> socket.socket:
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """HTTP/1.1, in which a request's head has to arrive in time."""
+    """HTTP/1.1 with a timeout for a request's head."""
 
     _waiting: asyncio.TimerHandle | None = None
 
@@ -166,7 +166,7 @@ class TimedProtocol(HttpToolsProtocol):
 
 
 def make_app(*apis: APIRouter) -> FastAPI:
-    """Return the application. Every error is an answer in JSON."""
+    """Return the application. Every error becomes a JSON response."""
     app = FastAPI(title="Paceline", openapi_url=None, docs_url=None, redoc_url=None)
 
     @app.get("/health")
@@ -207,7 +207,7 @@ def make_app(*apis: APIRouter) -> FastAPI:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the gateway, and tells when it serves."""
+    """Leaves signals to the gateway and reports when it serves."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""POST /generate as Atropos' environments expect it of a vLLM server: tokens in, tokens and logprobs out."""
+"""POST /generate as Atropos' environments expect it from a vLLM server: tokens in, tokens and logprobs out."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from paceline.types import SamplingParams
 
 _SECONDS = 3600.0
 _PREFIX = "token_id:"
-"""What a token's name begins with where ids stand for texts."""
+"""Prefix of a token's name when ids replace texts."""
 
 
 class GenerateApi:
-    """The route, by itself and below the name of weights: its clients name no model."""
+    """The route, also below the name of weights, because its clients name no model."""
 
     def __init__(self, services: Services, models: Models, openai: OpenAiApi) -> None:
         self._services = services
@@ -34,7 +34,7 @@ class GenerateApi:
         self._openai = openai
 
     def routes(self) -> APIRouter:
-        """Return them."""
+        """Return the routes."""
         router = APIRouter()
 
         @router.post("/generate")
@@ -86,7 +86,7 @@ class GenerateApi:
     async def _prompt_logprobs(
         self, tenant: str, name: str, tokens: Sequence[int], k: object
     ) -> list[dict[str, float] | None]:
-        """Return of each token of a prompt its log-probability and those of the k likeliest; None for the first."""
+        """Return each prompt token's log-probability and those of the k most likely; None for the first token."""
         if type(k) is not int or k < 0:
             raise errors.InvalidArgument("must be a number of tokens", field="prompt_logprobs")
         ref = await self._models.resolve(tenant, name)
@@ -112,7 +112,7 @@ class GenerateApi:
 
 
 def _positions(logprobs: Mapping[str, Any]) -> list[list[dict[str, float]]]:
-    """Return of each sampled token a list of one object: its id and log-probability first, then the likeliest."""
+    """Return a list of one object per sampled token: its id and log-probability first, then the most likely tokens."""
     rows = []
     tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
     for name, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True):

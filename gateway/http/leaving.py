@@ -1,4 +1,4 @@
-"""Work for a caller who may leave before it is done."""
+"""Run work for a caller that may disconnect before it is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what comes of work whose request's body was read; end it when the caller leaves. Raises Cancelled then."""
+    """Return the result of `work`; cancel it and raise Cancelled if the caller disconnects.
+
+    The request's body must have been read.
+    """
     doing, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""MetaClaw's remote training API, below /v1. A session is a run; what was saved is a checkpoint, or a version.
+"""MetaClaw's remote training API, below /v1. A session is a run; a save is a checkpoint or a version.
 
-Its JSON and its defaults are kept: losses are means over a datum's tokens whose advantage is not zero, summed over
-datums; AdamW has betas 0.9 and 0.999, eps 1e-8, weight decay 0.01, and gradients are clipped to norm 1.
+Its JSON and its defaults are kept: a datum's loss is the mean over its tokens with non-zero advantage, and losses are
+summed over datums; AdamW has betas 0.9 and 0.999, eps 1e-8, weight decay 0.01, and gradients are clipped to norm 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.types.training import Array
 from paceline.types.v1 import datum_pb2, lora_pb2
 
 API = {"api": "metaclaw"}
-"""Metadata of runs that are sessions here."""
+"""Metadata of runs that are sessions of this API."""
 _SECONDS = 600.0
 _MAX_SESSIONS = 4096
 _LOSSES = ("importance_sampling", "ppo", "cispo")
@@ -43,7 +43,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class Body(BaseModel):
-    """A request; a field that is not known is refused, since it would change nothing."""
+    """A request. Unknown fields are refused, since they would have no effect."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -111,18 +111,18 @@ class Sample(Body):
     top_p: float = 0.95
     stop: str | list[str] | None = None
     session_id: str = ""
-    """Not MetaClaw's: which session to sample from; empty means the newest."""
+    """Not part of MetaClaw's API: the session to sample from; empty means the newest."""
 
 
 @dataclass(slots=True)
 class _Session:
-    """A run whose commands are numbered here."""
+    """A run whose commands this API numbers."""
 
     attachment: int
     next_seq_id: int
     step: int
     losses: list[float] = field(default_factory=list)
-    """Of the calls since the last step."""
+    """Losses of the ForwardBackward calls since the last step."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -135,7 +135,7 @@ class MetaClawApi:
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
 
     def routes(self) -> APIRouter:
-        """Return them."""
+        """Return the routes."""
         router = APIRouter(prefix="/v1")
         self._add_state(router)
         self._add_training(router)
@@ -147,7 +147,10 @@ class MetaClawApi:
         return router
 
     async def chat_without_model(self, tenant: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return what a chat samples from that names no model, the newest session, and its body with the defaults."""
+        """Return what a chat without a model samples from, and its body with the defaults.
+
+        That is the newest session if it has a version, otherwise the base model.
+        """
         newest = await self._newest(tenant)
         has_version = newest is not None and newest.latest_version
         return newest.run_id if has_version else await self._models.served(tenant, ""), _CHAT | body
@@ -192,7 +195,7 @@ class MetaClawApi:
             session = await self._session(tenant, run_id)
             name = body.name or f"adapter_step_{session.step:04d}"
             path = await self._save(tenant, run_id, name, pb.CHECKPOINT_KIND_SAMPLER)
-            # Sampled from at once, as its server swaps the adapter.
+            # MetaClaw's server swaps the adapter on a save, so the weights are published at once.
             await self._send(tenant, run_id, pb.PublishWeightsRequest, pb.PublishWeightsResponse)
             return {"status": "ok", "adapter_path": path, "step": session.step}
 
@@ -290,7 +293,7 @@ class MetaClawApi:
         }
 
     async def _sampled(self, tenant: str, run_id: str) -> ModelRef:
-        """Return what a session samples from: its newest version; the base model as long as it has none."""
+        """Return what a session samples from: its newest version, or the base model while it has none."""
         if run_id:
             request = pb.GetRunRequest(run_id=run_id)
             run = codec.run_from_proto((await self._services.call(tenant, request, pb.GetRunResponse)).run)
@@ -302,12 +305,12 @@ class MetaClawApi:
         return ModelRef(run_id=run.run_id) if run.latest_version else ModelRef()
 
     async def _newest(self, tenant: str) -> Any:
-        """Return the newest run that is a session; None where there is none."""
+        """Return the newest run that is a session; None if there is none."""
         runs = await self._models.runs(tenant)
         return next((run for run in runs if API.items() <= run.user_metadata.items()), None)
 
     async def _send(self, tenant: str, run_id: str, make: Callable[..., Message], reply: type[Reply]) -> Reply:
-        """Send the next command of a session. After a failure the next one attaches again and goes on from there."""
+        """Send the next command of a session. After a failure, the next one attaches again and continues from there."""
         session = await self._session(tenant, run_id)
         async with session.turn:
             try:
@@ -321,7 +324,7 @@ class MetaClawApi:
         return answer
 
     async def _session(self, tenant: str, run_id: str) -> _Session:
-        """Attach to a run. Raises RunNotFound for one that is not the tenant's."""
+        """Return a run's session, attaching to the run if needed. Raises RunNotFound if it is not the tenant's."""
         key = tenant, run_id
         if key not in self._sessions:
             request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
@@ -337,7 +340,7 @@ class MetaClawApi:
 
 
 def _datum(datum: WireDatum, place: str) -> datum_pb2.Datum:
-    """Translate a datum: its loss is the mean over the tokens whose advantage is not zero."""
+    """Convert a datum. Its loss is the mean over the tokens with non-zero advantage."""
     advantages = _floats(datum.advantages, f"{place}.advantages")
     counted = advantages != 0
     inputs: dict[str, Array] = {

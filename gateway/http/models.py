@@ -1,4 +1,4 @@
-"""Names that HTTP clients have for weights."""
+"""Resolve the names that HTTP clients use for weights."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ from paceline.types.v1 import model_pb2
 
 NEWEST = "newest"
 NAME = "name"
-"""Key of a run's metadata by which clients may call it."""
+"""Metadata key of a run's name, by which clients may call it."""
 ONLINE = {"api": "online"}
-"""Metadata of runs that begin with the base model's weights and publish them first."""
+"""Metadata of runs that start from the base model's weights and publish them first."""
 _PAGE = 1000
 _VERSION = re.compile(r"[1-9][0-9]{0,14}")
 
 
 class Models:
-    """Knows what a name stands for."""
+    """Resolves names to weights, and lists a tenant's runs and checkpoints."""
 
     def __init__(self, services: Services, names: Names, aliases: Aliases) -> None:
         self._services = services
         self._names = names
         self._aliases = aliases
         self._name = ""
-        """The base model's; known once a sampler was asked."""
+        """The base model's name; empty until a sampler has answered."""
 
     async def resolve(self, tenant: str, name: str, field: str = "model") -> ModelRef:
-        """Return the weights that a name stands for.
+        """Return the weights that a name refers to.
 
-        The base model by its name or an alias; a run (its id, its metadata's `name`, or a model of Tinker's API) for
-        its newest version, with @newest or @<number> behind it too; a sampler checkpoint by its path. The base model
-        stands in for an online model until its first version is there.
+        A name is one of:
+
+        - the base model's name or an alias of it;
+        - a run's id, its metadata's `name`, or its model id in Tinker's API: the run's newest version, or the version
+          given by a suffix @newest or @<number>;
+        - a sampler checkpoint's path.
+
+        An online model resolves to the base model until its first version exists.
 
         Raises RunNotFound, ModelNotFound, InvalidPath, InvalidArgument.
         """
@@ -50,7 +55,7 @@ class Models:
         run_id = self._run_of(tenant, run)
         if not run_id and (named := await self._named(tenant, run)):
             if not named.latest_version and not version and ONLINE.items() <= named.user_metadata.items():
-                return ModelRef(base=await self._served(tenant))  # What its first version will compute.
+                return ModelRef(base=await self._served(tenant))  # Its first version will compute the same.
             run_id = named.run_id
         if not run_id:
             return ModelRef(base=await self.served(tenant, name, field))
@@ -61,7 +66,7 @@ class Models:
         return ModelRef(run_id=run_id, version=int(version))
 
     async def served(self, tenant: str, name: str, field: str = "base_model") -> str:
-        """Return the base model's own name for any of its names, also with folders before it. Raises ModelNotFound."""
+        """Return the base model's own name for any of its names, even with a leading path. Raises ModelNotFound."""
         served = await self._served(tenant)
         if name in {"", served, *self._aliases.names} or name.rstrip("/").rpartition("/")[2] == served:
             return served
@@ -73,11 +78,11 @@ class Models:
         return self._name
 
     def _run_of(self, tenant: str, name: str) -> str:
-        """Return the run whose id, or Tinker's name for it, this is; empty where it is neither."""
+        """Return the run for a run id or a model id of Tinker's API; empty if the name is neither."""
         return self._names.run_of(tenant, name) if name.startswith("run-") or ":train:" in name else ""
 
     async def _named(self, tenant: str, name: str) -> Run | None:
-        """Return the newest run of a name, of those that have published if any has; None where there is none."""
+        """Return the newest run with a name, preferring runs that have published; None if there is none."""
         if name in {"", await self._served(tenant), *self._aliases.names}:
             return None
         named = [run for run in await self.runs(tenant) if run.user_metadata.get(NAME) == name]
@@ -85,11 +90,11 @@ class Models:
         return next(iter((*published, *named)), None)
 
     async def describe(self, tenant: str) -> model_pb2.ModelInfo:
-        """Describe the base model, as samplers have it."""
+        """Return a sampler's description of the base model."""
         return (await self.describe_sampler(tenant)).model
 
     async def describe_sampler(self, tenant: str) -> sampler_pb.GetServerInfoResponse:
-        """Return what a sampler says of itself."""
+        """Return a sampler's description of itself."""
         return await self._services.call(tenant, sampler_pb.GetServerInfoRequest(), sampler_pb.GetServerInfoResponse)
 
     def base_names(self, info: model_pb2.ModelInfo) -> tuple[str, ...]:

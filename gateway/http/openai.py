@@ -1,4 +1,4 @@
-"""OpenAI's API for sampling: the sampler answers in its words, from the weights that `model` names."""
+"""OpenAI's API for sampling. The sampler answers in OpenAI's format, from the weights that `model` names."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class OpenAiApi:
     """The routes below /v1."""
 
     def __init__(self, services: Services, models: Models, without_model: WithoutModel) -> None:
-        """Take `without_model` to say, of a tenant's chat that names no model, which is meant, and its whole body."""
+        """`without_model` returns the model and the complete body for a tenant's chat that names no model."""
         self._services = services
         self._models = models
         self._without_model = without_model
 
     def routes(self) -> APIRouter:
-        """Return them."""
+        """Return the routes."""
         router = APIRouter(prefix="/v1")
 
         @router.get("/models/{name:path}")
@@ -49,7 +49,7 @@ class OpenAiApi:
         return router
 
     def calls(self, prefix: str) -> APIRouter:
-        """Return the routes that sample, below `/v1`, or a prefix that names the weights for clients that do not."""
+        """Return the sampling routes below `/v1`, or below a prefix that names the weights for clients that do not."""
         router = APIRouter(prefix=prefix)
 
         @router.get("/models")
@@ -73,7 +73,7 @@ class OpenAiApi:
     async def complete_whole(
         self, tenant: str, name: str, body: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the answer to a completion, whole, and the headers that say which weights it comes of."""
+        """Return a completion's whole response, and the headers that name the weights it was sampled from."""
         ref = await self._models.resolve(tenant, name)
         message = pb.CompleteTextRequest(
             model=codec.model_ref_to_proto(ref), endpoint=pb.TEXT_ENDPOINT_COMPLETIONS, body=json.dumps(body).encode()
@@ -85,7 +85,7 @@ class OpenAiApi:
         raise errors.EngineUnavailable("the sampler ended the answer before it began; try again")
 
     async def _list(self, tenant: str) -> list[Mapping[str, Any]]:
-        """Return what can be sampled from: the base model, runs that have a version, sampler checkpoints."""
+        """Return what can be sampled from: the base model, runs with a version, sampler checkpoints."""
         base = [_entry(name, 0) for name in self._models.base_names(await self._models.describe(tenant))]
         published = [run for run in await self._models.runs(tenant) if run.latest_version]
         named = {run.user_metadata[NAME]: run for run in reversed(published) if run.user_metadata.get(NAME)}
@@ -123,7 +123,7 @@ class OpenAiApi:
             parts = await open_until_read.enter_async_context(
                 self._services.stream(tenant, message, Part, route=route, seconds=_SECONDS)
             )
-            # What is refused is told by the status: the first part is awaited before anything is answered.
+            # Wait for the first part before responding, so that a refusal sets the status.
             first = await anext(parts, None)
             if first is None:
                 raise errors.EngineUnavailable("the sampler ended the answer before it began; try again")
@@ -135,7 +135,7 @@ class OpenAiApi:
 
 
 def version_headers(model: ServedModel) -> dict[str, str]:
-    """Return the headers that say which weights an answer comes of."""
+    """Return the headers that name the weights a response was sampled from."""
     told = {
         "Run": model.run_id,
         "Version": str(model.version or ""),
@@ -149,7 +149,7 @@ def version_headers(model: ServedModel) -> dict[str, str]:
 
 @contextmanager
 def _named_as_the_caller_does() -> Iterator[None]:
-    """Name `model` in errors about any part of it."""
+    """Name the field `model` in errors about any part of it."""
     try:
         yield
     except errors.PacelineError as error:
@@ -159,7 +159,7 @@ def _named_as_the_caller_does() -> Iterator[None]:
 
 
 async def _events(first: Part, parts: AsyncIterator[Part], held: AsyncExitStack) -> AsyncIterator[bytes]:
-    """Yield server-sent events; an error in the middle is the last of them."""
+    """Yield server-sent events; an error mid-stream becomes the last event."""
     async with held:
         try:
             yield b"data: " + first.data + b"\n\n"

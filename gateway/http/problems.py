@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: a status, and a body that both Tinker's SDK and OpenAI's client can read."""
+"""Errors as HTTP responses: a status, and a body that both Tinker's SDK and OpenAI's client can read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATUSES = {
     Code.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
     Code.CANCELLED: HTTPStatus.SERVICE_UNAVAILABLE,
     Code.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
-    # Clients send again what answers 409 or 5xx, which would change nothing here.
+    # Clients retry on 409 and 5xx, which would not help here.
     Code.ALREADY_EXISTS: HTTPStatus.UNPROCESSABLE_ENTITY,
     Code.FAILED_PRECONDITION: HTTPStatus.UNPROCESSABLE_ENTITY,
     Code.ABORTED: HTTPStatus.UNPROCESSABLE_ENTITY,
@@ -32,7 +32,7 @@ _STATUSES = {
 
 
 def problem(error: PacelineError, status: int | None = None) -> JSONResponse:
-    """Return the answer that tells of an error."""
+    """Return the response for an error."""
     code = status or _status_of(error)
     headers = {}
     if error.retry_after is not None:
@@ -43,7 +43,7 @@ def problem(error: PacelineError, status: int | None = None) -> JSONResponse:
 
 
 def problem_body(error: PacelineError) -> dict[str, Any]:
-    """Return an error as JSON: `detail` for people and Tinker's SDK, `error` as OpenAI's clients read it."""
+    """Return an error as JSON: `detail` for people and Tinker's SDK, `error` for OpenAI's clients."""
     message = status_message(error)
     kind = "invalid_request_error" if is_users(error) else "api_error"
     return {
@@ -53,7 +53,7 @@ def problem_body(error: PacelineError) -> dict[str, Any]:
 
 
 def is_users(error: PacelineError) -> bool:
-    """Whether the caller can mend it by sending something else, or nothing for a while."""
+    """Whether the caller can fix the error by sending a different request, or by waiting."""
     return not isinstance(error, errors.Unavailable | errors.TimedOut | errors.Internal | errors.DataLoss)
 
 

@@ -1,4 +1,4 @@
-"""Calls of the services for callers that came over HTTP: with the same places, byte limits and routes as over gRPC."""
+"""Calls to the services for HTTP callers, with the same queue, byte limits and routes as over gRPC."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from paceline.waiting_bytes import WaitingBytes
 Reply = TypeVar("Reply", bound=Message)
 
 _PATIENCE_SECONDS = 5.0
-"""How long a service that cannot be reached is waited for."""
+"""How long to wait for an unreachable service."""
 
 _PATHS = {
     method.input_type.full_name: f"/{name}/{method.name}"
     for name, service in SERVICES.items()
     for method in service.methods
 }
-"""Full name of a request to the method that takes it."""
+"""Maps the full name of a request message to its method."""
 
 
 class Services:
     """The trainer and the samplers."""
 
     def __init__(self, router: Router, credential: str, queue: FairQueue, waiting_bytes: WaitingBytes) -> None:
-        """Share the places and limits of the gateway's gRPC calls."""
+        """Share the queue and the limits of the gateway's gRPC calls."""
         self._router = router
         self._credential = credential
         self._queue = queue
@@ -46,7 +46,7 @@ class Services:
     async def call(
         self, tenant: str, request: Message, reply: type[Reply], *, route: str = "", seconds: float = 30.0
     ) -> Reply:
-        """Call the method that takes this request, for a tenant. Raises what the service raised.
+        """Call the method of this request for a tenant. Raises the service's error.
 
         `route` is the version or checkpoint that a sampling call names: `str(ModelRef)`.
         """
@@ -61,7 +61,7 @@ class Services:
     async def stream(
         self, tenant: str, request: Message, reply: type[Reply], *, route: str = "", seconds: float = 600.0
     ) -> AsyncIterator[AsyncIterator[Reply]]:
-        """As `call`, for a method that answers with a stream, which ends with the block."""
+        """Call a method that answers with a stream, which ends with the block. See `call`."""
         body = request.SerializeToString()
         async with self._place(tenant, len(body)):
             method, upstream, key = await self._choose(tenant, request, route)
@@ -85,9 +85,9 @@ class Services:
             self._queue.release(tenant)
 
     async def _choose(self, tenant: str, request: Message, route: str) -> tuple[str, Upstream, tuple[str, str] | None]:
-        """Return the method, who answers it, and the route's key. Of services that are away the first is waited for.
+        """Return the method, the service for it, and the route's key; wait for the service if it is unreachable.
 
-        HTTP clients do not come again as our own does.
+        HTTP clients do not retry as Paceline's own client does.
         """
         key = (tenant, route) if route else None
         method = _PATHS[request.DESCRIPTOR.full_name]
@@ -103,7 +103,7 @@ class Services:
 
 @contextmanager
 def _told(upstream: Upstream) -> Iterator[None]:
-    """Raise what a service's failure means."""
+    """Convert a service's failure to a PacelineError."""
     try:
         yield
     except grpc.aio.AioRpcError as failure:

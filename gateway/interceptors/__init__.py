@@ -1,4 +1,4 @@
-"""What the gateway adds inside logging, metrics and errors: authentication, then limits."""
+"""The gateway's interceptors, inside logging, metrics and errors: authentication, then limits."""
 
 from gateway.interceptors.auth import AuthInterceptor
 from gateway.interceptors.limits import LimitsInterceptor

@@ -1,4 +1,4 @@
-"""Every call shows a key that the gateway knows, and goes to a method that is open to its holder."""
+"""Authenticate each call and check that its method is open to tenants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AuthInterceptor(AroundInterceptor):
         if self._access.get(call.method, Access.NOBODY) is not Access.TENANT:
             raise errors.MethodNotAllowed(f"{call.method} is not open to callers of the gateway")
         set_identity(identity)
-        # Each call runs in a context of its own, so nothing needs to be unbound.
+        # Each call runs in its own context, so nothing needs to be unbound.
         bind_contextvars(tenant=identity.tenant, key=identity.key_name)
         yield
 

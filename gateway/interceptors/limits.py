@@ -1,4 +1,4 @@
-"""How many calls pass at the same time. The rest wait: in order within a tenant, and tenants take turns."""
+"""Limit the calls in flight. Further calls wait in FIFO order within a tenant, and tenants take turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.rpc.interceptors import AroundInterceptor, Call
 
 
 class FairQueue:
-    """Places for calls, in total and per tenant, with a bounded queue per tenant."""
+    """Limits the calls in flight, in total and per tenant, with a bounded queue per tenant."""
 
     def __init__(self, max_in_flight: int, max_in_flight_per_tenant: int, max_queued_per_tenant: int) -> None:
         self._max_in_flight = max_in_flight
@@ -21,7 +21,7 @@ class FairQueue:
         self._max_queued = max_queued_per_tenant
         self._in_flight = 0
         self._by_tenant: Counter[str] = Counter()
-        # Tenants in order of turns, the one served last at the end; each queue in order of arrival.
+        # Tenants in order of their turns, the most recently served last; each queue in order of arrival.
         self._waiting: dict[str, OrderedDict[asyncio.Future[None], None]] = {}
 
     async def acquire(self, tenant: str) -> None:
@@ -41,7 +41,7 @@ class FairQueue:
             raise
 
     def release(self, tenant: str) -> None:
-        """Give a place back."""
+        """Release a place."""
         self._in_flight -= 1
         self._by_tenant[tenant] -= 1
         if not self._by_tenant[tenant]:
@@ -61,7 +61,7 @@ class FairQueue:
         place, _ = queue.popitem(last=False)
         if queue:
             self._waiting[tenant] = queue
-        # A call that was cancelled in this turn of the loop has not left the queue yet.
+        # A call cancelled in this iteration of the event loop is still in the queue.
         if not place.cancelled():
             self._take(tenant)
             place.set_result(None)
@@ -77,7 +77,7 @@ class FairQueue:
 
 
 class LimitsInterceptor(AroundInterceptor):
-    """Lets a call pass when there is a place for it."""
+    """Admits a call when a place is free."""
 
     def __init__(self, queue: FairQueue) -> None:
         self._queue = queue

@@ -1,4 +1,4 @@
-"""`paceline atropos`: trains a run from what the environments of an Atropos API server score.
+"""`paceline atropos`: trains a run on sequences scored by the environments of an Atropos API server.
 
 environments ── sample ──► gateway (HTTP)      run-api ── batches ──► this ── commands ──► gateway (gRPC)
 """

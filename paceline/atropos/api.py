@@ -1,4 +1,4 @@
-"""The Atropos API server (`run-api`), as its trainer calls it."""
+"""Client of the Atropos API server (`run-api`), for its trainer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _POLL_SECONDS = 1.0
 
 
 class AtroposApi:
-    """Registers and pulls batches."""
+    """Registers the trainer and pulls batches."""
 
     def __init__(self, address: str) -> None:
         self._address = address.rstrip("/")
 
     def wait(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Return once the server answers; say so where that takes a while. Raises ConnectionError after a time."""
+        """Wait until the server answers; call `say` if it is not up yet. Raises ConnectionError after `seconds`."""
         end, told = time.monotonic() + seconds, False
         while True:
             try:
@@ -38,13 +38,13 @@ class AtroposApi:
                 return
 
     def register(self, **facts: object) -> None:
-        """Say what trainer this is, so that environments begin."""
+        """Register this trainer, so that environments start. Raises ConnectionError if the server refuses."""
         answer = self._call("/register", facts)
         if "uuid" not in answer:
             raise ConnectionError(f"the Atropos API server refused the trainer: {str(answer)[:200]}")
 
     def next_batch(self) -> list[dict[str, Any]]:
-        """Wait for a batch, which the server then has no more, and return its groups."""
+        """Wait for a batch and return its groups; the server does not keep it. Raises ConnectionError."""
         while True:
             try:
                 answer = self._call("/batch")

@@ -1,9 +1,9 @@
-"""From groups of scored sequences to datums.
+"""Convert groups of scored sequences to datums.
 
-A group has the completions of one prompt: `tokens` (prompt and completion), `masks` (-100 where a token is not
+A group holds the completions of one prompt: `tokens` (prompt and completion), `masks` (-100 where a token is not
 trained), `scores`, `inference_logprobs` aligned with the tokens, `overrides`, `generation_params`, `group_overrides`.
-The loss is GRPO's (docs/losses.md), its mean over each sequence's trained tokens, and of those the mean over all
-sequences of the batch.
+The loss is GRPO's (docs/losses.md), averaged over each sequence's trained tokens and then over all sequences of the
+batch.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ IGNORED = -100
 """Mask of a token that is not trained."""
 _MIN_DEVIATION = 1e-8
 _BYTES_PER_TOKEN = 32
-"""Of a datum on its way, at most."""
+"""Upper bound of an encoded datum's size per token."""
 _MAX_BYTES = 3 << 20
-"""Of one forward_backward, so that the client sends it in one piece."""
+"""Maximum size of one forward_backward, so that the client sends it as one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """A sequence that is trained."""
+    """A sequence to train on."""
 
     datum: Datum
     inference_logprobs: Array
-    """float32, shape [N]: what the sampler gave the targets; meaningful where `counted`."""
+    """float32, shape [N]: the sampler's log-probabilities of the targets; meaningful where `counted`."""
     counted: Array
-    """bool, shape [N]: targets that are trained."""
+    """bool, shape [N]: targets that are trained on."""
     advantage: float
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """What a step trains on."""
+    """The sequences of one step."""
 
     sequences: tuple[ScoredSequence, ...]
     skipped: int
-    """Sequences without log-probabilities of the sampler, or of which nothing is trained."""
+    """Number of sequences without the sampler's log-probabilities or without trained tokens."""
 
 
 def make_batch(groups: Iterable[Mapping[str, Any]], seq_len: int) -> TrainingBatch:
-    """Translate a batch. Raises ValueError for a group whose lists do not fit each other."""
+    """Convert a batch. Raises ValueError for a group whose lists differ in length."""
     rows, skipped = [], 0
     for group in groups:
         advantages = group_advantages(group)
@@ -60,10 +60,10 @@ def make_batch(groups: Iterable[Mapping[str, Any]], seq_len: int) -> TrainingBat
 
 
 def group_advantages(group: Mapping[str, Any]) -> list[Array]:
-    """Return each sequence's advantage, float64, shape [], or [tokens] where the group has its own.
+    """Return each sequence's advantage, float64, shape [], or [tokens] if the group provides advantages.
 
-    A score less the group's mean, by its standard deviation; a group of one keeps its score. An override may set it
-    to zero.
+    By default it is the score minus the group's mean, divided by the group's standard deviation; a group of one keeps
+    its score. An override may set it to zero.
     """
     scores = np.array(group["scores"], np.float64)
     if len(scores) != len(group["tokens"]):
@@ -79,7 +79,7 @@ def group_advantages(group: Mapping[str, Any]) -> list[Array]:
 
 
 def temperature_of(group: Mapping[str, Any], index: int) -> float:
-    """Return what a sequence was sampled at: its override's, the group's parameters', its overrides', or 1."""
+    """Return a sequence's sampling temperature: its override's, generation_params', group_overrides', else 1."""
     overrides = group.get("overrides") or ()
     own = overrides[index] if index < len(overrides) else None
     for place in (own, group.get("generation_params"), group.get("group_overrides")):
@@ -100,7 +100,7 @@ class _Row:
 
 
 def _row(group: Mapping[str, Any], index: int, advantage: Array, seq_len: int) -> _Row | None:
-    """Shift a sequence; None for one that cannot be trained."""
+    """Shift a sequence; return None if it cannot be trained on."""
     tokens, mask = np.array(group["tokens"][index], np.int64), np.array(group["masks"][index], np.int64)
     if tokens.shape != mask.shape or tokens.ndim != 1:
         raise ValueError(f"a sequence has {tokens.size} tokens and {mask.size} masks")
@@ -123,7 +123,7 @@ def _row(group: Mapping[str, Any], index: int, advantage: Array, seq_len: int) -
 
 
 def _sequence(row: _Row, sequences: int) -> ScoredSequence:
-    """Make a datum whose sum over tokens is its part of the mean over the batch."""
+    """Build a datum whose loss, summed over tokens, is its share of the batch mean."""
     share = row.advantages / (row.counted.sum() * sequences)
     inputs = {
         "target_tokens": row.targets,
@@ -138,9 +138,9 @@ def _sequence(row: _Row, sequences: int) -> ScoredSequence:
 
 
 def micro_batches(sequences: Sequence[ScoredSequence], size: int) -> list[list[ScoredSequence]]:
-    """Cut a batch into calls of `size` sequences at most, and of so many bytes that each is one command.
+    """Split a batch into calls of at most `size` sequences, each small enough to be one command.
 
-    The same batch is cut in the same way each time.
+    The split is deterministic.
     """
     calls: list[list[ScoredSequence]] = []
     room = 0
@@ -155,7 +155,7 @@ def micro_batches(sequences: Sequence[ScoredSequence], size: int) -> list[list[S
 
 
 def logprob_metrics(sequences: Sequence[ScoredSequence], outputs: Sequence[Array]) -> dict[str, float]:
-    """Compare what the trainer computes with what the sampler said of the trained tokens."""
+    """Compare the trainer's and the sampler's log-probabilities of the trained tokens."""
     trained = np.concatenate([output[each.counted] for each, output in zip(sequences, outputs, strict=True)])
     sampled = np.concatenate([each.inference_logprobs[each.counted] for each in sequences])
     difference = trained.astype(np.float64) - sampled

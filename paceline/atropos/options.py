@@ -1,4 +1,4 @@
-"""The command's options, by the names that users of Atropos' example trainer know, and what each means here."""
+"""The command's options, with the names that Atropos' example trainer uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 LORA_BRIDGES = {"lora_only": "", "lora_restart": "", "lora_nccl": "collective"}
 FULL_BRIDGES = {"none": "", "shared_vllm": "shared"}
-"""--weight-bridge-mode to the bridge that the sampler has to have; empty means any."""
+"""Maps --weight-bridge-mode to the required bridge of the sampler; empty means any."""
 OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_cpu", "adafactor")
 
 _ELSEWHERE = {
@@ -22,12 +22,12 @@ _ELSEWHERE = {
     "--vllm-config-path": "PACELINE_SAMPLER_BASE_DIR and PACELINE_TRAINER_BASE_DIR",
     "--world-size": "PACELINE_TRAINER_RANKS",
 }
-"""Options of the example trainer that are settings of the services here."""
+"""Options of the example trainer that are service settings in Paceline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command was told."""
+    """Options of the command."""
 
     model: str
     run_name: str
@@ -60,12 +60,12 @@ class Options:
 
     @property
     def is_lora(self) -> bool:
-        """Whether the run trains an adapter; otherwise every parameter."""
+        """Whether the run trains an adapter rather than every parameter."""
         return self.weight_bridge_mode in LORA_BRIDGES
 
     @property
     def bridge(self) -> str:
-        """Bridge that the sampler has to have; empty for any."""
+        """Required bridge of the sampler; empty for any."""
         return {**LORA_BRIDGES, **FULL_BRIDGES}[self.weight_bridge_mode]
 
 

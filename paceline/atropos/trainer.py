@@ -1,4 +1,4 @@
-"""The loop: pull a batch, train on it, publish, and say how it went."""
+"""The training loop: pull a batch, train on it, publish, and report metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.types import (
 
 _SERVER_SECONDS = 60.0
 _ADAMW = {"beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-"""torch's defaults, which the example trainer has."""
+"""torch's defaults, which the example trainer uses."""
 _MAX_NORM = 1.0
 
 
@@ -65,7 +65,7 @@ class AtroposTrainer:
         self._finish(training)
 
     def _step(self, training: TrainingClient, step: int) -> tuple[TrainingClient, int]:
-        """Train on the batch that was pulled, or on the next one; return the run's step after it."""
+        """Train on the stored batch, or pull the next one; return the client and the run's step afterwards."""
         start = time.perf_counter()
         pulled = self._progress.pulled()
         run = self._service.get_run(training.run_id)
@@ -88,7 +88,7 @@ class AtroposTrainer:
     def _train(
         self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch, taken: int
     ) -> dict[str, float]:
-        """Send a step's commands but the first `taken`, which the run has had from a process before this one."""
+        """Send a step's commands except the first `taken`, which the run accepted from an earlier process."""
         calls = micro_batches(batch.sequences, self._options.batch_size)
         if not calls:
             raise ValueError(
@@ -117,7 +117,7 @@ class AtroposTrainer:
         return metrics
 
     def _publish(self, training: TrainingClient, step: int) -> dict[str, float]:
-        """Publish and save what this step is due."""
+        """Publish a version and save a checkpoint, if due at this step."""
         start, options = time.perf_counter(), self._options
         is_last = step == options.training_steps
         if step % options.vllm_restart_interval == 0 or is_last:
@@ -149,7 +149,7 @@ class AtroposTrainer:
         return kinds[options.optimizer](learning_rate=rate, grad_clip_norm=_MAX_NORM, **_ADAMW)
 
     def _training_client(self) -> TrainingClient:
-        """Go on with the run that was begun, or begin one, whose first version environments sample from."""
+        """Resume the recorded run, or create one and publish its first version for environments to sample from."""
         run_id, options = self._progress.run_id(), self._options
         if run_id:
             name = self._service.get_run(run_id).user_metadata.get("name", "")
@@ -175,7 +175,7 @@ class AtroposTrainer:
         return training
 
     def _model(self) -> str:
-        """Return the served name of the model that was asked for. Raises ModelNotFound."""
+        """Return the served name of the requested model. Raises ModelNotFound."""
         served = [supported.model.name for supported in self._service.get_server_capabilities().models]
         for name in served:
             if self._options.model.rstrip("/").rpartition("/")[2] in {"", name}:
@@ -183,7 +183,7 @@ class AtroposTrainer:
         raise errors.ModelNotFound(f"no such base model; {', '.join(served)} is served", field="--model")
 
     def _check_bridge(self) -> None:
-        """See that versions reach the sampler as `--weight-bridge-mode` says. Raises Unsupported."""
+        """Check that the sampler's bridge fits `--weight-bridge-mode`. Raises Unsupported."""
         transport = self._service.transport
         info = transport.query(transport.sampler.GetServerInfo, sampler_pb.GetServerInfoRequest()).result()
         wanted = self._options.bridge
@@ -194,7 +194,7 @@ class AtroposTrainer:
 
 
 class Log:
-    """Where metrics go: a file, Weights & Biases, and at the end a summary."""
+    """Writes metrics to a file and Weights & Biases, and a summary at the end."""
 
     def __init__(self, options: Options) -> None:
         self._is_benchmark = options.benchmark
@@ -207,7 +207,7 @@ class Log:
         self._start = time.perf_counter()
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
-        """Log a step."""
+        """Log the metrics of a step."""
         for name, values in self._times.items():
             values.append(metrics.get(name, 0.0))
         if self._file is not None:
@@ -217,7 +217,7 @@ class Log:
             self._wandb.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
 
     def close(self, say: Callable[[str], None]) -> None:
-        """End, with the summary if it was asked for."""
+        """Close the outputs, and print the summary if requested."""
         if self._file is not None:
             self._file.close()
         if self._wandb is not None:
@@ -239,6 +239,6 @@ def _wandb(options: Options) -> Any:
 
 
 def say(line: str) -> None:
-    """Print a line for people."""
+    """Print a line to standard error."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

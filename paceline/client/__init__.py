@@ -1,4 +1,4 @@
-"""The client: what a user's program calls a gateway with."""
+"""The Python client of a Paceline gateway."""
 
 from paceline.client.config import RetryPolicy, Timeouts
 from paceline.client.futures import PacelineFuture

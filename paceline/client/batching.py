@@ -1,4 +1,4 @@
-"""Batches as requests: split to what one message carries, and put together again."""
+"""Split batches into requests that fit one message, and merge the replies."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec, Reduction
 
 MAX_DATUMS = 1024
-"""Most datums in one request."""
+"""Maximum number of datums in one request."""
 
 MAX_BYTES = 4 << 20
-"""A request takes datums up to this size; a larger one goes alone."""
+"""Maximum total size of the datums in one request; a larger datum is sent alone."""
 
 _TENSOR_OVERHEAD = 64
-"""Bytes of a message around a tensor's elements, at most."""
+"""Upper bound of a message's bytes around a tensor's elements."""
 
 _DATUM_FIELD = re.compile(r"data\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The requests of one forward (and backward) pass, in order of the datums."""
+    """The requests of one forward (and backward) call, in the order of its datums."""
 
     requests: list[pb.ForwardBackwardRequest]
 
     def merge(self, outcomes: Sequence[Outcome[pb.ForwardBackwardResponse]]) -> ForwardBackwardOutput:
-        """Put the replies together; raise the first part's error that there is, told of its place in the whole."""
+        """Merge the replies; if any part failed, raise the first error, located within the whole batch."""
         parts, start = [], 0
         for part, (request, outcome) in enumerate(zip(self.requests, outcomes, strict=True)):
             if isinstance(outcome, BaseException):
@@ -61,9 +61,9 @@ def make_batch(
     data: Sequence[Datum],
     spec: ForwardBackwardSpec,
 ) -> Batch:
-    """Encode and split a batch. Raises EmptyBatch, InvalidDtype, InvalidArgument; nothing has been sent then.
+    """Encode and split a batch. Raises EmptyBatch, InvalidDtype, InvalidArgument, before anything is sent.
 
-    Every part is told what the mean over the whole batch divides by, so that losses and gradients of the parts add up
+    Every part carries the divisor of the mean over the whole batch, so that losses and gradients of the parts add up
     to those of the whole.
     """
     if not data:
@@ -81,9 +81,9 @@ def make_batch(
 
 
 def split(sizes: Sequence[int]) -> Iterator[range]:
-    """Cut datums of these sizes in bytes, in order, into parts: ranges of their indices.
+    """Split datums of these sizes in bytes, in order, into parts given as ranges of indices.
 
-    A part has at most MAX_DATUMS and, but for a single datum above it, MAX_BYTES.
+    A part has at most MAX_DATUMS datums and MAX_BYTES bytes, except that a larger datum is a part of its own.
     """
     start = total = 0
     for index, size in enumerate(sizes):
@@ -96,15 +96,15 @@ def split(sizes: Sequence[int]) -> Iterator[range]:
 
 
 def _size(datum: Datum) -> int:
-    # From the arrays: asking protobuf for a message's size encodes it.
+    # Computed from the arrays, because protobuf encodes a message to determine its size.
     tensors = {"": datum.model_input, **datum.loss_inputs}
     return sum(values.nbytes + len(name) + _TENSOR_OVERHEAD for name, values in tensors.items())
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce the metrics of a batch's parts as their names say: sum, min, max, or mean over `tokens:sum`.
+    """Reduce the metrics of a batch's parts by their name's suffix: sum, min, max, or mean weighted by `tokens:sum`.
 
-    Raises Internal for a reduction that is none of these, where there are several parts.
+    Raises Internal for any other reduction if there are several parts.
     """
     if len(parts) == 1:
         return dict(parts[0])
@@ -131,7 +131,7 @@ def _reduce(name: str, parts: Sequence[Mapping[str, float]]) -> float:
 
 @contextmanager
 def sendable(field: str) -> Iterator[None]:
-    """Turn what protobuf says of a value that does not fit its field into InvalidArgument."""
+    """Convert protobuf's error for a value that does not fit its field into InvalidArgument."""
     try:
         yield
     except (TypeError, ValueError, OverflowError) as problem:

@@ -1,4 +1,4 @@
-"""What there is on the other side: models, runs, checkpoints."""
+"""Queries and management of models, runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PAGE_SIZE = 1000
 
 
 class Catalog(Connected):
-    """Lists, describes and deletes."""
+    """Methods that list, describe and delete server-side objects."""
 
     async def get_server_capabilities_async(self) -> ServerCapabilities:
-        """Say what can be trained and sampled."""
+        """Return what can be trained and sampled."""
         method = self.transport.gateway.GetCapabilities
         return capabilities_from_proto(await self.transport.query(method, gateway_pb.GetCapabilitiesRequest()))
 
     get_server_capabilities = blocking(get_server_capabilities_async)
 
     async def whoami_async(self) -> Account:
-        """Say whose key this is: the tenant whose runs it sees, the key's name, and the tenant's quotas."""
+        """Return the account of the API key: its tenant, the key's name, and the tenant's quotas."""
         reply = await self.transport.query(self.transport.gateway.WhoAmI, gateway_pb.WhoAmIRequest())
         return Account(reply.tenant, reply.key_name, tuple(map(codec.quota_from_proto, reply.quotas)))
 
@@ -40,11 +40,11 @@ class Catalog(Connected):
     async def render_conversations_async(
         self, conversations: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]], base_model: str = ""
     ) -> list[list[Datum]]:
-        """Write conversations by the model's chat template; return the data of each, for cross_entropy.
+        """Render conversations with the model's chat template; return the datums of each, for cross_entropy.
 
-        A conversation is a list of messages as in OpenAI's chat API, or a dict with `messages` and, where the template
-        has them, `tools`. The loss is on the assistant's responses alone, less those with `weight` 0. An empty
-        `base_model` means the one that is served. Errors: InvalidArgument, UnknownField, SequenceTooLong, OutOfRange,
+        A conversation is a list of messages as in OpenAI's chat API, or a dict with `messages` and, if the template
+        supports them, `tools`. The loss covers only the assistant's responses, except those with `weight` 0. An empty
+        `base_model` means the served one. Errors: InvalidArgument, UnknownField, SequenceTooLong, OutOfRange,
         Unsupported, EmptyBatch, ModelNotFound.
         """
         with sendable("conversations"):
@@ -82,9 +82,9 @@ class Catalog(Connected):
     get_run = blocking(get_run_async)
 
     async def delete_run_async(self, run_id: str, *, delete_checkpoints: bool = False) -> None:
-        """Delete a run and its versions and, if asked, its checkpoints. Waits for its command in progress.
+        """Delete a run and its versions, and with `delete_checkpoints` its checkpoints.
 
-        Errors: RunNotFound.
+        Waits for the run's command in progress. Errors: RunNotFound.
         """
         request = pb.DeleteRunRequest(run_id=run_id, delete_checkpoints=delete_checkpoints)
         call = self.transport.call(self.transport.trainer.DeleteRun, request, self.transport.timeouts.training)
@@ -93,7 +93,7 @@ class Catalog(Connected):
     delete_run = blocking(delete_run_async)
 
     async def list_checkpoints_async(self, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
-        """List checkpoints, newest first, of one run or of all, of one kind or of both. Errors: RunNotFound."""
+        """List checkpoints, newest first, of one run or all runs, of one kind or both. Errors: RunNotFound."""
         checkpoints: list[Checkpoint] = []
         wire_kind = pb.CheckpointKind.ValueType(kind.value if kind else 0)
         request = pb.ListCheckpointsRequest(run_id=run_id, kind=wire_kind, page_size=_PAGE_SIZE)
@@ -111,17 +111,17 @@ class Catalog(Connected):
     async def delete_checkpoint_async(self, path: str) -> None:
         """Delete a checkpoint.
 
-        Errors: InvalidPath, CheckpointNotFound (also when a first attempt, whose answer was lost, deleted it).
+        Errors: InvalidPath, CheckpointNotFound (also if a first attempt deleted it but its answer was lost).
         """
         await self.transport.query(self.transport.trainer.DeleteCheckpoint, pb.DeleteCheckpointRequest(path=path))
 
     delete_checkpoint = blocking(delete_checkpoint_async)
 
     async def download_checkpoint_async(self, path: str, directory: str | Path) -> Path:
-        """Copy a checkpoint's files into a new directory of this machine and return it.
+        """Download a checkpoint's files into a new local directory and return its path.
 
-        A sampler checkpoint of a run with an adapter is what PEFT and vLLM load. Errors: InvalidPath,
-        CheckpointNotFound, ChecksumMismatch (it is damaged), FileExistsError (the directory is not empty).
+        PEFT and vLLM can load a sampler checkpoint of a LoRA run. Errors: InvalidPath, CheckpointNotFound,
+        ChecksumMismatch (it is damaged), FileExistsError (the directory is not empty).
         """
         target = Path(directory)
         await self.transport.submit(download(self.transport, path, target))
@@ -130,7 +130,7 @@ class Catalog(Connected):
     download_checkpoint = blocking(download_checkpoint_async)
 
     async def set_checkpoint_ttl_async(self, path: str, ttl_seconds: int | None) -> Checkpoint:
-        """Have a checkpoint deleted by itself in `ttl_seconds` from now; None means never.
+        """Set a checkpoint to expire `ttl_seconds` from now; None means never.
 
         Errors: InvalidPath, CheckpointNotFound, OutOfRange.
         """

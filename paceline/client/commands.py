@@ -1,4 +1,4 @@
-"""A run's commands: numbered when they are issued, sent in that order, answered when they are done."""
+"""A run's commands: numbered when they are issued and sent in that order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.client.retry import call_name
 from paceline.client.transport import Transport
 
 MAX_COMMANDS_UNANSWERED = 32
-"""Most commands of one run on the wire. More would only wait at the server, with their deadlines running."""
+"""Maximum number of commands of one run in flight. More would only wait at the server while their deadlines run."""
 
 
 class Command(Protocol):
-    """A request that takes a place in a run's order."""
+    """A request with a place in a run's order."""
 
     seq_id: int
     attachment: int
@@ -31,15 +31,15 @@ Outcome: TypeAlias = Reply | BaseException
 
 
 class CommandQueue:
-    """Numbers the commands of one run, gapless, and sends them in that order without waiting for their answers.
+    """Numbers the commands of one run without gaps and sends them in that order without waiting for their answers.
 
-    A command is numbered when it is issued, under a lock, and its task starts in the same order; `turn`, a fair lock,
-    keeps that order while commands wait for room on the wire. Whoever holds `turn` keeps all later commands from being
-    sent: loading a checkpoint holds it until it is answered, and a custom loss until its second half is sent.
+    A command is numbered under a lock when it is issued, and its task starts in the same order. `turn`, a fair lock,
+    preserves that order while commands wait for the limit on commands in flight. The holder of `turn` blocks all later
+    commands: loading a checkpoint holds it until it is answered, a custom loss until its second half is sent.
     """
 
     def __init__(self, transport: Transport, run_id: str, last_seq_id: int, attachment: int) -> None:
-        """Take a run's commands after `last_seq_id`, as the client that AttachRun gave the number `attachment`."""
+        """Create the queue for the commands after `last_seq_id`; `attachment` is the client's number from AttachRun."""
         self._run_id = run_id
         self.turn = asyncio.Lock()
         self._attachment = attachment
@@ -49,9 +49,9 @@ class CommandQueue:
         self._room = asyncio.Semaphore(MAX_COMMANDS_UNANSWERED)
 
     def issue(self, name: str, count: int, work: Callable[[range], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
-        """Take the next `count` seq_ids for `work`, which must use every one of them, and start it.
+        """Reserve the next `count` seq_ids for `work`, which must use all of them, and start it.
 
-        `name` is what the log calls it.
+        `name` identifies it in the log.
         """
         with self._numbering:
             seq_ids = range(self._next, self._next + count)
@@ -68,9 +68,9 @@ class CommandQueue:
         *,
         barrier: bool = False,
     ) -> PacelineFuture[T]:
-        """Issue commands that belong together. `decode` gets the reply or the error of each, in order.
+        """Issue commands that belong together. `decode` gets the reply or error of each, in order.
 
-        With `barrier` later commands are not sent before these are answered.
+        With `barrier`, later commands are not sent until these are answered.
         """
 
         async def work(seq_ids: range) -> T:
@@ -85,7 +85,7 @@ class CommandQueue:
     async def send(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], requests: Sequence[Request], seq_ids: range
     ) -> list[asyncio.Task[Reply]]:
-        """Start the calls of requests, numbered. For the holder of `turn`."""
+        """Start the calls of requests with these seq_ids. Only for the holder of `turn`."""
         return [await self._start(method, request, seq_id) for request, seq_id in zip(requests, seq_ids, strict=True)]
 
     async def _start(
@@ -99,12 +99,12 @@ class CommandQueue:
 
 
 async def outcomes(calls: Sequence[asyncio.Task[Reply]]) -> Sequence[Outcome[Reply]]:
-    """Wait for calls and return the reply or the error of each, in order."""
+    """Wait for calls and return the reply or error of each, in order."""
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 def only(results: Sequence[Outcome[Reply]]) -> Reply:
-    """Return the reply of a single command, or raise its error."""
+    """Return the reply to a single command, or raise its error."""
     (result,) = results
     if isinstance(result, BaseException):
         raise result

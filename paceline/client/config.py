@@ -1,4 +1,4 @@
-"""How patient a client is."""
+"""Timeouts and retry policy of a client."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds that one attempt of a call may take, by kind of call; and what a client waits for beside calls."""
+    """Timeouts in seconds: of one attempt, by kind of call, and of connecting and closing."""
 
     training: float = 600.0
-    """Commands of a run, making a run and deleting one."""
+    """Commands of a run, and creating or deleting a run."""
     sampling: float = 300.0
     """Samples, streams and log-probabilities."""
     query: float = 30.0
     """Everything else."""
     connect: float = 5.0
-    """The first connection. Later ones are made again within RetryPolicy.budget."""
+    """The first connection. A lost connection is re-established within RetryPolicy.budget."""
     close: float = 300.0
-    """Commands without an answer, when the client is closed or the process ends. The log says what is waited for."""
+    """Unanswered commands, when the client is closed or the process ends. The log names what is being waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """When to send a call again that the service could not take.
+    """When to retry a call that the service could not accept.
 
-    The wait before attempt n + 1 is the delay that the service asked for plus a random one, uniform between 0 and
-    min(max_delay, first_delay * 2^(n - 1)) ("full jitter": clients that failed together do not come back together).
+    The wait before attempt n + 1 is the delay requested by the service plus a random one, uniform between 0 and
+    min(max_delay, first_delay * 2^(n - 1)) ("full jitter": clients that failed together do not retry together).
     """
 
     budget: float = 300.0
-    """Seconds from the first failure after which a call is given up; 0 never retries."""
+    """Seconds after the first failure until a call is given up; 0 disables retries."""
     first_delay: float = 0.1
-    """Seconds."""
+    """In seconds."""
     max_delay: float = 10.0
-    """Seconds."""
+    """In seconds."""

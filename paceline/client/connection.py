@@ -1,4 +1,4 @@
-"""Where a client calls, as whom, and how patiently: from arguments and the environment."""
+"""A client's connection settings, from arguments and the environment."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ADDRESS_VARIABLE, KEY_VARIABLE, CA_VARIABLE = "PACELINE_ADDRESS", "PACELINE_API_
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What a client was told of its gateway. A pickle of it holds no key: the other process reads its own variable."""
+    """Connection settings. A pickle of them holds no key: the other process reads its own environment variable."""
 
     address: str
     api_key: str = field(repr=False)
     key_source: str
-    """Where the key comes from: the variable or the argument; empty where there is none."""
+    """Source of the key, the variable or the argument; empty if there is no key."""
     tls: TlsFiles | None
     timeouts: Timeouts
     retry: RetryPolicy
     max_in_flight: int
 
     def refused_key(self) -> errors.InvalidApiKey:
-        """Say what is wrong with the key that the gateway refused."""
+        """Return the error for a key that the gateway refused."""
         give = f"set {KEY_VARIABLE}, or give ServiceClient(api_key=...)"
         if not self.api_key:
             return errors.InvalidApiKey(f"{self.address} asks for an API key; {give}", field=KEY_VARIABLE)
@@ -53,13 +53,13 @@ def make_connection(
     retry: RetryPolicy,
     max_in_flight: int,
 ) -> Connection:
-    """Fill in from the environment what was not given. Raises InvalidArgument, naming the argument or the variable."""
+    """Fill in missing arguments from the environment. Raises InvalidArgument, naming the argument or the variable."""
     key, source = _find_key(api_key)
     return Connection(_find_address(address), key, source, tls, timeouts, retry, max_in_flight)
 
 
 def make_tls(ca: str | Path | None, cert: str | Path | None, key: str | Path | None) -> TlsFiles | None:
-    """Name the files of a TLS connection; None is plaintext. Raises InvalidArgument for one that cannot be read."""
+    """Return the files of a TLS connection; None for plaintext. Raises InvalidArgument for an unreadable file."""
     source = "tls_ca" if ca else CA_VARIABLE
     authorities = str(ca or os.environ.get(CA_VARIABLE, ""))
     if not authorities:

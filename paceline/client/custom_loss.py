@@ -1,7 +1,8 @@
-"""Losses that the client computes: C(log-probabilities), differentiated here, and back-propagated by the trainer.
+"""Client-side losses C(log-probabilities), differentiated by the client and back-propagated by the trainer.
 
-The trainer computes log-probabilities lp (forward), this side C and dC/dlp (autograd), and the trainer then takes
-cross_entropy, the sum of -lp * w, with w = -dC/dlp: its gradient is the gradient of C. Two passes instead of one.
+The trainer computes the log-probabilities lp (forward), the client computes C and dC/dlp (autograd), and the trainer
+then runs cross_entropy, the sum of -lp * w, with w = -dC/dlp: its gradient equals that of C. This takes two passes
+instead of one.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def put_custom_loss(
 ) -> PacelineFuture[ForwardBackwardOutput]:
     """Issue the forward and the backward pass of a client-side loss.
 
-    The seq_ids of both are taken at once, and later commands are not sent before the backward pass is. If the forward
-    pass or `loss_fn` fails, the seq_ids of the backward pass go to forward-only passes over one position: they leave
-    weights and gradient as they are, and the run goes on.
+    The seq_ids of both are reserved at once, and later commands are not sent before the backward pass is. If the
+    forward pass or `loss_fn` fails, the seq_ids of the backward pass are used for forward-only passes over one
+    position, which leave weights and gradient unchanged, so that the run can continue.
     """
     own = list(data)
     spec = ForwardBackwardSpec("cross_entropy", forward_only=True)
@@ -70,7 +71,7 @@ def evaluate(
 ) -> tuple[float, Mapping[str, float], list[Array]]:
     """Return C, the metrics of `loss_fn`, and -dC/dlp of each datum (float32, shape of lp; 0 where the mask is 0).
 
-    Raises InvalidArgument when `loss_fn` gives back no scalar that depends on the log-probabilities, NonFinite when C
+    Raises InvalidArgument if `loss_fn` does not return a scalar that depends on the log-probabilities, NonFinite if C
     or its gradient is not finite.
     """
     masks = [_mask_like(row, datum) for row, datum in zip(logprobs, data, strict=True)]
@@ -89,7 +90,7 @@ def evaluate(
 
 
 def _mask_like(row: Array, datum: Datum) -> Array:
-    """Return where the positions of `row`, [N] or [N, K], count: bool, of its shape."""
+    """Return the mask of counted positions of `row`, [N] or [N, K], as bool in its shape."""
     mask = datum.loss_inputs.get("mask", np.ones(len(row), np.uint8)) != 0
     return np.broadcast_to(mask.reshape(-1, *[1] * (row.ndim - 1)), row.shape)
 

@@ -1,4 +1,4 @@
-"""A checkpoint, from the trainer's volume to a directory on this machine."""
+"""Download a checkpoint from the trainer's volume to a local directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.weights.manifest import read_manifest, weights_file
 
 
 async def download(transport: Transport, path: str, directory: Path) -> None:
-    """Write a checkpoint's files into a new directory, which appears when all are there and are what they should be.
+    """Write a checkpoint's files into a new directory, which appears once all files are complete and verified.
 
     Raises InvalidPath, CheckpointNotFound, ChecksumMismatch, FileExistsError.
     """
@@ -34,7 +34,7 @@ async def download(transport: Transport, path: str, directory: Path) -> None:
 
 
 def _make_staging(directory: Path) -> Path:
-    """Make the directory that becomes `directory` once it is whole. Raises FileExistsError."""
+    """Create the staging directory that is later renamed to `directory`. Raises FileExistsError."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} is there already; name a new directory, or an empty one")
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def _make_staging(directory: Path) -> Path:
 
 
 async def _receive(transport: Transport, request: pb.DownloadCheckpointRequest, directory: Path) -> dict[str, str]:
-    """Write the files of a stream; return the SHA-256 of each."""
+    """Write the files of a stream; return the SHA-256 of each by name."""
     method, seconds = transport.trainer.DownloadCheckpoint, transport.timeouts.training
     call, part = await transport.open_stream(method, request, seconds)
     digests = {}
@@ -68,7 +68,7 @@ async def _receive(transport: Transport, request: pb.DownloadCheckpointRequest, 
 
 
 def _verify(directory: Path, digests: dict[str, str]) -> None:
-    """See that the weights are those of the manifest. Raises ChecksumMismatch."""
+    """Check the weights against the manifest. Raises ChecksumMismatch."""
     if MANIFEST_FILE not in digests:
         raise errors.ChecksumMismatch("the checkpoint has no manifest; it is damaged", field="path")
     manifest = read_manifest(directory)

@@ -1,4 +1,4 @@
-"""Processes made by a fork: gRPC's threads stay behind in the parent, so a client in the child would wait for ever."""
+"""Detect forked processes: gRPC's threads do not survive a fork, so a client in the child would hang."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from paceline import errors
 
 
 class GrpcOwner:
-    """Which process has started gRPC; a copy of that knowledge goes into every process forked from it."""
+    """Records which process started gRPC; forked processes inherit a copy."""
 
     def __init__(self) -> None:
         self._pid: int | None = None
 
     def claim(self) -> None:
-        """Note that this process uses gRPC. Raises Forked in one that was forked from a process that does."""
+        """Record that this process uses gRPC. Raises Forked if it was forked from a process that does."""
         self._pid = self._pid or os.getpid()
         self.check()
 
@@ -28,9 +28,9 @@ class GrpcOwner:
 
     @property
     def is_here(self) -> bool:
-        """Whether gRPC was started in this very process, or in none of its ancestors."""
+        """Whether gRPC was started in this process, or in none of its ancestors."""
         return self._pid in {None, os.getpid()}
 
 
 OWNER = GrpcOwner()
-"""That of this process: gRPC is started once in it, whatever the number of clients."""
+"""The owner for this process, shared by all clients, because gRPC is started once per process."""

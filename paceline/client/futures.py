@@ -1,4 +1,4 @@
-"""What a call returns before its answer is there."""
+"""Futures of calls."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ P = ParamSpec("P")
 
 
 class PacelineFuture(Generic[T]):
-    """The answer to come of a call that is under way. Use it from any thread (`result`) or event loop (`await`).
+    """The future answer of a call in flight. Use it from any thread (`result`) or event loop (`await`).
 
-    A command of a training run cannot be cancelled: it has its place in the run's order, and those after it wait for
-    it. A task that is cancelled while it awaits one leaves the command to its end. A command that fails and whose
-    answer nobody asks for is told in the log (logger "paceline").
+    A training command cannot be cancelled: it has a place in the run's order, and later commands wait for it.
+    Cancelling a task that awaits it does not stop the command. If a command fails and its answer is never retrieved,
+    the error is logged (logger "paceline").
     """
 
     def __init__(self, future: Future[T], command: Issued | None = None) -> None:
@@ -29,24 +29,24 @@ class PacelineFuture(Generic[T]):
         self._command = command
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until the answer is there and return it, or raise the call's error.
+        """Block until the call has ended, then return its answer or raise its error.
 
-        Raises TimeoutError after `timeout` seconds (None waits without end); the call goes on. Inside an event loop
+        Raises TimeoutError after `timeout` seconds (None waits indefinitely); the call continues. Inside an event loop
         use `await`, which does not block it.
         """
         self._ask()
         return self._future.result(timeout)
 
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Return whether the call has ended."""
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Cancel the call, also on the server; return False if it has ended or is a training command."""
+        """Cancel the call, on the server too; return False if it has ended or is a training command."""
         return self._command is None and self._future.cancel()
 
     def add_done_callback(self, callback: Callable[[PacelineFuture[T]], object]) -> None:
-        """Have `callback` called with this future when the call has ended, on the client's thread. Must not block."""
+        """Call `callback` with this future when the call has ended, on the client's thread. It must not block."""
         self._ask()
         self._future.add_done_callback(lambda _: callback(self))
 
@@ -68,7 +68,7 @@ class PacelineFuture(Generic[T]):
 
 
 def awaitable(method: Callable[P, PacelineFuture[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Make the `_async` twin of a method that returns a future: a coroutine function that returns the answer itself."""
+    """Return the `_async` twin of a method that returns a future: a coroutine function that returns the answer."""
 
     @wraps(method)
     async def twin(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -76,7 +76,7 @@ def awaitable(method: Callable[P, PacelineFuture[T]]) -> Callable[P, Coroutine[A
 
     twin.__name__ = f"{method.__name__}_async"
     twin.__qualname__ = f"{method.__qualname__}_async"
-    # `help` shows what `await` gives.
+    # So that `help` shows the type that `await` returns.
     answer = str(method.__annotations__["return"]).removeprefix("PacelineFuture[").removesuffix("]")
     twin.__annotations__ = {**method.__annotations__, "return": answer}
     del twin.__dict__["__wrapped__"]

@@ -1,4 +1,4 @@
-"""What calls give back beside `paceline.types`."""
+"""Result types of calls, in addition to `paceline.types`."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Whose key a client shows."""
+    """The account that a client's API key belongs to."""
 
     tenant: str
-    """Whose runs it sees."""
+    """Tenant whose runs the key can access."""
     key_name: str
-    """Empty where the gateway runs with --insecure."""
+    """Name of the key; empty if the gateway runs with --insecure."""
     quotas: tuple[Quota, ...] = ()
-    """Of the services that answered: of what is scarce, how much the tenant has and may have."""
+    """The tenant's quotas, from the services that answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
-    """A sampler has a version active."""
+    """Confirmation that a version is active at a sampler."""
 
     run_id: str
     version: int
     sha256: str
-    """What the sampler computed over what it received."""
+    """SHA-256 of the version, lower-case hex."""
     sampler_id: str
     milliseconds: float
     """From the announcement's arrival to the version being active."""
     step_wait_milliseconds: float = 0.0
-    """Those of them in which the sampler waited for its engine's running step."""
+    """Part of `milliseconds`: waiting for the engine's running step."""
     apply_milliseconds: float = 0.0
-    """Those of them in which the engine took the version in and no request advanced."""
+    """Part of `milliseconds`: the engine loaded the version and no request advanced."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """A new version."""
+    """A newly published version."""
 
     model: ServedModel
     acknowledgements: tuple[Acknowledgement, ...]
-    """Those that had come in when the call was answered."""
+    """Acknowledgements received by the time the call was answered."""
     stage_milliseconds: float
-    """From the command's turn until the version was staged and announced."""
+    """From the start of the command's execution until the version was staged and announced."""
     total_milliseconds: float
-    """From the command's turn until the answer."""
+    """From the start of the command's execution until the answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,14 +60,14 @@ class LogprobsResult(ComparedByValue):
     """Log-probabilities of a sequence of N tokens."""
 
     logprobs: Array
-    """float32, shape [N]: of token i given those before it, at temperature 1; NaN at 0."""
+    """float32, shape [N]: token i given the tokens before it, at temperature 1; NaN at position 0."""
     model: ServedModel
     """The weights that produced them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupportedModel:
-    """A base model and what can be done with it."""
+    """A base model, and whether it can be trained and sampled."""
 
     model: ModelInfo
     trainable: bool
@@ -76,7 +76,7 @@ class SupportedModel:
 
 @dataclass(frozen=True, slots=True)
 class ServerCapabilities:
-    """What can be trained and sampled."""
+    """The models, losses and optimizers that a deployment offers."""
 
     service_version: str
     models: tuple[SupportedModel, ...]
@@ -86,7 +86,7 @@ class ServerCapabilities:
 
 
 def publish_result_from_proto(message: trainer_pb.PublishWeightsResponse) -> PublishResult:
-    """Decode a new version."""
+    """Decode a publish result."""
     return PublishResult(
         model=codec.served_model_from_proto(message.model),
         acknowledgements=tuple(_acknowledgement_from_proto(one) for one in message.acknowledgements),
@@ -108,7 +108,7 @@ def _acknowledgement_from_proto(message: weights_pb.Acknowledgement) -> Acknowle
 
 
 def capabilities_from_proto(message: gateway_pb.GetCapabilitiesResponse) -> ServerCapabilities:
-    """Decode what can be trained and sampled."""
+    """Decode a deployment's capabilities."""
     return ServerCapabilities(
         service_version=message.service_version,
         models=tuple(

@@ -1,4 +1,4 @@
-"""Sampling from one set of weights."""
+"""The client for sampling from one set of weights."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 class SamplingClient(Connected):
     """Samples from one set of weights: the base model, a version of a run, or a sampler checkpoint.
 
-    Made by ServiceClient and TrainingClient; costs nothing to make.
-    Errors of all calls: ModelNotFound, RunNotFound, VersionNotFound, CheckpointNotFound, ChecksumMismatch,
-    RankTooLarge, EmptyBatch, OutOfRange, TokenOutOfRange, SequenceTooLong, and, once retries are spent, Unavailable
-    and Overloaded. Of sampling with `json_schema` or `regex` also InvalidArgument and Unsupported.
+    Created by ServiceClient and TrainingClient, at no cost. Errors of all calls: ModelNotFound, RunNotFound,
+    VersionNotFound, CheckpointNotFound, ChecksumMismatch, RankTooLarge, EmptyBatch, OutOfRange, TokenOutOfRange,
+    SequenceTooLong, and, once retries are exhausted, Unavailable and Overloaded. Sampling with `json_schema` or `regex`
+    also raises InvalidArgument and Unsupported.
     """
 
     def __init__(self, transport: Transport, model: ModelRef) -> None:
         super().__init__(transport)
         self.model = model
-        """The weights that calls ask for."""
+        """The weights that calls request."""
         self._wire_model = codec.model_ref_to_proto(model)
         self._metadata: Metadata = () if model.is_base else ((ROUTE_KEY, str(model)),)
 
     def __reduce__(self) -> tuple[Callable[[Connection, ModelRef], SamplingClient], tuple[Connection, ModelRef]]:
-        """Pickle what it samples from and where; the copy has a connection of its own."""
+        """Pickle the connection settings and the weights' reference; the copy opens its own connection."""
         return _restore, (self.transport.connection, self.model)
 
     def sample(
@@ -59,8 +59,8 @@ class SamplingClient(Connected):
     ) -> PacelineFuture[SampleResult]:
         """Sample completions of a prompt of P token ids.
 
-        With `prompt_logprobs` the answer has the prompt's log-probabilities (at temperature 1); `topk_*` > 0 also gives
-        the k likeliest tokens of each position. A call that is retried samples anew unless a seed is set.
+        With `prompt_logprobs` the answer includes the prompt's log-probabilities (at temperature 1); `topk_*` > 0 adds
+        the k most likely tokens at each position. A retried call draws new samples unless a seed is set.
         """
         with sendable("num_samples"):
             request = pb.SampleRequest(
@@ -81,7 +81,7 @@ class SamplingClient(Connected):
     ) -> SampleStream:
         """Sample completions and stream their tokens: `for delta in ...` or `async for delta in ...`.
 
-        Completions come interleaved; `delta.index` tells them apart. Retries end with the first tokens.
+        Completions are interleaved; `delta.index` identifies them. No retries after the first tokens arrive.
         """
         with sendable("num_samples"):
             request = pb.SampleStreamRequest(
@@ -93,14 +93,14 @@ class SamplingClient(Connected):
         return SampleStream(self.transport, request, self._metadata)
 
     def compute_logprobs(self, tokens: Tokens) -> PacelineFuture[LogprobsResult]:
-        """Compute the log-probability of each of N >= 2 tokens given those before it, at temperature 1."""
+        """Compute the log-probability of each of N >= 2 tokens given the tokens before it, at temperature 1."""
         request = pb.ComputeLogprobsRequest(model=self._wire_model, tokens=_encode_tokens(tokens, "tokens"))
         return self.transport.submit(self._compute_logprobs(request))
 
     compute_logprobs_async = awaitable(compute_logprobs)
 
     async def get_base_model_async(self) -> str:
-        """Return the name of the base model under the weights."""
+        """Return the name of the weights' base model."""
         info = await self.transport.query(self.transport.sampler.GetServerInfo, pb.GetServerInfoRequest())
         return info.model.name
 

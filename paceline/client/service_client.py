@@ -1,4 +1,4 @@
-"""The way in: one connection, and the clients that share it."""
+"""The entry point: one connection, and the clients that share it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from paceline.types import FullParameters, LoraConfig, ModelRef, RunParameters, 
 from paceline.types.given import as_names
 
 MAX_IN_FLIGHT = 500
-"""A burst of calls above the server's limits is dropped, and a server gains nothing from more."""
+"""Limits bursts, because a server drops calls above its limits and gains nothing from more."""
 
 
 class ServiceClient(Catalog):
     """A connection to a Paceline gateway.
 
-    Methods block and return their answer; each has a twin `x_async` to await instead, from any event loop. Use it as a
-    context manager, sync or async, or call `close`. A thread in the background owns the connection; safe to use from
-    any thread. In a process forked from one that has used a client every call raises Forked: start it by spawn. A
-    pickle holds where to call but no key, which the other process takes from $PACELINE_API_KEY.
+    Methods block and return their answer; each has a twin `x_async` to await from any event loop. Use the client as a
+    context manager, sync or async, or call `close`. A background thread owns the connection; the client is safe to use
+    from any thread. In a process forked from one that has used a client, every call raises Forked: use spawn instead. A
+    pickle holds the connection settings but no key, which the other process reads from $PACELINE_API_KEY.
 
-    Commands of its runs that have no answer when it is closed, or when the process ends, are waited for, at most
-    `Timeouts.close` seconds. The logger "paceline" tells of that, and of what is sent again, why and for how long.
+    When the client is closed or the process ends, unanswered commands of its runs are awaited for at most
+    `Timeouts.close` seconds. The logger "paceline" reports this, and which calls are retried, why and for how long.
 
     address: host:port; by default $PACELINE_ADDRESS, else localhost:50050.
-    api_key: by default $PACELINE_API_KEY; empty where the gateway asks for none. Whitespace around it is stripped.
-    tls_ca: PEM file of the authorities that the gateway's certificate comes from, or "system" for the machine's own;
-        by default $PACELINE_TLS_CA. Empty means plaintext: then the key can be read on the network.
-    tls_cert, tls_key: PEM files of an own certificate, where the gateway asks for one.
+    api_key: by default $PACELINE_API_KEY; empty if the gateway requires none. Surrounding whitespace is stripped.
+    tls_ca: PEM file of the authorities that issued the gateway's certificate, or "system" for the machine's own; by
+        default $PACELINE_TLS_CA. Empty means plaintext: the key is then readable on the network.
+    tls_cert, tls_key: PEM files of a client certificate, if the gateway requires one.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ServiceClient(Catalog):
         super().__init__(Transport(make_connection(address, api_key, tls, *patience, max_in_flight)))
 
     def __reduce__(self) -> tuple[Callable[..., ServiceClient], tuple[type[ServiceClient], Connection]]:
-        """Pickle where it calls; the copy has a connection of its own."""
+        """Pickle the connection settings; the copy opens its own connection."""
         return _restore, (type(self), self.transport.connection)
 
     async def create_lora_training_client_async(
@@ -79,11 +79,11 @@ class ServiceClient(Catalog):
         target_modules: Sequence[str] = (),
         user_metadata: Mapping[str, str] | None = None,
     ) -> TrainingClient:
-        """Make a run that trains a LoRA adapter (see LoraConfig) and return its client.
+        """Create a run that trains a LoRA adapter (see LoraConfig) and return its client.
 
-        An empty `base_model` means the one that is served; `user_metadata` is kept with the run. `get_info` of the
-        client lists the modules that were adapted. Errors: ModelNotFound, RankTooLarge, OutOfRange, InvalidArgument
-        (a group of which the model can have a part only), TooManyRuns.
+        An empty `base_model` means the served one; `user_metadata` is stored with the run. The client's `get_info`
+        lists the adapted modules. Errors: ModelNotFound, RankTooLarge, OutOfRange, InvalidArgument (a group that the
+        model can only partly adapt), TooManyRuns.
         """
         lora = LoraConfig(
             rank,
@@ -111,18 +111,18 @@ class ServiceClient(Catalog):
         seed: int = 0,
         user_metadata: Mapping[str, str] | None = None,
     ) -> TrainingClient:
-        """Make a run that trains every parameter of the model (see FullParameters) and return its client.
+        """Create a run that trains every parameter of the model (see FullParameters) and return its client.
 
-        Its versions are whole models: `publish_weights` gets them to samplers that serve such (docs/memory.md). A
-        sampler can also be started with a checkpoint of `save_weights_for_sampler` as its model. Errors: ModelNotFound,
-        OutOfMemory, TooManyRuns.
+        Its versions are whole models: `publish_weights` sends them to samplers that serve whole models
+        (docs/memory.md). A sampler can also be started with a checkpoint from `save_weights_for_sampler` as its model.
+        Errors: ModelNotFound, OutOfMemory, TooManyRuns.
         """
         return await self._create(base_model, FullParameters(storage, seed), user_metadata or {})
 
     create_full_training_client = blocking(create_full_training_client_async)
 
     async def create_training_client_from_state_async(self, path: str) -> TrainingClient:
-        """Make a run with the configuration and the weights of a checkpoint, and a fresh optimizer.
+        """Create a run with a checkpoint's configuration and weights, and a fresh optimizer.
 
         The checkpoint's run may have been deleted. Errors: InvalidPath, CheckpointNotFound, ModelNotFound.
         """
@@ -131,7 +131,7 @@ class ServiceClient(Catalog):
     create_training_client_from_state = blocking(create_training_client_from_state_async)
 
     async def create_training_client_from_state_with_optimizer_async(self, path: str) -> TrainingClient:
-        """As `create_training_client_from_state`, and restore optimizer, step, RNG and pending gradient too."""
+        """Like `create_training_client_from_state`, but also restore optimizer, step, RNG and pending gradient."""
         return await self._from_state(path, with_optimizer=True)
 
     create_training_client_from_state_with_optimizer = blocking(create_training_client_from_state_with_optimizer_async)
@@ -139,8 +139,8 @@ class ServiceClient(Catalog):
     async def get_training_client_async(self, run_id: str) -> TrainingClient:
         """Attach to a run; its next command follows the last one that was accepted.
 
-        One client at a time trains a run: the newest. Commands that earlier ones send from now on are refused with
-        ClientSuperseded. To look at a run without training it use `get_run`. Errors: RunNotFound.
+        Only the newest client trains a run: later commands of earlier clients are refused with ClientSuperseded. To
+        inspect a run without training it, use `get_run`. Errors: RunNotFound.
         """
         request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
         reply = await self.transport.query(self.transport.trainer.AttachRun, request)
@@ -153,7 +153,7 @@ class ServiceClient(Catalog):
     ) -> SamplingClient:
         """Return a client that samples from a checkpoint, a run's version or, with neither, the base model.
 
-        `version` None means the newest at each call. Calls nothing yet. Raises InvalidArgument when more than one is
+        `version` None means the newest at each call. Makes no call itself. Raises InvalidArgument if more than one is
         named.
         """
         if sum(map(bool, (model_path, run_id, base_model))) > 1 or (version is not None and not run_id):
@@ -163,14 +163,14 @@ class ServiceClient(Catalog):
         return SamplingClient(self.transport, ModelRef(base_model, run_id, version, model_path))
 
     async def close_async(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - as in `close`
-        """As `close`, without blocking the event loop."""
+        """Like `close`, without blocking the event loop."""
         await self.transport.close_async(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for the answers of training commands, cancel everything else, and end the connection.
+        """Wait for the answers to training commands, cancel everything else, and close the connection.
 
-        Waits at most `timeout` seconds, None meaning `Timeouts.close`; the log says what is waited for and what has no
-        answer at the end. Clients made here end with it. Ctrl-C ends the wait.
+        Waits at most `timeout` seconds (None: `Timeouts.close`). The log names what is being waited for and what is
+        left unanswered. Clients created from this one are closed with it. Ctrl-C ends the wait.
         """
         self.transport.close(timeout)
 
@@ -217,6 +217,6 @@ def _restore(cls: type[ServiceClient], connection: Connection) -> ServiceClient:
 
 
 def _patience_after(kind: type[BaseException] | None) -> float | None:
-    """Return how long to wait for commands where a block was left by this exception: not at all after Ctrl-C."""
+    """Return how long to wait for commands after a block was left by this exception: not at all after Ctrl-C."""
     gives_up = kind is not None and issubclass(kind, (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit))
     return 0.0 if gives_up else None

@@ -1,4 +1,4 @@
-"""Tokens of a stream, as they come."""
+"""Streaming of sampled tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ StreamCall = grpc.aio.UnaryStreamCall[pb.SampleStreamRequest, pb.SampleStreamRes
 
 
 class SampleStream:
-    """Completions under way: iterate with `for` or with `async for`, once.
+    """Completions in progress: iterate once, with `for` or `async for`.
 
-    The request is sent at the first step and counts as a call in flight until the stream ends. Leaving the loop early
-    cancels it on the server; `with` and `async with` do so also when the loop was left by an exception that is kept.
+    The request is sent at the first iteration and counts as a call in flight until the stream ends. Leaving the loop
+    early cancels it on the server; use `with` or `async with` to cancel it also if an exception that left the loop is
+    kept.
 
-    Read on: a stream that is not read for the service's `reader_seconds` ends with ReaderStalled, once what had been
-    sent is read. One whose connection is lost ends with Unavailable. `metadata["received_tokens"]` of each error says
-    how many tokens had come.
+    Keep reading: a stream that is not read for the service's `reader_seconds` ends with ReaderStalled, after what had
+    already been sent. A stream whose connection is lost ends with Unavailable. `metadata["received_tokens"]` of each
+    error is the number of tokens received.
     """
 
     def __init__(self, transport: Transport, request: pb.SampleStreamRequest, metadata: Metadata) -> None:
@@ -34,7 +35,7 @@ class SampleStream:
         self._call: StreamCall | None = None
         self._ended = False
         self._received = 0
-        """Tokens that have come."""
+        """Number of tokens received."""
 
     def __iter__(self) -> Generator[StreamedTokens]:
         try:
@@ -51,7 +52,7 @@ class SampleStream:
             self.close()
 
     def close(self) -> None:
-        """Cancel what is left of the stream. Does not block; closing twice does nothing."""
+        """Cancel the rest of the stream. Does not block; closing twice does nothing."""
         self._transport.soon(self._end)
 
     def __enter__(self) -> Self:
@@ -85,7 +86,7 @@ class SampleStream:
             raise self._explained(failure) from failure
 
     def _explained(self, failure: grpc.aio.AioRpcError) -> errors.PacelineError:
-        """Say what broke the stream off, and how much of it had come."""
+        """Return the error that ended the stream, with the number of tokens received."""
         error, _ = explain(failure)
         error.metadata["received_tokens"] = str(self._received)
         if isinstance(error, errors.Unavailable):

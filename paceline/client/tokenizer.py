@@ -1,4 +1,4 @@
-"""The base model's tokenizer, as the trainer has it."""
+"""The base model's tokenizer, fetched from the trainer."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 async def get_tokenizer(transport: Transport, base_model: str) -> PreTrainedTokenizerBase:
-    """Fetch the tokenizer of a base model (empty: the one that is served). Raises ModelNotFound."""
+    """Fetch the tokenizer of a base model (empty: the served one). Raises ModelNotFound."""
     reply = await transport.query(transport.trainer.GetTokenizer, pb.GetTokenizerRequest(base_model=base_model))
     with Worker() as worker:
         return await worker.run(lambda: _load(store(dict(reply.files), cache_directory())))
 
 
 def cache_directory() -> Path:
-    """Where tokenizers are kept: $XDG_CACHE_HOME/paceline/tokenizers, by default below ~/.cache."""
+    """Return the tokenizer cache: $XDG_CACHE_HOME/paceline/tokenizers, by default below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "tokenizers"
 
 
 def store(files: Mapping[str, bytes], cache: Path) -> Path:
-    """Write a tokenizer's files to a directory named by their content, unless it exists, and return it.
+    """Write a tokenizer's files to a directory named by their content hash, unless it exists, and return it.
 
     Raises InvalidName for a file name that is a path.
     """
@@ -49,7 +49,7 @@ def store(files: Mapping[str, bytes], cache: Path) -> Path:
     try:
         staging.rename(directory)
     except OSError:
-        # Another process was faster with the same content.
+        # Another process has stored the same content first.
         shutil.rmtree(staging)
         if not directory.is_dir():
             raise
@@ -66,7 +66,7 @@ def _content_hash(files: Mapping[str, bytes]) -> str:
 
 
 def _load(directory: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - a client that never asks for a tokenizer needs none
+    from transformers import AutoTokenizer  # noqa: PLC0415 - only needed by clients that request a tokenizer
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
     return tokenizer

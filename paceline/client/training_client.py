@@ -1,4 +1,4 @@
-"""Training one run."""
+"""The client for training one run."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ _REDUCTIONS: dict[str, Reduction] = {reduction.name.lower(): reduction for reduc
 
 
 class TrainingClient(Connected):
-    """Issues the commands of one run; made by ServiceClient.
+    """Issues the commands of one run; created by ServiceClient.
 
-    Commands return at once with a future and execute in the order in which they were issued, from any thread: issue
+    Commands immediately return a future and execute in the order in which they were issued, from any thread: issue
     forward_backward and optim_step together, then wait. The twin `x_async(...)` is a coroutine function that returns
     the answer itself, not a future; to overlap commands, use the futures. Arguments are copied when a command is
-    issued and may be changed then.
+    issued and may be modified afterwards.
 
-    A command that is refused (an error that is no Unavailable, Overloaded or SeqIdGap) counts as executed and later
-    ones go on. A command that ends in Unavailable or TimedOut may or may not have been executed; if it was not, later
-    ones end in SeqIdGap: attach to the run again with `ServiceClient.get_training_client`. Errors of all commands:
-    RunNotFound, RunStateLost, ClientSuperseded (another client attached to the run later, and trains it), SeqIdExpired.
+    A refused command (any error other than Unavailable, Overloaded or SeqIdGap) counts as executed, and later commands
+    continue. A command that ends in Unavailable or TimedOut may or may not have been executed; if it was not, later
+    commands end in SeqIdGap: attach to the run again with `ServiceClient.get_training_client`. Errors of all commands:
+    RunNotFound, RunStateLost, ClientSuperseded (another client attached later and trains the run), SeqIdExpired.
     """
 
     def __init__(self, transport: Transport, run: Run, attachment: int) -> None:
@@ -77,7 +77,7 @@ class TrainingClient(Connected):
         loss_fn_config: Mapping[str, float] | None = None,
         reduction: ReductionName = "sum",
     ) -> PacelineFuture[ForwardBackwardOutput]:
-        """Compute a loss and log-probabilities without a gradient. Arguments and errors as `forward_backward`."""
+        """Compute a loss and log-probabilities without a gradient. Arguments and errors as in `forward_backward`."""
         return self._pass(data, _spec(loss_fn, loss_fn_config, reduction, forward_only=True))
 
     forward_async = awaitable(forward)
@@ -91,17 +91,17 @@ class TrainingClient(Connected):
         *,
         refuse_non_finite: bool = False,
     ) -> PacelineFuture[ForwardBackwardOutput]:
-        """Compute a loss and add its gradient to the run's.
+        """Compute a loss and add its gradient to the run's gradient.
 
-        The loss is the sum over tokens and datums; with `reduction` "token_mean" it is divided by the counted positions
-        of `data`, with "sequence_mean" it is the mean over datums of the mean over each one's counted positions. Either
-        is the mean over this call alone: gradients of several calls add up.
+        The loss is the sum over tokens and datums. With `reduction` "token_mean" it is divided by the number of counted
+        positions in `data`; with "sequence_mean" it is the mean over datums of each datum's mean over its counted
+        positions. Both are means over this call alone: gradients of several calls add up.
 
         NaN and infinity are counted in the metrics `nonfinite:sum` (positions) and `nonfinite_gradient:sum` (elements),
-        and the next optim_step is refused; with `refuse_non_finite` this call is, and adds nothing.
+        and the next optim_step is refused. With `refuse_non_finite`, this call is refused instead and adds nothing.
 
-        A batch above 1024 datums or 4 MiB is sent in parts and their results are merged; if a part fails, its error is
-        raised and the gradient of the others stays in the run. Errors: EmptyBatch, UnknownLoss, UnknownField,
+        A batch above 1024 datums or 4 MiB is sent in parts and the results are merged; if a part fails, its error is
+        raised and the gradient of the other parts stays in the run. Errors: EmptyBatch, UnknownLoss, UnknownField,
         MissingField, InvalidArgument, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob,
         OutOfRange, SequenceTooLong, NonFiniteLoss, OutOfMemory.
         """
@@ -111,12 +111,12 @@ class TrainingClient(Connected):
     forward_backward_async = awaitable(forward_backward)
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> PacelineFuture[ForwardBackwardOutput]:
-        """Differentiate a loss of your own with respect to log-probabilities, and back-propagate it through the model.
+        """Differentiate a custom loss with respect to log-probabilities, and back-propagate it through the model.
 
         `loss_fn(data, logprobs)` gets one float32 tensor of shape [N] per datum (0 where the mask is 0) and returns a
-        scalar tensor and metrics; it runs on a thread of its own and may read any loss input. The metrics of the
-        answer hold its value as `loss:sum`. Later commands are sent once it has returned. If it raises, nothing is
-        accumulated, the error comes out of the future, and the run goes on. Needs the package torch.
+        scalar tensor and metrics. It runs on its own thread and may read any loss input. The answer's metrics hold its
+        value as `loss:sum`. Later commands are sent once it has returned. If it raises, nothing is accumulated, the
+        future raises the error, and the run continues. Needs the package torch.
         """
         from paceline.client.custom_loss import put_custom_loss  # noqa: PLC0415 - only this call needs torch
 
@@ -125,9 +125,9 @@ class TrainingClient(Connected):
     forward_backward_custom_async = awaitable(forward_backward_custom)
 
     def optim_step(self, params: OptimizerParams | None = None) -> PacelineFuture[OptimStepOutput]:
-        """Apply the accumulated gradient with the optimizer that `params` belong to, AdamW by default, and clear it.
+        """Apply the accumulated gradient with the optimizer of `params`, AdamW by default, and clear the gradient.
 
-        A run keeps to the optimizer of its first step. Errors: OutOfRange, NoGradient, NonFiniteGradient,
+        A run keeps the optimizer of its first step. Errors: OutOfRange, NoGradient, NonFiniteGradient,
         OptimizerChanged, OutOfMemory.
         """
         with sendable("params"):
@@ -144,8 +144,8 @@ class TrainingClient(Connected):
     ) -> PacelineFuture[Checkpoint]:
         """Save weights, optimizer, RNG, step and pending gradient durably; training resumes from it bit for bit.
 
-        `ttl_seconds` is the time after which it is deleted by itself; None means never. Errors: InvalidName,
-        CheckpointExists, OutOfRange, DiskFull.
+        The checkpoint expires after `ttl_seconds`; None means never. Errors: InvalidName, CheckpointExists, OutOfRange,
+        DiskFull.
         """
         return self._save(name, CheckpointKind.STATE, ttl_seconds, overwrite=overwrite)
 
@@ -154,16 +154,16 @@ class TrainingClient(Connected):
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, *, overwrite: bool = False
     ) -> PacelineFuture[Checkpoint]:
-        """Save the weights durably, for sampling and for other tools. Arguments as `save_state`.
+        """Save the weights durably, for sampling and for other tools. Arguments as in `save_state`.
 
-        In PEFT's layout, or of a full-parameter run a whole Hugging Face model.
+        The checkpoint has PEFT's layout, or is a whole Hugging Face model for a full-parameter run.
         """
         return self._save(name, CheckpointKind.SAMPLER, ttl_seconds, overwrite=overwrite)
 
     save_weights_for_sampler_async = awaitable(save_weights_for_sampler)
 
     def load_state(self, path: str) -> PacelineFuture[Run]:
-        """Replace the weights by a checkpoint's, with a fresh optimizer. Later commands are sent once it is answered.
+        """Load a checkpoint's weights, with a fresh optimizer. Later commands are sent once it is answered.
 
         Errors: InvalidPath, CheckpointNotFound, CheckpointMismatch, ChecksumMismatch.
         """
@@ -172,9 +172,9 @@ class TrainingClient(Connected):
     load_state_async = awaitable(load_state)
 
     def load_state_with_optimizer(self, path: str) -> PacelineFuture[Run]:
-        """As `load_state`, from a state checkpoint, and restore optimizer, step, RNG and pending gradient too.
+        """Like `load_state` from a state checkpoint, but also restore optimizer, step, RNG and pending gradient.
 
-        After RunStateLost it brings the run back; `error.metadata["checkpoint"]` names the newest state checkpoint.
+        Restores a run after RunStateLost; `error.metadata["checkpoint"]` is the path of the newest state checkpoint.
         """
         return self._load(path, with_optimizer=True)
 
@@ -183,12 +183,13 @@ class TrainingClient(Connected):
     def publish_weights(
         self, *, durable: bool = False, wait_for: WaitFor = "all", ack_timeout: float = 60.0
     ) -> PacelineFuture[PublishResult]:
-        """Make the weights a new version and get it to the samplers.
+        """Publish the weights as a new version and send it to the samplers.
 
-        With `durable` the answer comes once it is synced to the checkpoint volume. `wait_for` says whose
-        acknowledgement to wait for: of all samplers that watch (at least one), of any, or of none; AckTimeout after
-        `ack_timeout` seconds, and the version exists all the same. Samplers whose bridge is `restart` take versions of
-        full-parameter runs. Errors: AckTimeout, DiskFull, what a sampler refused the version with.
+        With `durable` the answer arrives once the version is synced to the checkpoint volume. `wait_for` selects which
+        acknowledgements to wait for: those of all watching samplers (at least one), of any, or none. After
+        `ack_timeout` seconds the call raises AckTimeout, but the version exists. Samplers with bridge `restart` accept
+        versions of full-parameter runs. Errors: AckTimeout, DiskFull, the error with which a sampler refused the
+        version.
         """
         if wait_for not in _ACK_POLICIES:
             raise errors.InvalidArgument(f"is {wait_for!r}; use all, any or none", field="wait_for")
@@ -208,7 +209,7 @@ class TrainingClient(Connected):
     async def save_weights_and_get_sampling_client_async(self) -> SamplingClient:
         """Publish the weights and return a client that samples from exactly this version.
 
-        Waits for no sampler: one that lacks the version fetches it before it answers.
+        Does not wait for samplers: a sampler that lacks the version fetches it before it answers.
         """
         published = await self.publish_weights(wait_for="none")
         return SamplingClient(self.transport, ModelRef(run_id=self.run_id, version=published.model.version))
@@ -216,11 +217,11 @@ class TrainingClient(Connected):
     save_weights_and_get_sampling_client = blocking(save_weights_and_get_sampling_client_async)
 
     def create_sampling_client(self, path: str) -> SamplingClient:
-        """Return a client that samples from a sampler checkpoint. Calls nothing yet."""
+        """Return a client that samples from a sampler checkpoint. Makes no call itself."""
         return SamplingClient(self.transport, ModelRef(checkpoint=path))
 
     async def get_info_async(self) -> Run:
-        """Return the run as it is now. Errors: RunNotFound."""
+        """Return the run's current record. Errors: RunNotFound."""
         reply = await self.transport.query(self.transport.trainer.GetRun, pb.GetRunRequest(run_id=self.run_id))
         return codec.run_from_proto(reply.run)
 

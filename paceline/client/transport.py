@@ -1,4 +1,4 @@
-"""The channel, the event loop thread that owns it, retries, and the limit on calls in flight."""
+"""The gRPC channel, the event loop thread that owns it, retries, and the limit on calls in flight."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PROBE_SECONDS = 0.2
 
 
 class Transport:
-    """One connection. grpc.aio objects belong to one event loop, so a thread of its own runs it and all calls."""
+    """One connection. grpc.aio objects belong to one event loop, so a dedicated thread runs it and all calls."""
 
     def __init__(self, connection: Connection) -> None:
         OWNER.claim()
@@ -57,7 +57,7 @@ class Transport:
         thread.start()
         self._loop, self._thread = loop, thread
         self._channel = asyncio.run_coroutine_threadsafe(_open(connection), loop).result()
-        # At the end of the process too: commands that were issued are waited for while this thread still runs.
+        # Also runs at process exit: issued commands are awaited while this thread is still running.
         self._stop = weakref.finalize(
             self, _shut_down, loop, thread, self._channel, self._outstanding, self.timeouts.close
         )
@@ -70,12 +70,12 @@ class Transport:
         return PacelineFuture(self._submit(work))
 
     def submit_command(self, name: str, work: Coroutine[Any, Any, T]) -> PacelineFuture[T]:
-        """Run a training command, which cannot be cancelled, and which the end of the client waits for."""
+        """Run a training command, which cannot be cancelled; closing the client waits for it."""
         future = self._submit(work)
         return PacelineFuture(future, self._outstanding.add(name, future, self._loop))
 
     def soon(self, action: Callable[[], object]) -> None:
-        """Run a function on the client's thread without waiting for it; nothing if the client is closed."""
+        """Run a function on the client's thread without waiting for it; do nothing if the client is closed."""
         if self._stop.alive and OWNER.is_here:
             self._loop.call_soon_threadsafe(action)
 
@@ -86,7 +86,7 @@ class Transport:
         seconds: float,
         metadata: Metadata = (),
     ) -> asyncio.Task[Reply]:
-        """Wait for room, then start a call with its retries. Room is given in the order of asking."""
+        """Wait for the limit on calls in flight, in FIFO order, then start a call with retries."""
         await self._connected()
         await self._room.acquire()
         task = asyncio.ensure_future(self._call(method, request, seconds, metadata))
@@ -100,13 +100,13 @@ class Transport:
         seconds: float,
         metadata: Metadata = (),
     ) -> Reply:
-        """Call and return the reply. `seconds` is the deadline of each attempt. Raises PacelineError."""
+        """Call a method and return its reply. `seconds` is the timeout of each attempt. Raises PacelineError."""
         return await (await self.start(method, request, seconds, metadata))
 
     def query(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request
     ) -> PacelineFuture[Reply]:
-        """Call something that answers at once."""
+        """Call a method that answers immediately."""
         return self.submit(self.call(method, request, self.timeouts.query))
 
     async def open_stream(
@@ -116,9 +116,9 @@ class Transport:
         seconds: float,
         metadata: Metadata = (),
     ) -> tuple[grpc.aio.UnaryStreamCall[Request, Reply], Reply | None]:
-        """Wait for room and open a stream; return it with its first message (None if there is none).
+        """Wait for the limit on calls in flight and open a stream; return it with its first message (None if empty).
 
-        Retries end with the first message. The caller gives the room back with `end_stream`.
+        There are no retries after the first message. The caller must call `end_stream`.
         """
 
         async def first() -> tuple[grpc.aio.UnaryStreamCall[Request, Reply], Reply | None]:
@@ -134,12 +134,12 @@ class Transport:
             raise
 
     def end_stream(self, stream: grpc.aio.UnaryStreamCall[Request, Reply]) -> None:
-        """Cancel a stream on the server too, if it has not ended, and give its room back."""
+        """Cancel a stream, on the server too, if it has not ended, and release its place among the calls in flight."""
         stream.cancel()
         self._room.release()
 
     def close(self, seconds: float | None = None) -> None:
-        """Wait for commands, cancel what else is under way, close the channel and end the thread.
+        """Wait for commands, cancel all other calls, close the channel and end the thread.
 
         Waits at most `seconds`, by default Timeouts.close. Closing twice does nothing.
         """
@@ -152,7 +152,7 @@ class Transport:
             self._stop_now()
 
     async def close_async(self, seconds: float | None = None) -> None:
-        """As `close`, from any event loop."""
+        """Like `close`, from any event loop."""
         if not OWNER.is_here:
             return
         try:
@@ -179,7 +179,7 @@ class Transport:
         return asyncio.run_coroutine_threadsafe(self._guard(work), self._loop)
 
     async def _connected(self) -> None:
-        """Return when there has been a connection; the first calls wait for it together."""
+        """Wait for the first connection; concurrent first calls share the wait."""
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
             self._connecting = asyncio.create_task(self._connect())
         await asyncio.shield(self._connecting)
@@ -198,7 +198,7 @@ class Transport:
             ) from None
 
     async def _why_not(self) -> str:
-        """Ask gRPC why there is no connection."""
+        """Return gRPC's reason why there is no connection."""
         probe: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_PROBE)
         try:
             await probe(b"", timeout=_PROBE_SECONDS)
@@ -234,7 +234,7 @@ class Transport:
 
 
 class Connected:
-    """Something that calls through a transport."""
+    """Base of clients that call through a transport."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -244,7 +244,7 @@ C = TypeVar("C", bound=Connected)
 
 
 def blocking(method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[C, P], T]:
-    """Make the blocking twin of a method whose name ends in `_async`. Not for use inside an event loop."""
+    """Return the blocking twin of a method whose name ends in `_async`. Not for use inside an event loop."""
 
     @wraps(method)
     def twin(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -279,8 +279,8 @@ def _shut_down(
     seconds: float,
 ) -> None:
     if not OWNER.is_here:
-        return  # The thread, its loop and the connection are the parent's.
-    # The last reference may go on the client's own thread, which cannot wait for itself.
+        return  # The thread, its loop and the connection belong to the parent process.
+    # The last reference may be dropped on the client's own thread, which cannot wait for itself.
     is_elsewhere = threading.current_thread() is not thread
     try:
         if is_elsewhere:

@@ -1,4 +1,4 @@
-"""A thread that is started ahead and runs one function."""
+"""A thread that is started in advance and runs one function."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Runs one function beside the event loop.
+    """Runs one function outside the event loop.
 
-    Its thread starts at once, since none can be started once the main thread has ended (Python 3.12), while commands
-    that were issued before are still being done. It does not keep the process from ending.
+    Its thread starts immediately, because no thread can be started once the main thread has ended (Python 3.12), when
+    previously issued commands may still be running. It is a daemon thread and does not keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Worker:
         threading.Thread(target=self._serve, name="paceline-worker", daemon=True).start()
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return what the function returns, or raise what it raises. Once."""
+        """Run the function and return its result or raise its error. May be called once."""
         future: Future[T] = Future()
 
         def work() -> None:

@@ -1,4 +1,4 @@
-"""The process group over which trainer and samplers exchange versions; its members are processes of their own."""
+"""The process group over which the trainer sends versions to samplers; each member is a separate process."""
 
 from paceline.collective.process import GroupMember, GroupPlace
 

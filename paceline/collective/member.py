@@ -1,7 +1,7 @@
-"""The program of a group's member: `python -m paceline.collective.member PLACE`. The one part of paceline with torch.
+"""The program of a group member, run as `python -m paceline.collective.member PLACE`. It imports torch.
 
-PLACE is a GroupPlace as JSON. Jobs come as lines of JSON on standard input and events go out so on standard output. The
-process ends when its input does.
+PLACE is a GroupPlace as JSON. Jobs arrive as lines of JSON on standard input, and events are written the same way to
+standard output. The process ends when its input does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass
 class MissingRanksError(Exception):
-    """Not all members came."""
+    """Some members did not join in time."""
 
     ranks: Sequence[int] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class MissingRanksError(Exception):
 
 @dataclass
 class SharedGpuError(MissingRanksError):
-    """Members are on one GPU, of which NCCL takes a member each."""
+    """Members share a GPU, but NCCL allows only one member per GPU."""
 
     def __str__(self) -> str:
         return (
@@ -54,7 +54,7 @@ class SharedGpuError(MissingRanksError):
 
 
 def main() -> None:
-    """Join, then do jobs until the input ends or a member is lost."""
+    """Join the group, then run jobs until the input ends or a member is lost."""
     place = GroupPlace(**json.loads(sys.argv[1]))
     events = _take_output()
     jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
@@ -69,17 +69,17 @@ def main() -> None:
     except Exception as error:
         missing = error.ranks if isinstance(error, MissingRanksError) else ()
         _tell(events, event="failed", error=f"{type(error).__name__}: {error}", missing=list(missing))
-        os._exit(1)  # without waiting for collectives that will never end
+        os._exit(1)  # does not wait for collectives that will never complete
 
 
 def _read(jobs: SimpleQueue[dict[str, Any]]) -> NoReturn:
     for line in sys.stdin:
         jobs.put(json.loads(line))
-    os._exit(0)  # the service is gone; a collective cannot be interrupted in another way
+    os._exit(0)  # the service is gone; there is no other way to interrupt a collective
 
 
 def _take_output() -> TextIO:
-    """Return standard output for events alone; gloo, which writes there too, goes to standard error from here on."""
+    """Return standard output, reserved for events; redirect other writers to it, such as gloo, to standard error."""
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return events
@@ -109,7 +109,7 @@ def _join(place: GroupPlace, events: TextIO) -> None:
 
 
 def _listen(host: str, port: int) -> TCPStore:
-    """Open the store on one address; by itself it would listen on all of them."""
+    """Open the store on one address only; by default it would listen on all addresses."""
     listener = socket.create_server((host, port))
     bound = listener.getsockname()[1]
     return TCPStore(
@@ -118,9 +118,9 @@ def _listen(host: str, port: int) -> TCPStore:
 
 
 def meet(store: Store, place: GroupPlace, gpu: str) -> None:
-    """Wait until every member is there, each on a GPU of its own, named by its UUID; `gpu` is empty without GPUs.
+    """Wait until every member has joined, each on its own GPU. `gpu` is this member's GPU UUID; empty without GPUs.
 
-    Raises MissingRanksError and, at rank 0, SharedGpuError; the others learn of that by its end.
+    Raises MissingRanksError and, at rank 0, SharedGpuError; the other ranks then fail because rank 0 exits.
     """
     store.set(str(place.rank), gpu or f"rank {place.rank}")
     ranks = range(place.size)
@@ -138,7 +138,7 @@ def meet(store: Store, place: GroupPlace, gpu: str) -> None:
 
 
 def _take_gpu() -> torch.device:
-    """Compute on the first GPU that this process is shown, and say so: NCCL would take any."""
+    """Select the first GPU visible to this process explicitly, because NCCL would otherwise use any."""
     if not torch.cuda.is_available():
         raise RuntimeError("group_backend=nccl takes a GPU for each member; set the trainer's group_backend=gloo")
     gpu = torch.device("cuda", 0)
@@ -151,7 +151,7 @@ def _uuid(gpu: torch.device) -> str:
 
 
 def _own_address(host: str) -> str:
-    """Return the address of this machine from which `host` is reached."""
+    """Return the local address from which this machine reaches `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         address: str = probe.getsockname()[0]
@@ -159,7 +159,7 @@ def _own_address(host: str) -> str:
 
 
 def _interface(address: str) -> str:
-    """Return the name of the network interface that has an IPv4 address; empty where none is found."""
+    """Return the name of the network interface with this IPv4 address; empty if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -172,7 +172,7 @@ def _interface(address: str) -> str:
 
 
 def _transfer(place: GroupPlace, path: str | None, size: int) -> None:
-    """Broadcast a file's bytes from rank 0, in pieces of one flat buffer, straight from and into mapped files."""
+    """Broadcast a file's bytes from rank 0 in chunks, directly from and into memory-mapped files."""
     if path is None:
         content = torch.empty(size, dtype=torch.uint8)
     else:

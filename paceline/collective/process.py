@@ -1,4 +1,4 @@
-"""A member of the process group as its service sees it: a child process, which can be ended whatever it waits for."""
+"""A service's handle on its process group member: a child process, which can be killed whatever it is waiting for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 from paceline.errors import PeerLost
 
 _START_SECONDS = 120.0
-"""How long a member may take to load torch, and then to find the others, who load it too."""
+"""How long a member may take to load torch; it may take as long again to meet the others, which load it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +23,18 @@ class GroupPlace:
     backend: str
     """gloo, or nccl for GPUs."""
     address: str
-    """host:port of the store at which members meet. Rank 0 listens there; its port may be 0."""
+    """host:port of the store at which members meet. Rank 0 listens on it; its port may be 0."""
     generation: int
     rank: int
     size: int
     seconds: float
-    """How long a transfer may take."""
+    """Timeout of a transfer."""
 
 
 class GroupMember:
     """Broadcasts files from rank 0 to all others, in the order of the calls.
 
-    Every failure, of this member or another, is PeerLost: the group is of no use then, and a new generation is made.
+    Any failure, of this member or another, raises PeerLost: the group is then unusable and a new generation is made.
     """
 
     def __init__(self, process: Process, place: GroupPlace) -> None:
@@ -44,7 +44,7 @@ class GroupMember:
 
     @classmethod
     async def start(cls, place: GroupPlace) -> Self:
-        """Start the process; nothing is awaited of it yet."""
+        """Start the process without waiting for it to join."""
         command = (sys.executable, "-m", "paceline.collective.member", json.dumps(asdict(place)))
         return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), place)
 
@@ -53,34 +53,34 @@ class GroupMember:
         return self._place.generation
 
     async def listening(self) -> int:
-        """Return the port of the store, of rank 0 alone."""
+        """Return the port of the store; only for rank 0."""
         async with self._busy:
             return int((await self._hear("listening", _START_SECONDS))["port"])
 
     async def join(self) -> None:
-        """Wait until all have met. `metadata["missing"]` of rank 0's PeerLost has the ranks that did not come."""
+        """Wait until all members have joined. `metadata["missing"]` of rank 0's PeerLost lists the missing ranks."""
         async with self._busy:
             await self._hear("joined", 2 * _START_SECONDS)
 
     async def transfer(self, path: Path | None, size: int) -> None:
-        """Send the file `path` of `size` bytes, or as another rank than 0 receive it, into a new file or into none."""
+        """Send the file `path` of `size` bytes as rank 0; other ranks receive into `path`, or discard it if None."""
         async with self._busy:
             try:
                 self._say({"path": None if path is None else str(path), "size": size})
                 await self._hear("done", self._place.seconds)
             except BaseException:
-                # Whatever it was, the members may no longer be at the same transfer.
+                # After any failure, the members may no longer be at the same transfer.
                 self._kill()
                 raise
 
     async def stop(self) -> None:
-        """End the process."""
+        """Kill the process and wait for it."""
         self._kill()
         await self._process.wait()
 
     def _kill(self) -> None:
         """Kill the process and close its pipes: their other ends may be open in a fork of this process."""
-        self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 - there is no other way to them
+        self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 - asyncio has no public way to close them
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._process.stdin is None or self._process.stdin.is_closing():

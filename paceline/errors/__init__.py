@@ -2,18 +2,18 @@
 
     PacelineError
     ├── InvalidArgument      the request is wrong; the same call will fail again
-    ├── NotFound             no such object, or another tenant's
+    ├── NotFound             no such object, or it belongs to another tenant
     ├── Conflict             a key or a name is taken
-    ├── FailedPrecondition   the run is not in a state for this
+    ├── FailedPrecondition   the run's state does not allow this
     ├── Exhausted            a limit was reached; some carry `retry_after`
-    ├── Denied               who called, or what, is not allowed
+    ├── Denied               the caller or the method is not allowed
     ├── Unavailable          try again; carries `retry_after`
     ├── DataLoss             bytes differ from their checksum
     ├── TimedOut, Cancelled, Unsupported
-    └── Internal             anything that nobody foresaw
+    └── Internal             an unexpected failure
 
 Every leaf has a `reason`, listed in `paceline.types.v1.ErrorReason` and explained in docs/errors.md. An error may carry
-`field` (the field, argument or variable at fault), `metadata` (facts of the message, for programs) and `retry_after`
+`field` (the field, argument or variable at fault), `metadata` (the message's facts, for programs) and `retry_after`
 (seconds).
 """
 
@@ -181,4 +181,4 @@ def _leaves(cls: type[PacelineError]) -> list[type[PacelineError]]:
 CATALOG: dict[str, type[PacelineError]] = {
     leaf.reason: leaf for leaf in _leaves(PacelineError) if leaf is not PacelineError
 }
-"""Every reason that can be sent, with its class."""
+"""The class of every reason that can be sent."""

@@ -1,4 +1,4 @@
-"""What every error has."""
+"""The base of all errors."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class PacelineError(Exception):
 
 
 class Internal(PacelineError):
-    """Anything that nobody foresaw; `metadata["error_id"]` finds it in the service's log."""
+    """An unexpected failure; `metadata["error_id"]` identifies it in the service's log."""
 
     @classmethod
     def unforeseen(cls) -> Internal:
-        """Make the error of what should never fail, with an id of its own; the caller logs that with what happened."""
+        """Return an error with a new id; the caller logs the id together with the cause."""
         error_id = uuid4().hex
         return cls(f"internal error; the service's log has it under {error_id}", metadata={"error_id": error_id})
 
     @property
     def error_id(self) -> str:
-        """What finds it in the service's log; empty where nothing was logged."""
+        """The id of the error in the service's log; empty if nothing was logged."""
         return self.metadata.get("error_id", "")

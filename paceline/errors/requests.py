@@ -13,7 +13,7 @@ class InvalidArgument(PacelineError):
 
 
 class UnreadableMessage(InvalidArgument):
-    """A message is missing, or its bytes are not one of the contract's."""
+    """A message is missing, or its bytes do not parse as a message of the contract."""
 
     reason = "UNREADABLE_MESSAGE"
 
@@ -31,7 +31,7 @@ class UnknownField(InvalidArgument):
 
 
 class UnknownLoss(InvalidArgument):
-    """The loss is not served."""
+    """The service does not offer this loss."""
 
     reason = "UNKNOWN_LOSS"
 
@@ -43,7 +43,7 @@ class EmptyBatch(InvalidArgument):
 
 
 class InvalidDtype(InvalidArgument):
-    """A tensor's dtype is not one that the field takes."""
+    """The field does not accept the tensor's dtype."""
 
     reason = "INVALID_DTYPE"
 
@@ -55,25 +55,25 @@ class InvalidShape(InvalidArgument):
 
 
 class OutOfRange(InvalidArgument):
-    """A number lies outside its range."""
+    """A number is outside its range."""
 
     reason = "OUT_OF_RANGE"
 
 
 class TokenOutOfRange(InvalidArgument):
-    """A token id is negative or not below the vocabulary's size."""
+    """A token id is negative, or not below the vocabulary size."""
 
     reason = "TOKEN_OUT_OF_RANGE"
 
 
 class NonFinite(InvalidArgument):
-    """NaN or infinity where a finite number is needed."""
+    """NaN or infinity where a finite number is required."""
 
     reason = "NON_FINITE"
 
 
 class PositiveLogprob(InvalidArgument):
-    """A log-probability above 0 on a position that counts."""
+    """A log-probability above 0 at a counted position."""
 
     reason = "POSITIVE_LOGPROB"
 
@@ -85,7 +85,7 @@ class SequenceTooLong(InvalidArgument):
 
 
 class RankTooLarge(InvalidArgument):
-    """LoRA rank above what trainer or sampler takes."""
+    """The LoRA rank is above the maximum of the trainer or a sampler."""
 
     reason = "RANK_TOO_LARGE"
 
@@ -97,12 +97,12 @@ class InvalidName(InvalidArgument):
 
 
 class InvalidPath(InvalidArgument):
-    """Not a checkpoint path."""
+    """The path is not a checkpoint path."""
 
     reason = "INVALID_PATH"
 
 
 class InvalidPageToken(InvalidArgument):
-    """The page token is not one that a list returned."""
+    """The page token was not returned by a list call."""
 
     reason = "INVALID_PAGE_TOKEN"

@@ -12,30 +12,30 @@ class Exhausted(PacelineError):
 
 
 class Overloaded(Exhausted):
-    """More work than the service takes now."""
+    """The service has more work than it accepts at present."""
 
     reason = "OVERLOADED"
     default_retry_after = 1.0
 
 
 class QuotaExceeded(Exhausted):
-    """The tenant has as much of something as it may, or would have more.
+    """The tenant is at a quota, or the call would exceed it.
 
-    `metadata` says `quota` (which; WhoAmI lists them), `used` and `limit`. With `retry_after` waiting is enough; else
-    something must be deleted, or the operator raises the limit.
+    `metadata` holds `quota` (its name; WhoAmI lists them), `used` and `limit`. With `retry_after`, waiting is enough;
+    otherwise something must be deleted, or the operator must raise the limit.
     """
 
     reason = "QUOTA_EXCEEDED"
 
 
 class TooManyRuns(QuotaExceeded):
-    """The tenant has as many runs as it may."""
+    """The tenant has the maximum number of runs."""
 
     reason = "TOO_MANY_RUNS"
 
 
 class MessageTooLarge(Exhausted):
-    """The message is larger than the service takes."""
+    """The message is larger than the service accepts."""
 
     reason = "MESSAGE_TOO_LARGE"
 
@@ -43,7 +43,8 @@ class MessageTooLarge(Exhausted):
 class OutOfMemory(Exhausted):
     """The engine ran out of memory.
 
-    Of a sequence that does not fit, `metadata["tokens"]` is its length and `metadata["fitting_tokens"]` one that would.
+    For a sequence that does not fit, `metadata["tokens"]` is its length and `metadata["fitting_tokens"]` a length that
+    would fit.
     """
 
     reason = "OUT_OF_MEMORY"
@@ -56,19 +57,19 @@ class DiskFull(Exhausted):
 
 
 class ReaderStalled(Exhausted):
-    """Whoever read a stream stopped, or left too much of it unread; what the stream held was freed."""
+    """The reader of a stream stopped or left too much of it unread; the stream's resources were freed."""
 
     reason = "READER_STALLED"
 
 
 class Denied(PacelineError):
-    """Who called, or what, is not allowed."""
+    """The caller or the method is not allowed."""
 
     code = Code.PERMISSION_DENIED
 
 
 class InvalidApiKey(Denied):
-    """No API key, or one that is not known."""
+    """The API key is missing or unknown."""
 
     code = Code.UNAUTHENTICATED
     reason = "INVALID_API_KEY"
@@ -88,14 +89,14 @@ class MethodNotAllowed(Denied):
 
 
 class Unavailable(PacelineError):
-    """The service cannot answer now; the same call may work in a moment."""
+    """The service cannot answer now; the same call may succeed shortly."""
 
     code = Code.UNAVAILABLE
     default_retry_after = 1.0
 
 
 class EngineUnavailable(Unavailable):
-    """The engine is starting again."""
+    """The engine is restarting."""
 
     reason = "ENGINE_UNAVAILABLE"
 
@@ -107,19 +108,19 @@ class TrainerUnavailable(Unavailable):
 
 
 class PeerLost(Unavailable):
-    """The process group of trainer and samplers lost a member, or not all came; another one is being made."""
+    """The process group of trainer and samplers lost a member or never was complete; a new one is being made."""
 
     reason = "PEER_LOST"
 
 
 class BaseUnavailable(Unavailable):
-    """The sampler that lends the trainer its base weights is away."""
+    """The sampler that lends its base weights to the trainer is not running."""
 
     reason = "BASE_UNAVAILABLE"
 
 
 class UpstreamUnavailable(Unavailable):
-    """The gateway, or the network on the way to it, cannot reach the service."""
+    """The gateway cannot reach the service, or the client cannot reach the gateway."""
 
     reason = "UPSTREAM_UNAVAILABLE"
 
@@ -150,20 +151,20 @@ class TimedOut(PacelineError):
 
 
 class AckTimeout(TimedOut):
-    """Samplers did not acknowledge the version in time; it exists all the same."""
+    """Samplers did not acknowledge the version in time; the version exists nevertheless."""
 
     reason = "ACK_TIMEOUT"
 
 
 class Cancelled(PacelineError):
-    """The caller cancelled."""
+    """The caller cancelled the call."""
 
     code = Code.CANCELLED
     reason = "CANCELLED"
 
 
 class Unsupported(PacelineError):
-    """No such method, or not for this kind of run or model."""
+    """The method does not exist, or not for this kind of run or model."""
 
     code = Code.UNIMPLEMENTED
     reason = "UNIMPLEMENTED"

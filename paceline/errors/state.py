@@ -1,4 +1,4 @@
-"""What the request names is absent, taken, or not in a state for it."""
+"""The object that a request names is missing, taken, or in the wrong state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from paceline.errors.base import Code, PacelineError
 
 
 class NotFound(PacelineError):
-    """No such object, or another tenant's."""
+    """No such object, or it belongs to another tenant."""
 
     code = Code.NOT_FOUND
 
@@ -18,19 +18,19 @@ class ModelNotFound(NotFound):
 
 
 class RunNotFound(NotFound):
-    """No such run, or another tenant's."""
+    """No such run, or it belongs to another tenant."""
 
     reason = "RUN_NOT_FOUND"
 
 
 class VersionNotFound(NotFound):
-    """No such version, or no longer kept."""
+    """No such version, or it is no longer kept."""
 
     reason = "VERSION_NOT_FOUND"
 
 
 class CheckpointNotFound(NotFound):
-    """No such checkpoint, or another tenant's."""
+    """No such checkpoint, or it belongs to another tenant."""
 
     reason = "CHECKPOINT_NOT_FOUND"
 
@@ -54,25 +54,25 @@ class RequestIdReused(Conflict):
 
 
 class CheckpointExists(Conflict):
-    """A checkpoint of this name exists."""
+    """A checkpoint with this name exists."""
 
     reason = "CHECKPOINT_EXISTS"
 
 
 class VersionExists(Conflict):
-    """The version exists with other content."""
+    """The version exists with different content."""
 
     reason = "VERSION_EXISTS"
 
 
 class SamplerExists(Conflict):
-    """Another sampler watches the trainer under this name, or this one does by a newer watch."""
+    """Another sampler watches the trainer under this name, or this sampler opened a newer watch."""
 
     reason = "SAMPLER_EXISTS"
 
 
 class FailedPrecondition(PacelineError):
-    """The run is not in a state for this."""
+    """The run's state does not allow this."""
 
     code = Code.FAILED_PRECONDITION
 
@@ -84,34 +84,34 @@ class SeqIdExpired(FailedPrecondition):
 
 
 class ClientSuperseded(FailedPrecondition):
-    """Another client attached to the run later; only that one's commands are taken."""
+    """Another client attached to the run later; only its commands are accepted."""
 
     reason = "CLIENT_SUPERSEDED"
 
 
 class Forked(FailedPrecondition):
-    """The process was forked from one that had used a client, and gRPC does not work in it. Raised by the client."""
+    """The process was forked from one that had used a client, so gRPC does not work in it. Raised by the client."""
 
     reason = "CLIENT_FORKED"
 
 
 class RunStateLost(FailedPrecondition):
-    """The run's state was lost with the engine and its journal cannot be replayed.
+    """The run's state was lost with the engine, and its journal cannot be replayed.
 
-    `metadata["checkpoint"]` is the path of the newest state checkpoint, empty where there is none.
+    `metadata["checkpoint"]` is the path of the newest state checkpoint; empty if there is none.
     """
 
     reason = "RUN_STATE_LOST"
 
 
 class PoisonedCommand(FailedPrecondition):
-    """The engine died each time that it executed the command; `metadata["attempts"]` says how often."""
+    """The engine died each time it executed the command; `metadata["attempts"]` is the number of attempts."""
 
     reason = "POISONED_COMMAND"
 
 
 class NoGradient(FailedPrecondition):
-    """OptimStep without a gradient."""
+    """OptimStep was called without a gradient."""
 
     reason = "NO_GRADIENT"
 
@@ -123,10 +123,10 @@ class NonFiniteGradient(FailedPrecondition):
 
 
 class NonFiniteLoss(FailedPrecondition):
-    """The loss or its gradient holds NaN or infinity; asked to refuse that, the call added nothing to the gradient.
+    """The loss or its gradient holds NaN or infinity; as requested, the call was refused and added no gradient.
 
-    `metadata["positions"]` is how many positions have such a loss, `metadata["gradient_elements"]` how many elements
-    of the gradient are so.
+    `metadata["positions"]` is the number of positions with a non-finite loss, `metadata["gradient_elements"]` the
+    number of non-finite elements of the gradient.
     """
 
     reason = "NON_FINITE_LOSS"
@@ -148,24 +148,24 @@ class CheckpointMismatch(FailedPrecondition):
 
 
 class ModelNotLoadable(FailedPrecondition):
-    """The sampler's engine does not load these weights; what it served before it goes on serving."""
+    """The sampler's engine cannot load these weights; it keeps serving the previous ones."""
 
     reason = "MODEL_NOT_LOADABLE"
 
 
 class SeqIdGap(PacelineError):
-    """Commands before this one did not arrive in time."""
+    """Earlier commands of the run did not arrive in time."""
 
     code = Code.ABORTED
     reason = "SEQ_ID_GAP"
 
 
 class BaseMismatch(FailedPrecondition):
-    """Base weights that meet are not the same: of trainer and sampler, or of what was made on others.
+    """Base weights differ: between trainer and sampler, or from those that a run, checkpoint or version was made on.
 
-    `metadata["ours"]` and `metadata["theirs"]` are their identities (`ModelInfo.weights_sha256`) where those differ. Of
-    a run whose version a sampler computes otherwise than the trainer it has `run_id`, `version`, `mean_difference` and
-    `bound`.
+    `metadata["ours"]` and `metadata["theirs"]` are their identities (`ModelInfo.weights_sha256`) if those differ. If a
+    sampler's results for a run's version differ from the trainer's, `metadata` has `run_id`, `version`,
+    `mean_difference` and `bound`.
     """
 
     reason = "BASE_MISMATCH"

@@ -1,6 +1,6 @@
-"""What users and engines pass around: dataclasses over numpy arrays.
+"""Data types that users and engines exchange: dataclasses over numpy arrays.
 
-Their wire form is in `paceline.types.v1` (generated).
+Their wire format is in `paceline.types.v1` (generated).
 """
 
 from paceline.types.checkpoint import Checkpoint, CheckpointKind, Run, RunState

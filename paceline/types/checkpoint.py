@@ -1,4 +1,4 @@
-"""Runs and their durable snapshots."""
+"""Runs and their checkpoints."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from paceline.types.training import RunParameters
 
 
 class RunState(Enum):
-    """Whether a run can execute commands. The values are those of the wire."""
+    """Whether a run can execute commands. The values are those on the wire."""
 
     READY = 1
     LOST = 2
-    """The run's state cannot be rebuilt from its journal; only loading a checkpoint executes."""
+    """The run's state cannot be rebuilt from its journal; only loading a checkpoint is possible."""
 
 
 class CheckpointKind(Enum):
-    """What a checkpoint holds. The values are those of the wire."""
+    """The content of a checkpoint. The values are those on the wire."""
 
     STATE = 1
     """Weights, optimizer, RNG, step, pending gradient."""
     SAMPLER = 2
-    """Weights in PEFT's layout, or of a full-parameter run a whole Hugging Face model."""
+    """Weights in PEFT's layout, or a whole Hugging Face model for a full-parameter run."""
 
     @property
     def folder(self) -> str:
@@ -38,28 +38,28 @@ class Run:
     run_id: str
     base_model: str
     parameters: RunParameters
-    """What it trains."""
+    """The parameters that the run trains."""
     step: int
     """Optimizer steps taken."""
     last_seq_id: int
     """Highest seq_id executed."""
     latest_version: int
-    """Newest published version; 0 means none."""
+    """Newest published version; 0 if none."""
     state: RunState
     latest_state_checkpoint: str
-    """Path; empty means none."""
+    """Path; empty if none."""
     create_time: datetime
     trainable_parameters: int
     user_metadata: dict[str, str] = field(default_factory=dict)
     adapted_modules: tuple[str, ...] = ()
     """Full names of the modules that have an adapter; empty for a full-parameter run."""
     damage: tuple[str, ...] = ()
-    """What was found damaged on the volume and set aside, by its name in the run's folder."""
+    """Files and directories that were found damaged on the volume and set aside, as paths in the run's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A durable, named snapshot."""
+    """A durable, named copy of a run's weights or state."""
 
     path: str
     """paceline://<run_id>/<kind>/<name>."""
@@ -69,9 +69,9 @@ class Checkpoint:
     step: int
     size_bytes: int
     sha256: str
-    """Of the weights' safetensors file."""
+    """SHA-256 of the weights' safetensors file."""
     create_time: datetime
     expire_time: datetime | None = None
-    """When it is deleted by itself; None means never."""
+    """When it is deleted automatically; None means never."""
     damage: str = ""
-    """What is damaged, so that it cannot be loaded; empty when its manifest can be read."""
+    """Why the checkpoint is damaged and cannot be loaded; empty if its manifest can be read."""

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal, arrays by dtype, shape and elements, NaN equal to NaN."""
+    """Return whether two values are equal. Arrays compare by dtype, shape and elements, with NaN equal to NaN."""
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return _same_arrays(one, other)
     if is_dataclass(one) and type(one) is type(other):
@@ -23,10 +23,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 class ComparedByValue:
-    """A dataclass, made with `eq=False`, whose instances are equal when their fields are `same`."""
+    """Base of dataclasses declared with `eq=False`, whose instances are equal if their fields are `same`."""
 
     __slots__ = ()
-    __hash__ = None  # type: ignore[assignment]  # arrays may change
+    __hash__ = None  # type: ignore[assignment]  # arrays are mutable
 
     def __eq__(self, other: object) -> bool:
         return same(self, other) if type(other) is type(self) else NotImplemented

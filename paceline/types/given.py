@@ -1,4 +1,4 @@
-"""What users give, made what is sent: lists, numpy arrays and tensors of torch become arrays, or are refused."""
+"""Validate and convert user input: lists, numpy arrays and torch tensors become arrays, or are refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _REMEDY = "encode it with the model's tokenizer, `get_tokenizer().encode(text)`"
 
 
 def as_array(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
-    """Make an array of numbers; one of numpy stays as it is, everything else becomes `dtype`.
+    """Convert numbers to an array: numpy arrays are returned unchanged, everything else is converted to `dtype`.
 
-    Raises InvalidDtype for text, for what holds no numbers and for fractions where integers are needed, InvalidShape
-    for rows of different lengths, OutOfRange for integers that `dtype` does not hold.
+    Raises InvalidDtype for text, other non-numbers, and fractions where integers are required, InvalidShape for rows
+    of different lengths, OutOfRange for integers that do not fit `dtype`.
     """
     if isinstance(values, np.ndarray):
         return values
@@ -35,7 +35,7 @@ def as_array(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
 
 
 def as_tokens(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
-    """Make a row of N >= 1 token ids. Raises what `as_array` does, InvalidShape, InvalidDtype."""
+    """Convert to an array of token ids, shape [N]. Raises what `as_array` raises, InvalidShape, InvalidDtype."""
     array = as_array(values, dtype, field)
     if array.ndim != 1:
         raise InvalidShape(f"is {list(array.shape)}; give one dimension", field=field)
@@ -45,14 +45,14 @@ def as_tokens(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
 
 
 def as_names(values: Iterable[str], field: str) -> tuple[str, ...]:
-    """Make a tuple of names. Raises InvalidArgument for a single one, whose letters would be taken for names."""
+    """Convert to a tuple of names. Raises InvalidArgument for a single string, whose letters would become names."""
     if isinstance(values, str | bytes):
         raise InvalidArgument(f"is one string; give a list of them, [{values!r}]", field=field)
     return tuple(values)
 
 
 def _from_torch(values: Any) -> Any:
-    """Return a tensor of torch as one that numpy reads: without gradient, on the CPU, and in no dtype numpy lacks."""
+    """Convert a torch tensor to numpy: detached, on the CPU, floats as float64 (numpy lacks bfloat16)."""
     if not all(hasattr(values, name) for name in ("detach", "cpu", "is_floating_point")):
         return values
     tensor = values.detach().cpu()

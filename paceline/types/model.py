@@ -1,4 +1,4 @@
-"""Names of weights."""
+"""Models: which weights to use, and what services report about them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class ModelRef:
     """The weights to use: the base model (all fields empty), a run's version, or a sampler checkpoint."""
 
     base: str = ""
-    """Name of the base model; empty means the one that is served."""
+    """Name of the base model; empty means the served one."""
     run_id: str = ""
-    """The run whose version is meant."""
+    """The run that published the version."""
     version: int | None = None
-    """Version number; None means the newest published one."""
+    """Version number; None means the newest published version."""
     checkpoint: str = ""
     """Path of a sampler checkpoint: paceline://<run_id>/sampler/<name>."""
 
     @property
     def is_base(self) -> bool:
-        """Whether the base model alone is meant."""
+        """Whether this refers to the base model alone."""
         return not self.run_id and not self.checkpoint
 
     def __str__(self) -> str:
@@ -44,29 +44,29 @@ class ServedModel:
 
 
 class PackingMode(Enum):
-    """How a base model's sequences go through the trainer's engine. The values are those of the wire."""
+    """How the trainer's engine computes sequences with a base model. The values are those on the wire."""
 
     PACKED = 1
-    """Many sequences share a pass, of several runs too."""
+    """Many sequences share a pass, also those of several runs."""
     ONE_SEQUENCE = 2
-    """One sequence is a pass: right, and slower. Runs take turns."""
+    """One sequence per pass: correct, but slower. Runs take turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterGroup:
-    """Modules that one of LoraConfig's groups stands for in a base model."""
+    """The modules that one of LoraConfig's groups selects in a base model."""
 
     name: str
     """Field of LoraConfig: train_attn, train_mlp or train_unembed."""
     modules: tuple[str, ...] = ()
-    """Last names of the modules that get an adapter; empty if the model has none that could."""
+    """Last name components of the modules that get an adapter; empty if the model has no suitable ones."""
     refusal: str = ""
-    """Why a run with this group in all layers is refused; empty if it is not."""
+    """Why a run with this group in all layers is refused; empty if it is accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCertificate:
-    """What the trainer's engine measured at load: random tokens by stock transformers, and as runs are computed."""
+    """The startup check of the trainer's engine: random tokens, computed as for runs and by stock transformers."""
 
     packing: PackingMode
     attention: str
@@ -74,22 +74,22 @@ class ModelCertificate:
     reason: str = ""
     """Why sequences do not share passes; empty if they do."""
     tokens: int
-    """Tokens that were compared."""
+    """Number of tokens compared."""
     logprob_difference: float
     """Root mean square of the differences between log-probabilities."""
     logprob_bound: float
-    """What it may be: what rounding in the engine's dtype does to this model."""
+    """Upper bound of `logprob_difference`: the effect of rounding in the engine's dtype on this model."""
     gradient_difference: float
-    """Norm of the difference between gradients, by the norm of the gradient."""
+    """Norm of the difference between gradients, divided by the norm of the gradient."""
     gradient_bound: float
     seconds: float
-    """Time that the check took."""
+    """Duration of the check."""
     groups: tuple[AdapterGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a service knows of a base model."""
+    """A base model as a service describes it."""
 
     name: str
     max_context_length: int
@@ -100,6 +100,6 @@ class ModelInfo:
     max_lora_rank: int
     num_layers: int
     certificate: ModelCertificate | None = None
-    """What the trainer's engine found when it loaded the model; None at samplers."""
+    """Result of the trainer's startup check; None from samplers."""
     weights_sha256: str = ""
-    """Identity of the base weights, the same however they are cut into files; empty where it is not known."""
+    """Identity of the base weights, independent of how they are split into files; empty if unknown."""

@@ -1,4 +1,4 @@
-"""Optimizers by name, with their settings for one step. The names are those of OptimStepRequest.optimizer."""
+"""Optimizers by name, with their settings for one step. The names match the oneof OptimStepRequest.optimizer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class Adam8bitParams(AdamParams):
-    """Settings of AdamW with moments in 8 bits (arXiv 2110.02861)."""
+    """Settings of AdamW with 8-bit moments (arXiv 2110.02861)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdamCpuParams(AdamParams):
-    """Settings of AdamW with moments in the host's memory; its steps are those of AdamW."""
+    """Settings of AdamW with its moments in host memory; takes the same steps as AdamW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class AdafactorParams:
     eps1: float = 1e-30
     """Added to the squared gradient."""
     eps2: float = 1e-3
-    """Smallest scale of a weight, with scale_parameter."""
+    """Lower bound of a weight's root mean square, with scale_parameter."""
     clip_threshold: float = 1.0
     """Scale a weight's update down to this root mean square; 0 is off."""
     scale_parameter: bool = False
     """Multiply the learning rate by each weight's root mean square."""
     relative_step: bool = False
-    """Use min(learning_rate, 1 / sqrt(step)) as learning rate; the paper has 1e-2 for learning_rate."""
+    """Use min(learning_rate, 1 / sqrt(step)) as the learning rate; the paper sets learning_rate to 1e-2."""
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
     """Scale the gradient down to this norm; 0 is off."""
@@ -54,7 +54,7 @@ class AdafactorParams:
 
 @dataclass(frozen=True, slots=True)
 class ApolloParams:
-    """Settings of APOLLO for one step (arXiv 2412.05270): a learning rate for each channel."""
+    """Settings of APOLLO for one step (arXiv 2412.05270), with a learning rate per channel."""
 
     learning_rate: float = 1e-3
     beta1: float = 0.9
@@ -64,11 +64,11 @@ class ApolloParams:
     grad_clip_norm: float = 0.0
     """Scale the gradient down to this norm; 0 is off."""
     rank: int = 256
-    """Rank of the projection, but at most the smaller side of each matrix."""
+    """Rank of the projection, capped at the smaller side of each matrix."""
     scale: float = 1.0
-    """Updates are multiplied by its square root."""
+    """Updates are multiplied by the square root of this."""
     update_interval: int = 200
-    """Steps after which the projection is drawn anew."""
+    """Number of steps after which the projection is redrawn."""
     norm_growth_limit: float = 1.01
     """Largest growth of an update's norm from step to step; 0 is off."""
     seed: int = 0
@@ -77,7 +77,7 @@ class ApolloParams:
 
 @dataclass(frozen=True, slots=True)
 class ApolloMiniParams:
-    """Settings of APOLLO-Mini for one step (arXiv 2412.05270): rank 1, and a learning rate for each matrix."""
+    """Settings of APOLLO-Mini for one step (arXiv 2412.05270), with rank 1 and a learning rate per matrix."""
 
     learning_rate: float = 1e-3
     beta1: float = 0.9
@@ -87,9 +87,9 @@ class ApolloMiniParams:
     grad_clip_norm: float = 0.0
     """Scale the gradient down to this norm; 0 is off."""
     scale: float = 128.0
-    """Updates are multiplied by its square root."""
+    """Updates are multiplied by the square root of this."""
     update_interval: int = 200
-    """Steps after which the projection is drawn anew."""
+    """Number of steps after which the projection is redrawn."""
     norm_growth_limit: float = 1.01
     """Largest growth of an update's norm from step to step; 0 is off."""
     seed: int = 0
@@ -106,11 +106,11 @@ OPTIMIZERS: Mapping[str, type[OptimizerParams]] = {
     "apollo": ApolloParams,
     "apollo_mini": ApolloMiniParams,
 }
-"""The settings that each optimizer takes."""
+"""The class of each optimizer's settings."""
 
 
 def optimizer_name(params: OptimizerParams) -> str:
-    """Name the optimizer that `params` are settings of. Raises TypeError."""
+    """Return the name of the optimizer that `params` configure. Raises TypeError."""
     for name, kind in OPTIMIZERS.items():
         if type(params) is kind:
             return name

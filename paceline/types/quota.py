@@ -1,4 +1,4 @@
-"""What a tenant may have of something scarce."""
+"""A tenant's quota on a limited resource."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How much a tenant has of something, and how much it may have."""
+    """How much of a resource a tenant uses, and its limit."""
 
     name: str
     """Such as runs or volume_bytes; docs/operations.md lists them."""
     used: int
     limit: int
-    """0 means that there is none."""
+    """0 means no limit."""

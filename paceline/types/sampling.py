@@ -15,7 +15,7 @@ from paceline.types.training import Array
 
 
 class StopReason(Enum):
-    """Why a sequence ended. The values are those of the wire."""
+    """Why a sequence ended. The values are those on the wire."""
 
     STOP = 1
     """An end-of-sequence token, a stop token or a stop string."""
@@ -38,23 +38,23 @@ class SamplingParams:
     """0 is off."""
     min_p: float = 0.0
     seed: int | None = None
-    """The same seed gives the same samples again. None means that the server draws one from the operating system."""
+    """The same seed gives the same samples. None means that the server draws one from the operating system."""
     stop: Sequence[str] = ()
-    """Strings that end a sequence; their tokens stay in it. One string is one of them: "END" is not E, N and D.
+    """Strings that end a sequence; their tokens stay in it. A single string is one stop string, not its characters.
 
-    Token ids in it, as Tinker's API takes them, go to `stop_token_ids`.
+    Token ids given here, as Tinker's API accepts them, are moved to `stop_token_ids`.
     """
     stop_token_ids: Sequence[int] = ()
     """Token ids that end a sequence; they stay in it."""
     ignore_eos: bool = False
     min_tokens: int = 0
     json_schema: str = ""
-    """A JSON Schema as text, such as `json.dumps(Model.model_json_schema())`: a completion is JSON of it.
+    """JSON Schema as text, such as `json.dumps(Model.model_json_schema())`, that completions conform to.
 
-    Not with `regex`, `ignore_eos` or `min_tokens`. Logprobs are those of what the constraint leaves.
+    Cannot be combined with `regex`, `ignore_eos` or `min_tokens`. Logprobs are under the constrained distribution.
     """
     regex: str = ""
-    """A regular expression that the whole completion matches."""
+    """Regular expression that the whole completion matches."""
 
     def __post_init__(self) -> None:
         strings, tokens = _sort_stops([self.stop] if isinstance(self.stop, str) else list(self.stop or ()))
@@ -63,7 +63,7 @@ class SamplingParams:
 
 
 def _sort_stops(stops: Sequence[Any]) -> tuple[list[str], list[int]]:
-    """Tell strings from token ids. Raises InvalidArgument for anything else."""
+    """Separate strings from token ids. Raises InvalidArgument for anything else."""
     for index, stop in enumerate(stops):
         if not isinstance(stop, str) and not _is_token_id(stop):
             message = f"is a {type(stop).__name__}; give a string, or a token id in stop_token_ids"
@@ -86,7 +86,7 @@ def _is_token_id(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopkLogprobs(ComparedByValue):
-    """The k likeliest tokens at each of n positions."""
+    """The k most likely tokens at each of n positions."""
 
     token_ids: Array
     """int32, shape [n, k]; -1 where fewer are known."""
@@ -96,14 +96,14 @@ class TopkLogprobs(ComparedByValue):
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens of a completion that were computed with one version of weights that are written in place."""
+    """A span of a completion's tokens computed with one version, when weights are written in place."""
 
     version: int
     """0 is the base model."""
     start: int
     """Index of the first token; the span ends where the next one begins."""
     mixed: bool = False
-    """Whether the version was being written meanwhile, so that a token may come of it and of the one before it."""
+    """Whether the version was being written meanwhile, so that a token may mix it with the previous version."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,13 +111,13 @@ class SampledSequence(ComparedByValue):
     """One completion of T tokens."""
 
     tokens: Array
-    """int32, shape [T], the stop token included."""
+    """int32, shape [T], including the stop token."""
     logprobs: Array
     """float32, shape [T], under the distribution that was sampled from."""
     stop_reason: StopReason
     topk_logprobs: TopkLogprobs | None = None
     version_spans: Sequence[VersionSpan] = ()
-    """Set where weights are written in place (bridge `shared`): which version each token is of."""
+    """The version that computed each token; set if weights are written in place (bridge `shared`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,16 +126,16 @@ class SampleResult(ComparedByValue):
 
     sequences: list[SampledSequence]
     model: ServedModel
-    """The weights that produced every token; where they are written in place, those that it began with."""
+    """The weights that produced every token; if they are written in place, those at the start."""
     prompt_logprobs: Array | None = None
-    """float32, shape [P], NaN at 0."""
+    """float32, shape [P], NaN at position 0."""
     topk_prompt_logprobs: TopkLogprobs | None = None
     prompt_cache_hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedTokens:
-    """New tokens of one completion of a stream."""
+    """New tokens of one completion in a stream."""
 
     index: int
     """Sample index of the completion."""
@@ -145,4 +145,4 @@ class StreamedTokens:
     """Set on the completion's last message."""
     model: ServedModel = field(default_factory=lambda: ServedModel(""))
     version_spans: Sequence[VersionSpan] = ()
-    """Set on the completion's last message, of all its tokens, where weights are written in place."""
+    """Set on the completion's last message, for all its tokens, if weights are written in place."""

@@ -17,7 +17,7 @@ from paceline.types.given import as_array, as_names, as_tokens
 
 Array = NDArray[Any]
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
-"""Token ids, one after the other."""
+"""A sequence of token ids."""
 
 TOKEN_INPUTS = frozenset({"target_tokens"})
 """Loss inputs that hold token ids (int64)."""
@@ -41,27 +41,27 @@ LOSS_INPUTS = (
     "sequence_ratio_mask",
     "mask",
 )
-"""Loss inputs that losses of the trainer read. A client-side loss may read others."""
+"""Loss inputs that the trainer's losses read. A client-side loss may read others."""
 
 
 @dataclass(slots=True, eq=False, init=False)
 class Datum(ComparedByValue):
     """One training sequence of N tokens, already shifted.
 
-    Position i of `model_input` predicts `loss_inputs["target_tokens"][i]`. Lists of Python numbers and tensors of torch
-    are taken too: `target_tokens` becomes int64, masks uint8, everything else float32. Arrays of numpy keep their
-    dtype; the server refuses the ones it does not take. Errors: InvalidDtype for text and for fractions where integers
-    belong, InvalidShape, OutOfRange.
+    Position i of `model_input` predicts `loss_inputs["target_tokens"][i]`. Lists of Python numbers and torch tensors
+    are converted: `target_tokens` to int64, masks to uint8, all other loss inputs to float32. Numpy arrays keep their
+    dtype; the server refuses unsupported ones. Errors: InvalidDtype for text and for fractions where integers are
+    required, InvalidShape, OutOfRange.
     """
 
     model_input: Array
     """Token ids, int32, shape [N]."""
     loss_inputs: dict[str, Array] = field(default_factory=dict)
-    """Per-token inputs of the loss, each of shape [N]; which of them depends on the loss.
+    """Per-token inputs, each of shape [N]; the loss determines which are needed.
 
     target_tokens, weights, logprobs, advantages, reference_logprobs, clip_low_threshold, clip_high_threshold,
-    temperature (the logits of a position are divided by it), sequence_ratio_mask, mask. For cross_entropy target_tokens
-    and weights may both be of shape [N, K]: K targets per position, each with its weight.
+    temperature (divides the logits of a position), sequence_ratio_mask, mask. For cross_entropy, target_tokens and
+    weights may both have shape [N, K]: K targets per position, each with its weight.
     """
 
     def __init__(self, model_input: ArrayLike, loss_inputs: Mapping[str, ArrayLike] | None = None) -> None:
@@ -73,7 +73,7 @@ class Datum(ComparedByValue):
 
     @property
     def counted_positions(self) -> int:
-        """How many positions count: those with mask 1, or all N without a mask."""
+        """Number of counted positions: those with a non-zero mask, or all N without a mask."""
         mask = self.loss_inputs.get("mask")
         return len(self.model_input) if mask is None else int(np.count_nonzero(mask))
 
@@ -84,9 +84,9 @@ class Datum(ComparedByValue):
         """Shift a prompt of P >= 1 tokens and its completion of T tokens into one datum of N = P + T - 1 positions.
 
         Positions that predict the prompt get mask 0 and the value 0. `per_token` values (logprobs, advantages, ...) are
-        arrays of shape [T] or one number for all T. Without any, the datum is one for cross_entropy with `weight` (1
-        unless given) on each completion token. Errors: those of Datum, EmptyBatch, UnknownField for a name that is
-        nearly a loss input's, InvalidArgument for `weight` beside other values.
+        arrays of shape [T] or one number for all T. Without any, the datum is for cross_entropy, with `weight` (default
+        1) on each completion token. Errors: those of Datum, EmptyBatch, UnknownField for a name that looks like a
+        misspelt loss input, InvalidArgument for `weight` together with other values.
         """
         if per_token and weight is not None:
             raise InvalidArgument("is for a datum of cross_entropy alone; give weights=", field="weight")
@@ -113,7 +113,7 @@ def _default_dtype(name: str) -> np.dtype[Any]:
 
 
 def _completion_row(name: str, value: Any, length: int) -> Array:
-    """Return an input of each of a completion's tokens."""
+    """Return a loss input with one value per completion token, shape [length]."""
     near = get_close_matches(name, LOSS_INPUTS, n=1, cutoff=0.85)
     if near and near[0] != name:
         raise UnknownField(f"is no loss input; did you mean {near[0]}?", field=name)
@@ -127,17 +127,17 @@ def _completion_row(name: str, value: Any, length: int) -> Array:
 
 
 class Reduction(Enum):
-    """How the losses of a batch's tokens become one number. The values are those of the wire."""
+    """How the losses of a batch's tokens are reduced to one number. The values are those on the wire."""
 
     SUM = 1
-    """Their sum: how a batch is split into calls changes nothing."""
+    """The sum, which does not depend on how a batch is split into calls."""
     TOKEN_MEAN = 2
-    """Their sum, divided by the batch's counted positions."""
+    """The sum divided by the number of the batch's counted positions."""
     SEQUENCE_MEAN = 3
-    """The mean over each datum's counted positions, and of those the mean over the datums that have any."""
+    """The mean over each datum's counted positions, averaged over the datums that have any."""
 
     def count(self, data: Sequence[Datum]) -> int:
-        """Return what a whole batch is divided by: its counted positions, its datums that have any, or 1."""
+        """Return the divisor for a whole batch: its counted positions, its datums that have any, or 1."""
         counted = [datum.counted_positions for datum in data]
         match self:
             case Reduction.SUM:
@@ -150,22 +150,22 @@ class Reduction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardSpec:
-    """What a forward_backward computes of its data."""
+    """What a forward_backward computes on its data."""
 
     loss_fn: str
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
     reduction: Reduction = Reduction.SUM
     reduction_count: int | None = None
-    """What a mean divides by where the data is a part of a batch; None means that it is the whole."""
+    """Divisor of a mean if the data is part of a larger batch; None means that the data is the whole batch."""
     forward_only: bool = False
     """Compute no gradient."""
     refuse_non_finite: bool = False
-    """Fail, and leave the run as it was, where the loss or the gradient holds NaN or infinity."""
+    """Fail and leave the run unchanged if the loss or the gradient holds NaN or infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The low-rank adapter that a run trains (LoRA, arXiv 2106.09685)."""
+    """Configuration of the low-rank adapter that a run trains (LoRA, arXiv 2106.09685)."""
 
     rank: int = 32
     """Rank r."""
@@ -176,24 +176,24 @@ class LoraConfig:
     seed: int = 0
     """Seed of the initial weights: the same seed gives the same weights everywhere."""
     train_attn: bool = True
-    """Adapters on attention, or what is in its place (linear attention, state-space mixers, short convolutions).
+    """Adapt attention, or its replacement (linear attention, state-space mixers, short convolutions).
 
-    All of its linear layers, by the architecture's own names. A run is refused where a part of the weights can have no
-    adapter; `layers` may leave those out, and `target_modules` names what can.
+    Covers all of its linear layers, by the architecture's own names. A run is refused if some of these weights cannot
+    have an adapter; exclude them with `layers`, or name the modules that can with `target_modules`.
     """
     train_mlp: bool = True
-    """Adapters on the MLPs' linear layers, routers apart; refused as `train_attn`, so for experts in one tensor."""
+    """Adapt the MLPs' linear layers, except routers; refused like `train_attn`, e.g. for experts in one tensor."""
     train_unembed: bool = False
-    """An adapter on the output head."""
+    """Adapt the output head."""
     layers: tuple[int, ...] = ()
     """Indices of the layers that get an adapter. Empty means all."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead (rsLoRA, arXiv 2312.03732)."""
     target_modules: tuple[str, ...] = ()
-    """Names of the modules that get an adapter, as PEFT's `target_modules`: "q_proj", "self_attn.q_proj", a full name.
+    """Modules that get an adapter, named as in PEFT's `target_modules`: "q_proj", "self_attn.q_proj" or a full name.
 
-    They are named in place of `train_attn`, `train_mlp` and `train_unembed`, which keep their defaults then. With
-    `layers`, those of these layers.
+    Use this instead of `train_attn`, `train_mlp` and `train_unembed`, which must then keep their defaults. `layers`
+    restricts it to these layers.
     """
 
     def __post_init__(self) -> None:
@@ -201,52 +201,52 @@ class LoraConfig:
 
 
 class WeightStorage(Enum):
-    """How a full-parameter run keeps its weights between steps. The values are those of the wire."""
+    """How a full-parameter run stores its weights between steps. The values are those on the wire."""
 
     FLOAT32 = 1
-    """In float32; where the trainer computes in bfloat16, a rounded copy beside them is computed with."""
+    """In float32. If the trainer computes in bfloat16, it computes with a rounded copy kept beside them."""
     BFLOAT16 = 2
-    """In bfloat16, which the run is computed in too; each step rounds stochastically."""
+    """In bfloat16, which the run also computes in; each step rounds stochastically."""
 
 
 @dataclass(frozen=True, slots=True)
 class FullParameters:
-    """All parameters of the base model, of which the run has a copy of its own."""
+    """Train all parameters of the base model, on the run's own copy."""
 
     storage: WeightStorage = WeightStorage.FLOAT32
     seed: int = 0
-    """Seed of what the run draws: the rounding of `BFLOAT16`."""
+    """Seed of the run's random numbers: the stochastic rounding of `BFLOAT16`."""
 
 
 RunParameters: TypeAlias = LoraConfig | FullParameters
-"""What a run trains."""
+"""The parameters that a run trains."""
 
 
 @dataclass(slots=True, eq=False)
 class ForwardBackwardOutput(ComparedByValue):
-    """What a forward (and backward) pass gave back."""
+    """The result of a forward (and backward) pass."""
 
     loss_fn_outputs: list[dict[str, Array]]
-    """One per datum: always `logprobs`, float32, of the shape of `target_tokens`.
+    """One per datum: always `logprobs`, float32, in the shape of `target_tokens`.
 
-    They are 0 where the datum's mask is 0, so that sums and products over all positions are those of the counted ones.
-    The mask says which these are: a 0 is no log-probability there.
+    They are 0 where the datum's mask is 0, so that sums and products over all positions equal those over the counted
+    positions. Such a 0 is not a log-probability: use the mask to tell.
     """
     metrics: dict[str, float]
-    """Named name:reduction, always with `loss:sum` and `tokens:sum`."""
+    """Keys have the form name:reduction; always includes `loss:sum` and `tokens:sum`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimStepOutput:
-    """What an optimizer step did."""
+    """The result of an optimizer step."""
 
     step: int
-    """Steps taken, this one included."""
+    """Steps taken, including this one."""
     grad_norm: float
     """Euclidean norm of the gradient before clipping."""
     learning_rate: float
-    """The rate that was used, before any scaling of single weights."""
+    """Learning rate used, before any per-weight scaling."""
     tokens: int
-    """Tokens whose loss went into the gradient."""
+    """Number of tokens whose loss contributed to the gradient."""
     milliseconds: float
     """Time in the engine."""

@@ -1,4 +1,4 @@
-"""`paceline up`: the three services on one machine, each on its own cores or GPUs, watched, and stopped together."""
+"""`paceline up`: runs and supervises the three services on one machine, each on its own cores or GPUs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paceline.up.state import held_state
 from paceline.up.supervisor import Supervisor
 
 UP = "Paceline is up"
-"""What the line begins with that tells that all services are ready."""
+"""Prefix of the line that reports that all services are ready."""
 
 
 def up(options: UpOptions, *, until_eof: bool = False) -> None:
-    """Run the services until Ctrl-C or SIGTERM, with `until_eof` also until the end of standard input.
+    """Run the services until Ctrl-C or SIGTERM, or with `until_eof` until the end of standard input.
 
-    Raises CannotStart when what is asked for cannot be started, or a service was given up.
+    Raises CannotStart if the services cannot be started or one was given up.
     """
     state = Path(options.state).resolve()
     plans = make_plans(options, state, os.environ)
@@ -48,7 +48,7 @@ def _run(options: UpOptions, state: Path, plans: Sequence[Plan], *, until_eof: b
 
 
 def _shares(plans: Sequence[Plan], environment: Mapping[str, str]) -> str:
-    """Say what of the machine each service has, and what nobody has."""
+    """Describe each service's share of the machine, and idle GPUs."""
     has = ", ".join(f"{plan.name}: {plan.share}" for plan in plans if plan.share)
     used = {gpu for plan in plans for gpu in plan.environment.get("CUDA_VISIBLE_DEVICES", "").split(",")}
     idle = [gpu for gpu in visible_gpus(environment) if gpu not in used]

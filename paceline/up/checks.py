@@ -1,4 +1,4 @@
-"""What is looked at before anything is started: settings, ports, the model. Each raises CannotStart: one sentence."""
+"""Checks before anything is started: settings, ports, the model. Each raises CannotStart with one sentence."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.up.plan import Plan
 from paceline.weights import read_header
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""Files of which a model has one at least."""
+"""A model has at least one of these files."""
 
 
 def read_settings(plans: Sequence[Plan], given: Mapping[str, str]) -> list[ServiceSettings]:
-    """Read the settings that each service would; `given` is this process's environment, with variables for them."""
+    """Read each service's settings as the service would; `given` is this process's environment."""
     ours = {name: value for name, value in given.items() if name.startswith("PACELINE_")}
     return [_read(plan, {**ours, **plan.environment}) for plan in plans]
 
@@ -36,14 +36,14 @@ def _read(plan: Plan, environment: Mapping[str, str]) -> ServiceSettings:
 
 
 def _settings_class(plan: Plan) -> type[ServiceSettings]:
-    # By name, since nothing in this package imports a service.
+    # By name, because this package must not import a service.
     module = import_module(f"{plan.module}.settings")
     cls: type[ServiceSettings] = getattr(module, f"{plan.name.capitalize()}Settings")
     return cls
 
 
 def check_ports(settings: Sequence[ServiceSettings]) -> None:
-    """See that nobody listens where the services will."""
+    """Check that the services' addresses are free."""
     for service in settings:
         addresses = (service.listen, service.health_listen, service.metrics_listen, getattr(service, "http_listen", ""))
         for address in addresses:
@@ -57,7 +57,7 @@ def _check_port(address: str) -> None:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _name, place in found:
             with socket.socket(family, kind, protocol) as probe:
-                # As the services do: a port whose last connections are still being closed is free.
+                # As the services do: a port whose last connections are still closing counts as free.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(place)
     except OSError as error:
@@ -69,7 +69,7 @@ def _check_port(address: str) -> None:
 
 
 def check_model(model: str) -> None:
-    """See that there is such a model: a directory with a configuration, or one that the Hugging Face hub gives."""
+    """Check that the model exists: a directory with configuration, weights and tokenizer, or a Hugging Face id."""
     path = Path(model).expanduser()
     if path.exists():
         if not (path / "config.json").is_file():
@@ -84,7 +84,7 @@ def check_model(model: str) -> None:
 
 
 def _check_weights(model: str, path: Path) -> None:
-    """See that the files of a model's weights are there and whole, by their headers."""
+    """Check that a model's weight files exist and are complete according to their headers."""
     try:
         files = weights_files(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -101,7 +101,7 @@ def _check_weights(model: str, path: Path) -> None:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file has a header, and the bytes that it tells of."""
+    """Return whether a safetensors file has a header and all the bytes that the header declares."""
     try:
         header = read_header(file)
         tensors = {name: facts for name, facts in json.loads(header).items() if name != "__metadata__"}
@@ -112,7 +112,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def _check_hub(model: str) -> None:
-    # What the services load models with.
+    # The library that the services load models with.
     from huggingface_hub import hf_hub_download  # noqa: PLC0415
 
     try:

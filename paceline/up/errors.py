@@ -1,5 +1,5 @@
-"""What keeps `paceline up` from running."""
+"""The error of `paceline up`."""
 
 
 class CannotStart(Exception):
-    """The services were not started, or gave up. The message is one sentence that says why and what to do."""
+    """The services could not be started, or one was given up. The message is one sentence: why, and what to do."""

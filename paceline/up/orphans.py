@@ -1,7 +1,7 @@
-"""Processes that outlive the one that started them, such as vLLM's engine when its sampler is killed.
+"""End processes that outlive their parent, such as vLLM's engine when its sampler is killed.
 
-Process groups do not find them all: torch's launcher puts each rank into a session of its own. So this process becomes
-the one that orphans of its descendants go to, and what comes to it that it did not start is left over, and is ended.
+Process groups do not cover them all: torch's launcher puts each rank into its own session. This process therefore
+becomes the subreaper of its descendants, and kills every child that it did not start itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _POLL_SECONDS = 0.02
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants' orphans. Raises OSError where the kernel does not let it."""
+    """Make this process the parent of its descendants' orphans. Raises OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 async def end_orphans(own: Callable[[], Collection[int]], seconds: float) -> bool:
-    """Kill the children of this process that are not among `own()`, those that then come to it, and so on.
+    """Kill the children of this process that are not in `own()`, then the orphans these leave, and so on.
 
-    Returns False where some are left after so many seconds: the kernel does not end them.
+    Returns False if some are still alive after `seconds`, because the kernel cannot end them.
     """
     deadline = monotonic() + seconds
     while left := _children() - set(own()):
@@ -39,18 +39,18 @@ async def end_orphans(own: Callable[[], Collection[int]], seconds: float) -> boo
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 # it does not wait
+                os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 # WNOHANG does not block
         await asyncio.sleep(_POLL_SECONDS)
     return True
 
 
 def _children() -> set[int]:
-    """Find the processes whose parent this one is, those that ended and were not asked for their status, too."""
+    """Return the children of this process, including zombies."""
     found, me = set(), str(os.getpid())
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            with suppress(OSError):  # It is gone.
-                # The name of the command, in brackets, may hold anything.
+            with suppress(OSError):  # The process has exited.
+                # The command's name, in parentheses, may contain any character.
                 _state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
                 found |= {int(entry.name)} if parent == me else set()
     return found

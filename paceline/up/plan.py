@@ -1,4 +1,4 @@
-"""What `paceline up` starts: one plan per service, with its settings, its cores or its GPUs."""
+"""Plan what `paceline up` starts: one plan per service, with its settings, its cores or its GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.up.state import make_state
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What `paceline up` can be told; see its help."""
+    """Options of `paceline up`; see its help."""
 
     model: str
     model_name: str = ""
@@ -45,25 +45,25 @@ class Plan:
     cores: frozenset[int] = frozenset()
     """Cores that it may use; empty means all."""
     share: str = ""
-    """What it has of the machine, in words."""
+    """The service's share of the machine, in words."""
 
 
 _FLAGS = {"listen": "--address", "health_listen": "--address", "trainer": "--address", "samplers": "--address",
           "model": "--model", "model_name": "--model-name", "base_dir": "--bridge shared", "credential": "--state",
           "credential_file": "--state", "keys_file": "--state", "insecure": "--state", "http_listen": "--address",
           "http_state": "--state"}  # fmt: skip
-"""Settings by which the services find and trust each other, and the flag that they follow from."""
+"""Settings by which the services find and trust each other, with the flag that determines each."""
 
 _KEY_NAME = "up"
-"""Of its own key in the gateway's file."""
+"""Name of the key of `paceline up` in the gateway's keys file."""
 _DRAIN_SECONDS = 5
-"""Whoever waits here pressed Ctrl-C."""
+"""Short, because a user has pressed Ctrl-C and is waiting."""
 
 
 def read_or_make_key(state: Path) -> Path:
-    """Return the file with the API key, made on first use together with the gateway's file of keys.
+    """Return the path of the API key file, created on first use together with the gateway's keys file.
 
-    Other keys in that file stay. Raises CannotStart for a `state` that cannot be made, or a file that has no keys.
+    Other keys in the keys file are kept. Raises CannotStart if `state` cannot be created or the keys file is malformed.
     """
     make_state(state)
     key_file = state / "api_key"
@@ -83,11 +83,11 @@ def read_or_make_key(state: Path) -> Path:
 
 
 def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None = None) -> list[Plan]:
-    """Plan the services in the order in which they are started. Ports follow from the gateway's.
+    """Plan the services in the order in which they are started. All ports are derived from the gateway's.
 
-    Variables PACELINE_<SERVICE>_* in `given` go to their services, and win over what is planned here; without `given`
-    there are none. Raises CannotStart for an address that has no place for all ports, for variables of what only this
-    function may say, and when there are fewer GPUs than asked for.
+    Variables PACELINE_<SERVICE>_* in `given` are passed to their services and override the plan; without `given` there
+    are none. Raises CannotStart for an address that leaves no room for all ports, for variables that only this function
+    may set, and if there are fewer GPUs than required.
     """
     given = _without_ours(os.environ) if given is None else given
     _refuse_own_variables(given)
@@ -139,7 +139,7 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return this process's environment without Paceline's variables: each service gets those of its plan."""
+    """Return this process's environment without Paceline's variables, which each service gets from its plan."""
     return _without_ours(os.environ)
 
 
@@ -170,19 +170,19 @@ def _addresses(address: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def http_address(options: UpOptions) -> str:
-    """Return where the HTTP APIs are."""
+    """Return the address of the HTTP APIs."""
     return _addresses(options.address)["listen"]["http"]
 
 
 def _dtype(asked: str, gpus: Sequence[str]) -> str:
-    """Return the one dtype of both services: two that differ in it differ by 4e-2 in log-probabilities."""
+    """Return the dtype of both services: with different dtypes, log-probabilities differ by 4e-2."""
     if asked != "auto":
         return asked
     return "bfloat16" if gpus else "float32"
 
 
 def _base_directory(state: Path) -> Path:
-    """Return where the sampler lends its base weights, the same for a state directory each time."""
+    """Return the directory in which the sampler lends its base weights, always the same for a state directory."""
     return Path("/dev/shm") / f"paceline-base-{sha256(str(state.resolve()).encode()).hexdigest()[:16]}"  # noqa: S108
 
 
@@ -198,7 +198,7 @@ def _share_machine(gpus: Sequence[str], given: Mapping[str, str], *, together: b
 
 
 def _count(given: Mapping[str, str], name: str) -> int:
-    """Read a number of GPUs; what is none is left to the service's settings to refuse."""
+    """Parse a number of GPUs; invalid values count as 1 here, and the service's settings refuse them."""
     text = given.get(name, "1")
     return int(text) if text.isdecimal() and int(text) > 0 else 1
 

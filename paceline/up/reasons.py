@@ -1,4 +1,4 @@
-"""Why a service ended, in one line, from what it wrote."""
+"""Determine from a service's log, in one line, why it ended."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _LONGEST = 400
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(r"^(?:\([^()]*\) *)?(?:ERROR|CRITICAL) [\d:. -]+\[[^\]]*\] ")
-"""What vLLM writes before each line of its logs."""
+"""Prefix of the lines of vLLM's logs."""
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Refused|Exit|Interrupt)\b(?:: .+)?$")
 _DETAIL = re.compile(r"^ +(?!File \")\S")
-"""What pydantic writes below an error: the first thing that is wrong."""
+"""Line that pydantic writes below an error: its first problem."""
 _NOISE = re.compile(r"^(?:\s|Traceback |During handling|The above exception|[^ ]*: \w*Warning: )")
 
 
 def reason_of(status: int, log: Path, start: int) -> str:
-    """Say why a process ended with this status; `start` is where in the log its own lines begin.
+    """Return why a process ended with this status; `start` is the offset of its first line in the log.
 
-    The first error that it, or a process of its own, printed a traceback of is the cause of those that follow. Without
-    any, the last line is what it said when it left.
+    The first error for which the process, or a child of it, printed a traceback is the cause of later ones. Without a
+    traceback, the reason is the last line that the process wrote.
     """
     if status < 0:
         name = signal.Signals(-status).name

@@ -1,4 +1,4 @@
-"""What of the machine trainer and sampler get: GPUs or cores of their own, so that neither slows the other down."""
+"""Divide the machine between trainer and sampler: separate GPUs or cores, so that neither slows the other down."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from paceline.up.errors import CannotStart
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one service gets."""
+    """One service's share of the machine."""
 
     name: str = ""
-    """In words, such as "core 0"; empty means nothing in particular."""
+    """In words, such as "core 0"; empty means no particular share."""
     cores: frozenset[int] = frozenset()
     """Cores that it may use; empty means all."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def share_gpus(gpus: Sequence[str], trainer: int, sampler: int, *, together: bool) -> tuple[Share, Share]:
-    """Give the trainer the first so many GPUs and the sampler the next ones.
+    """Give the first `trainer` GPUs to the trainer and the next `sampler` GPUs to the sampler.
 
-    A single GPU they share, half of its memory for the sampler; with `together` they share the first, since weights
-    that both use lie there. Raises CannotStart when there are fewer than they need.
+    They share a single GPU, with half of its memory for the sampler. With `together` they share the first GPU, because
+    it holds the weights that both use. Raises CannotStart if there are too few GPUs.
     """
     if together or (len(gpus) == 1 and trainer == sampler == 1):
         first = {"CUDA_VISIBLE_DEVICES": gpus[0]}
@@ -43,7 +43,7 @@ def _gpu_share(gpus: Sequence[str]) -> Share:
 
 
 def share_cores(cores: Sequence[int]) -> tuple[Share, Share]:
-    """Give each half of the cores: two OpenMP pools on the same ones wait for each other. A single core they share."""
+    """Give each half of the cores, because two OpenMP pools on the same cores stall each other; share a single core."""
     half = max(1, len(cores) // 2)
     return _core_share(cores[:half]), _core_share(cores[half:] or cores)
 
@@ -54,7 +54,7 @@ def _core_share(cores: Sequence[int]) -> Share:
     variables = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        # The cores are set on the process; told of cores, vLLM would start a worker process and bind that instead.
+        # The process's affinity is set directly; given cores, vLLM would start a worker process and bind that instead.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     return Share(names, frozenset(cores), variables)

@@ -1,4 +1,4 @@
-"""The state directory, which one `paceline up` uses at a time."""
+"""The state directory, used by one `paceline up` at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOCK = "lock"
 
 
 def make_state(state: Path) -> None:
-    """Make the directory where there is none. Raises CannotStart."""
+    """Create the directory if it does not exist. Raises CannotStart."""
     try:
         state.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -23,9 +23,10 @@ def make_state(state: Path) -> None:
 
 @contextmanager
 def held_state(state: Path) -> Iterator[None]:
-    """Keep others out of the directory while the block runs, however that ends; make it where there is none.
+    """Hold the directory's lock while the block runs; create the directory if it does not exist.
 
-    Raises CannotStart for one that cannot be made, or that another process holds.
+    The lock is released however the process ends. Raises CannotStart if the directory cannot be created or another
+    process holds it.
     """
     make_state(state)
     lock = os.open(state / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

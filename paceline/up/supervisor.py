@@ -1,4 +1,4 @@
-"""Starts services, watches their processes, starts again what dies, gives up what keeps dying, and stops them all."""
+"""Start services, watch their processes, restart those that die, give up those that keep dying, and stop them all."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from paceline.up.plan import Plan, inherited_environment
 from paceline.up.reasons import reason_of
 
 _MOST_FAILURES = 3
-"""Deaths in a row after which a service is given up."""
+"""Consecutive deaths after which a service is given up."""
 _STEADY_SECONDS = 10.0
-"""How long a service must have been ready for its next death to be the first of a row."""
+"""How long a service must have been ready for its next death to count as the first."""
 _RESTART_SECONDS = 1.0
 _STOP_SECONDS = 20.0
-"""How long a service may take to stop: calls in progress end, runs are saved."""
+"""How long a service may take to stop: calls in progress finish and runs are saved."""
 _BROKEN_STOP_SECONDS = 5.0
-"""The same where nobody was ever served."""
+"""The same if not all services were ever ready, so that no caller was served."""
 _KILL_SECONDS = 5.0
 
 
 class Supervisor:
-    """Runs one process per plan, each with a log file of its own that does not depend on this process.
+    """Runs one process per plan, each writing directly to its own log file, independently of this process.
 
-    `run` ends within `_STOP_SECONDS` + `_KILL_SECONDS` per service of the first signal, and at once after a second.
+    `run` ends within `_STOP_SECONDS` + `_KILL_SECONDS` per service of the first signal, and immediately after a second.
     """
 
     def __init__(
@@ -45,21 +45,21 @@ class Supervisor:
         say: Callable[[str], None],
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take `say`, which is told what happens, a line each, and `on_ready`, called once when all have been ready."""
+        """Report events line by line to `say`; call `on_ready` once when all services have been ready."""
         self._plans, self._logs, self._say, self._on_ready = plans, logs, say, on_ready
         self._running: dict[str, _Service] = {}
         self._not_ready = {plan.name for plan in plans}
-        """Those that have not been ready yet."""
+        """Services that have not been ready yet."""
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._failure = ""
         self._most_failures_first = _MOST_FAILURES
-        """Deaths in a row after which a service is given up while not all have been ready."""
+        """Consecutive deaths after which a service is given up, until all services have been ready."""
 
     async def run(self, *, until_eof: bool = False) -> None:
-        """Run the services until a signal. Raises CannotStart when one is given up.
+        """Run the services until a signal arrives. Raises CannotStart if one is given up.
 
-        With `until_eof`, until the end of standard input too: for a program, which is told at once of a service that
-        ends before all have been ready.
+        With `until_eof`, the end of standard input also stops them. This is for callers that are programs: a service
+        that ends before all have been ready is given up immediately, so that the caller is notified.
         """
         self._most_failures_first = 1 if until_eof else _MOST_FAILURES
         self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -71,7 +71,7 @@ class Supervisor:
             loop.add_reader(sys.stdin.fileno(), self._read_input)
         keepers = [asyncio.create_task(self._keep(plan)) for plan in self._plans]
         stopping = asyncio.create_task(self._stopping.wait())
-        # A keeper that ends first failed by itself; the others are stopped, and then its error is raised.
+        # If a keeper ends first, its service failed: the others are stopped, then the error is raised.
         await asyncio.wait({stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
         self._stopping.set()
         self._say("stopping")
@@ -93,7 +93,7 @@ class Supervisor:
             self._stopping.set()
 
     async def _keep(self, plan: Plan) -> None:
-        """Run one service until all are stopped or it is given up; start it again when it dies."""
+        """Run one service until all are stopped or it is given up; restart it when it dies."""
         log = self._logs / f"{plan.name}.log"
         _keep_previous(log)
         failures = 0
@@ -116,7 +116,7 @@ class Supervisor:
                 await asyncio.wait_for(self._stopping.wait(), _RESTART_SECONDS)
 
     async def _watch(self, service: _Service) -> float:
-        """Wait for a service's end; return for how long it was ready."""
+        """Wait for a service to end; return how many seconds it was ready."""
         serving = asyncio.create_task(self._until_serving(service.plan))
         await asyncio.wait({serving, service.ended}, return_when=asyncio.FIRST_COMPLETED)
         if service.ended.done():
@@ -148,7 +148,7 @@ class Supervisor:
                 self._on_ready()
 
     async def _end(self, name: str) -> None:
-        """Stop one service, and kill it when it takes too long."""
+        """Stop one service; kill it if it takes too long."""
         service = self._running.get(name)
         if service is None or service.ended.done():
             return
@@ -174,7 +174,7 @@ class _Service:
     process: subprocess.Popen[bytes]
     ended: asyncio.Future[None]
     log_start: int
-    """Where in the log its lines begin."""
+    """Offset of its first line in the log."""
     started: float
 
     @classmethod
@@ -187,10 +187,10 @@ class _Service:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C comes here alone; the services are told in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which stops the services in order
             )
         if plan.cores:
-            with suppress(ProcessLookupError):  # It has ended already, and is not asked for anything here.
+            with suppress(ProcessLookupError):  # It has already ended; `_keep` handles that.
                 os.sched_setaffinity(process.pid, plan.cores)
         return cls(plan, process, _end_of(process), log_start, monotonic())
 
@@ -201,7 +201,7 @@ class _Service:
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[None]:
-    """Return what is done when a process ends, whoever holds its pipes."""
+    """Return a future that completes when a process ends, even if others hold its pipes."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     descriptor = os.pidfd_open(process.pid)
@@ -217,6 +217,6 @@ def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[None]:
 
 
 def _keep_previous(log: Path) -> None:
-    """Begin a new log, and keep the one before it."""
+    """Rename the previous log, so that a new one is started."""
     if log.exists():
         log.replace(log.with_suffix(".previous.log"))

@@ -1,1 +1,1 @@
-"""One copy of a base model for trainer and sampler on one machine (bridge `shared`)."""
+"""One copy of a base model, shared by trainer and sampler on one machine (bridge `shared`)."""

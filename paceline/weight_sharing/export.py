@@ -1,7 +1,8 @@
-"""The base weights that a sampler lends to a trainer on the same machine (bridge `shared`): where they lie, and whose.
+"""Location and ownership of the base weights that a sampler lends to a trainer on the same machine (bridge `shared`).
 
-The directory holds `manifest.json`, which names every tensor, on CPUs `weights-<generation>`, the segment that they lie
-in, and `owner`, which the process that holds the weights keeps locked while it lives. Nothing here imports torch.
+The directory holds `manifest.json`, which lists every tensor; on CPUs `weights-<generation>`, the memory segment with
+their data; and `owner`, which the process that holds the weights keeps locked while it lives. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from paceline.layout import write_file
 MANIFEST, OWNER, SEGMENT = "manifest.json", "owner", "weights-"
 
 _CLAIM_SECONDS = 2.0
-"""How long a claim waits; one who looks whether the owner lives holds the lock for an instant."""
+"""How long a claim waits for the lock, which a check of whether the owner is alive holds for an instant."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaStorage:
-    """What opens another process's memory on the same GPU: the values of torch's `UntypedStorage._share_cuda_`."""
+    """Handle to another process's memory on the same GPU: the values of torch's `UntypedStorage._share_cuda_`."""
 
     device_uuid: str
     handle: bytes
@@ -37,56 +38,56 @@ class CudaStorage:
     """Name of torch's file of reference counters."""
     counter_offset: int
     event: bytes
-    """cudaIpcEventHandle_t of what was queued on the GPU when the memory was shared."""
+    """cudaIpcEventHandle_t of the work that was queued on the GPU when the memory was shared."""
     event_sync: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SharedStorage:
-    """A piece of memory that tensors lie in: a file of the directory, or memory of a GPU."""
+    """Memory that holds tensors: a file in the directory, or GPU memory."""
 
     size: int
-    """Bytes."""
+    """In bytes."""
     file: str = ""
     cuda: CudaStorage | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTensor:
-    """A parameter under the name that Hugging Face gives it. Several may lie in each other's bytes: tied weights do."""
+    """A parameter under its Hugging Face name. Several may overlap in memory, as tied weights do."""
 
     name: str
     dtype: str
     """torch's name, such as bfloat16."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Elements."""
+    """In elements."""
     storage: int
-    """Index of its storage."""
+    """Index into `BaseManifest.storages`."""
     offset: int
     """Bytes from the storage's start."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseManifest:
-    """All of a base model's weights."""
+    """Manifest of all of a base model's weights."""
 
     generation: str
-    """Unique for each time that the weights were put there."""
+    """Unique id of each time the weights were placed in the directory."""
     model: str
     """The base model's name for clients."""
     writable: bool
-    """Whether the weights change: a trainer then writes them and computes with others."""
+    """Whether the weights change: the trainer then writes to them and computes with its own."""
     storages: list[SharedStorage]
     tensors: list[SharedTensor]
 
     def write(self, directory: Path) -> None:
-        """Make the manifest visible, all at once."""
+        """Write the manifest atomically."""
         write_file(directory / MANIFEST, msgspec.json.encode(self))
 
 
 def read_base(directory: Path) -> BaseManifest:
-    """Return the manifest of weights whose owner lives. Raises BaseUnavailable; BaseMismatch of anything else."""
+    """Return the manifest of weights whose owner is alive. Raises BaseUnavailable, BaseMismatch."""
     try:
         if not _is_own(directory):
             raise BaseMismatch(f"{directory} belongs to another user; run trainer and sampler as one.")
@@ -101,7 +102,7 @@ def read_base(directory: Path) -> BaseManifest:
 
 
 def is_lent(directory: Path, generation: str) -> bool:
-    """Return whether the weights of a generation are still there, and those of the directory."""
+    """Return whether the directory still lends the weights of this generation."""
     try:
         return read_base(directory).generation == generation
     except (BaseMismatch, BaseUnavailable):
@@ -109,10 +110,10 @@ def is_lent(directory: Path, generation: str) -> bool:
 
 
 def claim(directory: Path) -> int:
-    """Make the directory this process's own, emptied of what an owner before left; returns the lock's descriptor.
+    """Claim the directory for this process and clear a previous owner's files; return the lock's descriptor.
 
-    The lock goes when the process does, whatever ends it. Raises BlockingIOError when another owner lives,
-    PermissionError where the directory is another user's.
+    The lock is released when the process ends, for whatever reason. Raises BlockingIOError if another owner is alive,
+    PermissionError if the directory belongs to another user.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_own(directory):
@@ -132,7 +133,7 @@ def claim(directory: Path) -> int:
 
 
 def clear(directory: Path) -> None:
-    """Remove manifest and segments. Whoever has mapped them keeps the memory."""
+    """Remove manifest and segments. Processes that have mapped a segment keep its memory."""
     for path in (directory / MANIFEST, *directory.glob(f"{SEGMENT}*")):
         path.unlink(missing_ok=True)
 

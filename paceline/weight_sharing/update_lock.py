@@ -1,8 +1,8 @@
-"""How a trainer takes its turn to write the weights that a sampler lends: a socket beside them (bridge `shared`).
+"""Lock over a Unix socket with which a trainer writes the weights that a sampler lends (bridge `shared`).
 
-One line of JSON each way: the writer says what it is about to write; the sampler answers when it may; the writer says
-that it is done; the sampler answers when the version is active. A writer that dies closes the socket, so that the
-sampler knows of weights that were written in part.
+Each message is one line of JSON: the writer announces what it is about to write; the sampler answers when it may start;
+the writer reports that it is done; the sampler answers when the version is active. If the writer dies, the socket
+closes, and the sampler detects partly written weights.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from paceline.errors import CATALOG, BaseMismatch, BaseUnavailable, Internal
 SOCKET = "writes"
 
 _TURN_SECONDS = 60.0
-"""How long a writer waits for its turn: for the first one, requests to the base model in progress have to end."""
+"""How long a writer waits for the lock: the first write waits until requests to the base model have finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """What is about to be written."""
+    """The writer's announcement of a write."""
 
     generation: str
-    """Of the weights that it is meant for."""
+    """Generation of the weights to write."""
     run_id: str
     version: int
     tenant: str
-    """Who owns the run."""
+    """Owner of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +41,22 @@ class WriteTurn:
     """The sampler's answer."""
 
     refusal: str = ""
-    """Reason of the error, if it is one."""
+    """Reason of the error; empty if the write is accepted."""
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteDone:
-    """Every weight was written."""
+    """The writer's report that all weights were written."""
 
     done: bool = True
 
 
 @contextmanager
 def write_turn(directory: Path, request: WriteRequest) -> Iterator[None]:
-    """Write the weights inside the block; after it the version is active.
+    """Hold the lock while the block writes the weights; afterwards the version is active.
 
-    Raises BaseUnavailable when the sampler is not there or goes meanwhile, and what it refuses the write with.
+    Raises BaseUnavailable if the sampler is not running or ends meanwhile, and the error with which it refuses.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:

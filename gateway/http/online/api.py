@@ -1,4 +1,4 @@
-"""POST /train, GET /train/status and POST /checkpoint: models that are trained on what is posted while they serve."""
+"""POST /train, GET /train/status and POST /checkpoint: models trained on posted examples while they serve."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 _SECONDS = 600.0
 _OPTIMIZER = "apollo_mini"
 _MOST_WAITING_BYTES = 1 << 30
-"""Of a tenant's examples that are not trained on yet."""
+"""Most bytes of a tenant's examples that are not trained on yet."""
 
 
 class OnlineApi:
     """The routes, and the learners behind them."""
 
     def __init__(self, services: Services, models: Models, state: Path, max_message_bytes: int) -> None:
-        """Open the file of `state`. Raises InvalidArgument where it is none of ours."""
+        """Open the database in `state`. Raises InvalidArgument if it cannot be used."""
         self._services, self._models = services, models
         self._store = OnlineStore(state / "online.sqlite")
         self._most_bytes = max_message_bytes // 2
         self._learners: dict[int, Learner] = {}
         self._names: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
-        """Held while a name is given a model, or a model examples."""
+        """Locks held while a name is given a model, or a model is given examples."""
 
     async def start(self) -> None:
-        """Go on with what an earlier gateway left unfinished."""
+        """Resume the work that an earlier gateway left unfinished."""
         for model in self._store.models():
             if model.run_id and not model.stopped:
                 self._learner(model).wake()
 
     async def stop(self) -> None:
-        """End the work that is under way; another gateway goes on with it."""
+        """Stop the work in progress; the next gateway resumes it."""
         await asyncio.gather(*(learner.close() for learner in self._learners.values()))
         self._store.close()
 
     def routes(self) -> APIRouter:
-        """Return them."""
+        """Return the routes."""
         router = APIRouter()
 
         @router.post("/train", status_code=202)
@@ -92,7 +92,7 @@ class OnlineApi:
         }
 
     async def _examples(self, tenant: str, bodies: list[bytes]) -> list[NewExample]:
-        """Render conversations. Raises what the trainer raises, and Overloaded where too much waits."""
+        """Render conversations. Raises the trainer's errors, and Overloaded if too many bytes wait."""
 
         async def call(request: pb.RenderConversationsRequest) -> pb.RenderConversationsResponse:
             return await self._services.call(tenant, request, pb.RenderConversationsResponse, seconds=_SECONDS)
@@ -108,22 +108,22 @@ class OnlineApi:
         return examples
 
     async def _begin(self, tenant: str, request: TrainRequest) -> Learner:
-        """Return the learner of a model, which is made where there is none. Raises what the trainer raises."""
+        """Return the learner of a model, creating the model if it does not exist. Raises the trainer's errors."""
         lora = _lora(request.lora)
         model = self._store.model(tenant, request.model)
         if model is not None and not model.run_id and not _is_same(model, request):
-            await self._forget(model)  # Its run was never made.
+            await self._forget(model)  # Its run was never created.
             model = None
         if model is not None:
             _check_is_same(model, request)
-        # Without a sampler a model that is there is trained all the same.
+        # An existing model is trained even if no sampler is available.
         with suppress(errors.Unavailable) if model else nullcontext():
             await self._check_serves(tenant, request.model, is_lora=bool(model.lora if model else lora))
         base_model = await self._models.served(tenant, "")
         if model is not None and model.run_id:
             with suppress(errors.RunNotFound):
                 return await self._begun(model, base_model)
-            await self._forget(model)  # Its run was deleted, and what it was trained on with it.
+            await self._forget(model)  # Its run was deleted, and with it the training on its examples.
             model = None
         if model is None:
             optimizer = request.optimizer or _OPTIMIZER
@@ -146,7 +146,7 @@ class OnlineApi:
         await self._store.forget_model(model)
 
     async def _check_serves(self, tenant: str, name: str, *, is_lora: bool) -> None:
-        """See that a sampler can serve what would be trained, by its name. Raises InvalidArgument, Unsupported."""
+        """Check that a sampler can serve the model under its name. Raises InvalidArgument, Unsupported."""
         info = await self._models.describe_sampler(tenant)
         if name.startswith("run-") or name in self._models.base_names(info.model):
             raise errors.InvalidArgument(
@@ -207,7 +207,7 @@ def _is_same(model: OnlineModel, request: TrainRequest) -> bool:
 
 
 def _check_is_same(model: OnlineModel, request: TrainRequest) -> None:
-    """See that a model is trained as it was begun. Raises InvalidArgument."""
+    """Check that a request keeps the model's optimizer and adapter settings. Raises InvalidArgument."""
     if request.optimizer is not None and request.optimizer != model.optimizer:
         message = (
             f"{model.name} was made with {model.optimizer}, which cannot change; leave it out, or name another model"

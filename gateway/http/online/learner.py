@@ -1,4 +1,4 @@
-"""Trains one online model: a batch of examples, a step, a version, and again while examples wait."""
+"""Train one online model: a batch of examples, a step, a version; repeat while examples wait."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from paceline.types.v1 import full_pb2, lora_pb2
 
 _SECONDS = 600.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
-"""Seconds between attempts to send a command that nobody answered."""
+"""Seconds between attempts to send an unanswered command."""
 _PUBLISH_SECONDS = 5.0
-"""While examples wait, versions are at least so far apart."""
+"""Minimum time between versions while examples wait."""
 _ACK_SECONDS = 10.0
-"""How long a version is waited for until a sampler serves it."""
+"""How long a publish waits for a sampler to serve the version."""
 _PUBLISH_AGAIN_SECONDS = 30.0
 _SLOW_SECONDS = 10.0
-"""After which a command that has no answer yet is a problem to tell of."""
+"""After this time an unanswered command is reported as a problem."""
 _FORWARD_BACKWARD, _OPTIM_STEP, _PUBLISH, _SAVE = "forward_backward", "optim_step", "publish", "save"
 _KINDS: Mapping[str, tuple[type[Message], type[Message]]] = {
     _FORWARD_BACKWARD: (pb.ForwardBackwardRequest, pb.ForwardBackwardResponse),
@@ -38,7 +38,7 @@ _KINDS: Mapping[str, tuple[type[Message], type[Message]]] = {
     _SAVE: (pb.SaveCheckpointRequest, pb.SaveCheckpointResponse),
 }
 _NOT_ANSWERS = (errors.Unavailable, errors.TimedOut, errors.Cancelled, errors.Denied, errors.Internal)
-"""What says nothing of whether a command was executed: it is sent again."""
+"""Errors that do not tell whether a command was executed, so it is sent again."""
 _STOPS = (
     errors.ClientSuperseded,
     errors.RunNotFound,
@@ -49,7 +49,7 @@ _STOPS = (
     errors.DiskFull,
     errors.MessageTooLarge,
 )
-"""Refusals that the next examples would get, too."""
+"""Refusals that the next examples would get as well."""
 _log = get_logger(__name__)
 
 
@@ -57,7 +57,7 @@ class Learner:
     """Owns the order of one model's commands."""
 
     def __init__(self, services: Services, store: OnlineStore, model: OnlineModel, most_bytes: int) -> None:
-        """Take the most bytes of one call."""
+        """`most_bytes` bounds the examples of one call."""
         self._services, self._store, self._most_bytes = services, store, most_bytes
         self._known = model
         self._turn = asyncio.Lock()
@@ -67,45 +67,45 @@ class Learner:
         self._must_publish = False
         self._late = self._unpublished = self._ended = ""
         self._asked: tuple[str, float] | None = None
-        """The command that is under way, and since when."""
+        """The command in flight, and when it was sent."""
         self._loss: float | None = None
-        """Of the batch under way."""
+        """Loss of the current batch."""
 
     @property
     def model(self) -> OnlineModel:
-        """The model as it is now. Raises ModelNotFound where it was forgotten."""
+        """The current state of the model. Raises ModelNotFound if it was removed."""
         return self._store.again(self._known)
 
     @property
     def is_busy(self) -> bool:
-        """Whether it trains."""
+        """Whether training is in progress."""
         return self._working is not None and not self._working.done()
 
     @property
     def problem(self) -> str:
-        """Why a command has no answer yet, or the newest version is served by no sampler; empty while all goes well."""
+        """Why a command is unanswered, the newest version is not served, or training ended; empty if none applies."""
         slow = ""
         if self._asked is not None and (seconds := monotonic() - self._asked[1]) > _SLOW_SECONDS:
             slow = f"the trainer has worked on {self._asked[0]}, or on what is before it, for {seconds:.0f} s"
         return self._late or slow or self._unpublished or self._ended
 
     def wake(self) -> None:
-        """Train on what waits."""
+        """Train on the waiting examples."""
         self._woken.set()
         if not self.is_busy:
             self._ended = ""
             self._working = asyncio.create_task(self._work())
 
     async def close(self) -> None:
-        """End; what is under way is sent again by another."""
+        """Stop training; another learner sends unanswered commands again."""
         if self._working is not None:
             self._working.cancel()
             await asyncio.gather(self._working, return_exceptions=True)
 
     async def begin(self, base_model: str) -> None:
-        """Make the model's run, or attach to it again where it was stopped.
+        """Create the model's run, or attach to it again if its training was stopped.
 
-        Raises what the trainer raises: RunNotFound where the run was deleted, RunStateLost where it cannot go on.
+        Raises the trainer's errors: RunNotFound if the run was deleted, RunStateLost if it cannot continue.
         """
         if self._can_train():
             return
@@ -120,11 +120,11 @@ class Learner:
                 message = "the run's state is lost; load a checkpoint into it by LoadCheckpoint, or name another model"
                 raise errors.RunStateLost(message, field="model")
             await self._store.attach(model, run_id, reply.attachment, reply.run.last_seq_id + 1)
-            if not reply.run.latest_version:  # What is trained can be sampled from at once, as it is.
+            if not reply.run.latest_version:  # The model can be sampled from at once, as it is.
                 await self._issue([self._publish()])
 
     async def save(self, name: str) -> str:
-        """Save a state checkpoint behind the batch under way; return its path. Raises what the trainer raises."""
+        """Save a state checkpoint after the current batch and return its path. Raises the trainer's errors."""
         async with self._turn:
             await self._send_all()
             model = self.model
@@ -174,12 +174,12 @@ class Learner:
                     await asyncio.wait_for(self._woken.wait(), _PUBLISH_AGAIN_SECONDS)
                 async with self._turn:
                     await self._issue([self._publish()])
-        except Exception as error:  # told by the status; the next example begins it again
+        except Exception as error:  # reported by the status; the next example restarts training
             self._ended = str(error) if isinstance(error, errors.PacelineError) else "internal error; see the log"
             _log.exception("online training ends", model=self._known.name)
 
     def _commands(self, model: OnlineModel, batch: Sequence[Example]) -> list[tuple[str, Message]]:
-        """Return what trains on a batch: its loss is the mean over the tokens of responses."""
+        """Return the commands that train on a batch. Its loss is the mean over the tokens of responses."""
         carried = pb.ForwardBackwardRequest(
             loss_fn="cross_entropy", reduction=pb.REDUCTION_TOKEN_MEAN, refuse_non_finite=True
         )
@@ -200,7 +200,7 @@ class Learner:
         return _PUBLISH, pb.PublishWeightsRequest(durable=True, wait_for=pb.ACK_POLICY_ANY, ack_timeout_ms=milliseconds)
 
     async def _issue(self, requests: Sequence[tuple[str, Message]], examples: Sequence[Example] = ()) -> None:
-        """Keep commands to be sent. None without an answer may be left: they are numbered behind each other."""
+        """Store commands to send. No earlier one may be unanswered, because their numbers are consecutive."""
         model, commands = self.model, []
         for number, (kind, request) in enumerate(requests, model.next_seq_id):
             place: Any = request
@@ -210,14 +210,14 @@ class Learner:
         await self._store.issue(model, commands, examples)
 
     async def _send_all(self) -> None:
-        """Send what has no answer, each until it has one."""
+        """Send each unanswered command until it is answered."""
         for command in self._store.commands(self._known):
             await self._send(command)
             if self.model.stopped:
                 return
 
     async def _send(self, command: Command) -> Message | errors.PacelineError:
-        """Send one command until it is answered; keep what the answer says; return it, or the refusal."""
+        """Send one command until it is answered, store the outcome, and return the answer or the refusal."""
         answer = await self._until_answered(command)
         if isinstance(answer, errors.PacelineError):
             await self._refused(command, answer)
@@ -240,11 +240,11 @@ class Learner:
         if command.kind == _PUBLISH and not isinstance(error, errors.ClientSuperseded | errors.RunNotFound):
             self._unpublished = problem
             self._must_publish = isinstance(error, errors.DiskFull | errors.QuotaExceeded)
-            version = error.metadata.get("version", "")  # It exists all the same where it names one.
+            version = error.metadata.get("version", "")  # A version that the error names exists nevertheless.
             newest = int(version) if version.isdecimal() else model.version
             await self._store.answered(model, command, version=newest)
         elif isinstance(error, _STOPS) and command.kind != _SAVE:
-            # A ForwardBackward that was refused changed nothing. A refused step leaves its gradient in the run.
+            # A refused ForwardBackward changed nothing. A refused step leaves its gradient in the run.
             state = ExampleState.WAITING if command.kind == _FORWARD_BACKWARD else ExampleState.UNSURE
             await self._store.stop(model, problem, command, Settled(state, problem))
         else:
@@ -273,8 +273,8 @@ class Learner:
 
 
 def _settled_by(command: Command, error: errors.PacelineError) -> Settled | None:
-    """Return what a refusal makes of a batch's examples."""
-    if isinstance(error, errors.SeqIdExpired):  # It was executed, so long ago that its answer is not kept.
+    """Return how a refusal settles a batch's examples; None if it does not."""
+    if isinstance(error, errors.SeqIdExpired):  # It was executed, but its answer is no longer kept.
         return Settled(ExampleState.TRAINED) if command.kind == _OPTIM_STEP else None
     if command.kind == _FORWARD_BACKWARD or isinstance(error, errors.NonFiniteGradient):  # The gradient was dropped.
         return Settled(ExampleState.FAILED, str(error))

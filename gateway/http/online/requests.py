@@ -1,4 +1,4 @@
-"""What is posted to /train and /checkpoint, checked as it is parsed: a large body that is wrong costs little."""
+"""Bodies of /train and /checkpoint, validated while they are parsed, so that a large invalid body costs little."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Message(Struct):
-    """A message of a conversation, with whatever else the template knows."""
+    """A message of a conversation, with any other fields that the template uses."""
 
     role: str
     content: str | list[Any] | None = None
@@ -27,7 +27,7 @@ class Message(Struct):
 
 
 class Conversation(Struct, forbid_unknown_fields=True):
-    """Messages as in OpenAI's chat API; the loss is on those of the assistant."""
+    """Messages as in OpenAI's chat API. The loss covers the assistant's."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -40,13 +40,13 @@ class Pair(Struct, forbid_unknown_fields=True):
     response: str
 
     def conversation(self) -> bytes:
-        """Return it as one."""
+        """Return the pair as a conversation."""
         messages = [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.response}]
         return msgspec.json.encode({"messages": messages})
 
 
 class Lora(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """An adapter, in place of all parameters."""
+    """An adapter, trained in place of all parameters."""
 
     rank: Annotated[int, Meta(ge=1, le=65536)]
     alpha: Annotated[float, Meta(gt=0, le=1e6)] | None = None
@@ -57,7 +57,7 @@ class TrainRequest(Struct, forbid_unknown_fields=True):
 
     model: ModelName = DEFAULT_MODEL
     conversations: list[Raw] = []
-    """Each a Conversation, or its messages alone."""
+    """Each is a Conversation, or its messages alone."""
     pairs: list[Pair] = []
     learning_rate: Annotated[float, Meta(ge=0, le=1e6)] = 1e-4
     batch_size: Annotated[int, Meta(ge=1, le=256)] = 8
@@ -65,7 +65,7 @@ class TrainRequest(Struct, forbid_unknown_fields=True):
     lora: Lora | None = None
 
     def bodies(self) -> list[bytes]:
-        """Return all conversations, pairs last, as the trainer takes them. Raises InvalidArgument, EmptyBatch."""
+        """Return all conversations, pairs last, in the trainer's format. Raises InvalidArgument, EmptyBatch."""
         found = [_conversation(bytes(raw), f"conversations[{index}]") for index, raw in enumerate(self.conversations)]
         found += [pair.conversation() for pair in self.pairs]
         if not found:
@@ -81,7 +81,7 @@ class CheckpointRequest(Struct, forbid_unknown_fields=True):
 
 
 def read(content: bytes, kind: type[T], place: str = "") -> T:
-    """Parse JSON. Raises UnreadableMessage, UnknownField, InvalidArgument; `place` is where it stands in the body."""
+    """Parse JSON. `place` is its position in the body. Raises UnreadableMessage, UnknownField, InvalidArgument."""
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as problem:
@@ -99,7 +99,7 @@ def read(content: bytes, kind: type[T], place: str = "") -> T:
 
 
 def _conversation(content: bytes, place: str) -> bytes:
-    """Check a conversation; return it as an object."""
+    """Check a conversation and return it as a JSON object."""
     if content[:1] == b"[":
         content = b'{"messages":' + content + b"}"
     try:

@@ -1,7 +1,7 @@
-"""What online training has to remember: models, their examples, and the commands that have no answer yet.
+"""The persistent state of online training: models, their examples, and unanswered commands.
 
-A command is here before it is sent. One without an answer is sent again as it was, by this gateway or the next, and the
-trainer executes it once: so each example is trained on once, whatever is killed.
+A command is stored before it is sent. An unanswered command is sent again unchanged, by this gateway or the next, and
+the trainer executes it once. So each example is trained on once, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline import errors
 
 FORMAT = 1
 _MOST_DATUMS = 256
-"""Of a batch; one example may have more."""
+"""Most datums of a batch; a single example may have more."""
 
 _TABLES = """
 CREATE TABLE models (model_id INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, name TEXT NOT NULL,
@@ -42,55 +42,55 @@ CREATE TABLE commands (model_id INTEGER NOT NULL, seq_id INTEGER NOT NULL, kind 
 
 
 class ExampleState(IntEnum):
-    """How far an example is."""
+    """Progress of an example."""
 
     WAITING = 0
     SENT = 1
     TRAINED = 2
     FAILED = 3
-    """Nothing came of it; it may be posted again."""
+    """It had no effect and may be posted again."""
     UNSURE = 4
-    """Its gradient was computed, and the step was not taken here: another client's may have been."""
+    """Its gradient was computed but this gateway's step was not taken; another client's step may have applied it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineModel:
-    """A run that is trained on what is posted."""
+    """A run that is trained on posted examples."""
 
     model_id: int
     tenant: str
     name: str
     request_id: str
-    """Of the call that makes its run."""
+    """The request_id of the call that creates its run."""
     run_id: str
-    """Empty until the run is made."""
+    """Empty until the run is created."""
     optimizer: str
     lora: Mapping[str, Any]
-    """rank and alpha; empty where all parameters are trained."""
+    """rank and alpha; empty if all parameters are trained."""
     created: float
     attachment: int
     next_seq_id: int
     step: int
     version: int
-    """Newest that was published."""
+    """Newest published version."""
     loss: float | None
     """Mean over the tokens of the last batch."""
     tokens: int
-    """Trained on so far."""
+    """Tokens trained on so far."""
     stopped: str
-    """Why it is not trained until more is posted; empty where it is."""
+    """Why training is stopped until more is posted; empty if it is not stopped."""
     waiting: int
-    """Examples that wait or are under way."""
+    """Examples that wait or are in flight."""
     waiting_bytes: int
     trained: int
     failed: int
     problem: str
-    """Why the last examples failed that did."""
+    """Why the most recently failed examples failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewExample:
-    """What is to be trained on: `data` is a serialized list of Datum (a ForwardBackwardRequest with nothing else)."""
+    """A posted example. `data` is a serialized list of Datum (a ForwardBackwardRequest with nothing else)."""
 
     digest: bytes
     datums: int
@@ -99,7 +99,7 @@ class NewExample:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One that waits, and how it is to be trained on."""
+    """A waiting example and its training settings."""
 
     number: int
     learning_rate: float
@@ -108,61 +108,61 @@ class Example:
     data: bytes
 
     def goes_with(self, other: Example) -> bool:
-        """Whether the two can be in one batch."""
+        """Whether both can be in one batch."""
         return (self.learning_rate, self.batch_size) == (other.learning_rate, other.batch_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A request of a run that is sent until it is answered."""
+    """A command of a run, sent until it is answered."""
 
     seq_id: int
     kind: str
     batch: int
-    """The seq_id of the ForwardBackward whose examples it is about; 0 where it is about none."""
+    """The seq_id of the ForwardBackward that carries its examples; 0 if it concerns no examples."""
     request: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What became of a batch's examples."""
+    """The outcome of a batch's examples."""
 
     state: ExampleState
     problem: str = ""
 
 
 class OnlineStore(Database):
-    """The file. It survives power cuts, as the trainer's journal does."""
+    """The database. It survives power cuts, as the trainer's journal does."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file. Raises InvalidArgument where it is of a later format, or no such file."""
+        """Open or create the file. Raises InvalidArgument for a newer format or an unusable file."""
         super().__init__(path, FORMAT, _TABLES, survives_power_cuts=True)
 
     def model(self, tenant: str, name: str) -> OnlineModel | None:
-        """Return a model by its name, if there is one."""
+        """Return the model with a name, or None."""
         for row in self.rows("SELECT * FROM models WHERE tenant = ? AND name = ?", tenant, name):
             return _model(row)
         return None
 
     def models(self, tenant: str | None = None) -> list[OnlineModel]:
-        """Return a tenant's models, or all of all tenants."""
+        """Return a tenant's models, or those of all tenants."""
         return [_model(row) for row in self.rows("SELECT * FROM models WHERE tenant = ?1 OR ?1 IS NULL", tenant)]
 
     def again(self, model: OnlineModel) -> OnlineModel:
-        """Return a model as it is now. Raises ModelNotFound where it was forgotten."""
+        """Return the current state of a model. Raises ModelNotFound if it was removed."""
         for row in self.rows("SELECT * FROM models WHERE model_id = ?", model.model_id):
             return _model(row)
         raise errors.ModelNotFound("the model was deleted and made again; try again", field="model")
 
     def waiting_bytes(self, tenant: str) -> int:
-        """Return what a tenant's examples take that are not trained on yet."""
+        """Return the bytes of a tenant's examples that are not trained on yet."""
         ((total,),) = self.rows("SELECT COALESCE(SUM(waiting_bytes), 0) FROM models WHERE tenant = ?", tenant)
         return int(total)
 
     async def add_model(
         self, tenant: str, name: str, request_id: str, optimizer: str, lora: Mapping[str, Any]
     ) -> OnlineModel:
-        """Keep a new model, which has no run yet."""
+        """Store a new model, which has no run yet."""
         sql = "INSERT INTO models (tenant, name, request_id, optimizer, lora, created) VALUES (?, ?, ?, ?, ?, ?)"
         await self.write(sql, tenant, name, request_id, optimizer, json.dumps(lora), time())
         found = self.model(tenant, name)
@@ -170,12 +170,12 @@ class OnlineStore(Database):
         return found
 
     async def attach(self, model: OnlineModel, run_id: str, attachment: int, next_seq_id: int) -> None:
-        """Note the run, and the number of its next command."""
+        """Record the run and the number of its next command, and clear `stopped`."""
         sql = "UPDATE models SET run_id = ?, attachment = ?, next_seq_id = ?, stopped = '' WHERE model_id = ?"
         await self.write(sql, run_id, attachment, next_seq_id, model.model_id)
 
     async def forget_model(self, model: OnlineModel) -> None:
-        """Remove a model with its examples."""
+        """Remove a model with its examples and commands."""
 
         def forget(connection: sqlite3.Connection) -> None:
             for table in ("commands", "examples", "models"):
@@ -186,7 +186,7 @@ class OnlineStore(Database):
     async def add_examples(
         self, model: OnlineModel, examples: Sequence[NewExample], learning_rate: float, batch_size: int
     ) -> int:
-        """Keep examples that are new, or that failed before; return how many those are."""
+        """Store the examples that are new or failed before; return their number."""
 
         def add(connection: sqlite3.Connection) -> int:
             added = size = again = 0
@@ -211,7 +211,7 @@ class OnlineStore(Database):
         return await self.do(add)
 
     def next_batch(self, model: OnlineModel, most_bytes: int) -> list[Example]:
-        """Return the examples that wait longest and were posted with the same settings; one at least if any waits."""
+        """Return the longest-waiting examples posted with the same settings; at least one if any waits."""
         sql = (
             "SELECT number, learning_rate, batch_size, datums, data FROM examples WHERE model_id = ? AND state = ? "
             "ORDER BY number LIMIT ?"
@@ -227,12 +227,12 @@ class OnlineStore(Database):
         return []
 
     def commands(self, model: OnlineModel) -> list[Command]:
-        """Return the commands without an answer, in their order."""
+        """Return the unanswered commands in order."""
         sql = "SELECT seq_id, kind, batch, request FROM commands WHERE model_id = ? ORDER BY seq_id"
         return [Command(*row) for row in self.rows(sql, model.model_id)]
 
     async def issue(self, model: OnlineModel, commands: Sequence[Command], examples: Sequence[Example] = ()) -> None:
-        """Keep commands to be sent, numbered from the model's next, and note which examples the first one carries."""
+        """Store commands to send, numbered from the model's next, and record which examples the first one carries."""
 
         def issue(connection: sqlite3.Connection) -> None:
             connection.execute(
@@ -252,9 +252,9 @@ class OnlineStore(Database):
     async def answered(
         self, model: OnlineModel, command: Command, settled: Settled | None = None, **facts: float
     ) -> None:
-        """Let an answered command go; note what became of its examples, and facts of the model (columns of its table).
+        """Remove an answered command; record the outcome of its examples and facts of the model (columns of its table).
 
-        `tokens` are added to those before.
+        `tokens` are added to the stored count.
         """
 
         def answered(connection: sqlite3.Connection) -> None:
@@ -262,7 +262,7 @@ class OnlineStore(Database):
             connection.execute(sql, (model.model_id, command.seq_id))
             for name, value in facts.items():
                 new = "tokens + ?" if name == "tokens" else "?"
-                sql = f"UPDATE models SET {name} = {new} WHERE model_id = ?"  # noqa: S608 - names of ours
+                sql = f"UPDATE models SET {name} = {new} WHERE model_id = ?"  # noqa: S608 - our own column names
                 connection.execute(sql, (value, model.model_id))
             if settled is not None:
                 _settle(connection, model, command.batch, settled)
@@ -270,7 +270,7 @@ class OnlineStore(Database):
         await self.do(answered)
 
     async def stop(self, model: OnlineModel, problem: str, command: Command, settled: Settled) -> None:
-        """Note why a model is not trained further, give up what it had under way, and say what became of examples."""
+        """Record why a model's training stops, drop its unanswered commands, and settle the batch's examples."""
 
         def stop(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM commands WHERE model_id = ?", (model.model_id,))
@@ -281,7 +281,7 @@ class OnlineStore(Database):
 
 
 def _settle(connection: sqlite3.Connection, model: OnlineModel, batch: int, settled: Settled) -> None:
-    """Give the examples of a batch that are under way their state. Only those that wait keep their data."""
+    """Set the state of a batch's examples in flight. Only waiting examples keep their data."""
     mine = (model.model_id, batch, ExampleState.SENT)
     where = "WHERE model_id = ? AND batch = ? AND state = ?"
     sql = f"SELECT COUNT(*), COALESCE(SUM(LENGTH(data)), 0) FROM examples {where}"  # noqa: S608

@@ -90,7 +90,7 @@ class RetrieveFuture(Body):
 
 
 class Target(Body):
-    """Whose futures are meant."""
+    """The sampler clone whose futures are requested."""
 
     sampling_session_id: str
     cloned_sampler_id: int = Field(0, ge=0, le=MAX_NUMBER)
@@ -105,7 +105,7 @@ class RetrieveFutures(Body):
 
 
 class DataPlane:
-    """Takes work in and gives results back."""
+    """Accepts work and returns results."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class DataPlane:
         tokenizer: str,
         downloads: Downloads,
     ) -> None:
-        """Take `tokenizer`: where clients load the tokenizer from; empty means by the model's name."""
+        """`tokenizer` is where clients load the tokenizer from; empty means the model's name."""
         self._store = store
         self._sessions = sessions
         self._futures = futures
@@ -163,7 +163,7 @@ class DataPlane:
 
         @router.post("/client/config")
         async def client_config(body: ClientConfig) -> dict[str, Any]:
-            # The first two make SDKs before 0.26 write what later ones always do.
+            # The first two make SDKs before 0.26 write the format that later ones always write.
             return {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True, "parallel_fwdbwd_chunks": True}
 
         @router.post("/client/dynamic_config")
@@ -173,9 +173,8 @@ class DataPlane:
         @router.post("/create_session")
         async def create_session(request: Request, body: CreateSession) -> dict[str, Any]:
             metadata = {"tags": list(body.tags), "user_metadata": body.user_metadata}
-            json.dumps(
-                metadata, ensure_ascii=False
-            ).encode()  # raises UnicodeEncodeError for what could not be told again
+            # Raises UnicodeEncodeError for text that could not be returned later.
+            json.dumps(metadata, ensure_ascii=False).encode()
             session_id = await self._sessions.open(tenant_of(request), metadata, body.display_name)
             return {"session_id": session_id, "type": "create_session"}
 
@@ -193,7 +192,7 @@ class DataPlane:
 
         @router.post("/telemetry")
         async def telemetry(request: Request) -> dict[str, str]:
-            await request.body()  # read, so that the connection can be used again, and kept by nobody
+            await request.body()  # read so that the connection can be reused; the content is discarded
             return {"status": "accepted"}
 
     def _add_training(self, router: APIRouter) -> None:
@@ -343,7 +342,7 @@ class DataPlane:
 
 
 def tenant_of(request: Request) -> str:
-    """Return whose request it is."""
+    """Return the tenant of a request."""
     return str(request.state.identity.tenant)
 
 
@@ -363,7 +362,7 @@ def _read(content: bytes) -> tinker_pb2.ForwardBackwardRequest:
 
 
 def _decompressed(content: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Undo what a body was compressed by, up to a size. Raises MessageTooLarge, UnreadableMessage."""
+    """Decompress a body, up to a size. Raises MessageTooLarge, UnreadableMessage."""
     if encoding == "identity":
         return content
     if encoding != "zstd":
@@ -372,7 +371,7 @@ def _decompressed(content: bytes, encoding: str, max_bytes: int) -> bytes:
         size = zstandard.frame_content_size(content)
         if size > max_bytes:
             raise errors.MessageTooLarge(f"the body is {size} bytes once it is decompressed; at most {max_bytes}")
-        # One whole frame, and nothing after it.
+        # Exactly one frame, with nothing after it.
         return zstandard.ZstdDecompressor().decompress(content, max_output_size=max_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         message = f"the body is not one whole frame of zstd, of at most {max_bytes} bytes once it is decompressed"

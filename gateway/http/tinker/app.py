@@ -1,4 +1,4 @@
-"""Tinker's API, put together."""
+"""Assemble Tinker's API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = "/api/v1"
 
 
 class TinkerApi:
-    """The routes, and what runs beside them."""
+    """The routes, and the background work behind them."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class TinkerApi:
         public_url: str,
         max_body_bytes: int,
     ) -> None:
-        """Open the files of `state`. Raises InvalidArgument where they are none of ours."""
+        """Open the files in `state`. Raises InvalidArgument if one cannot be used."""
         self._store = Store(state / "tinker.sqlite")
         self._futures = Futures(self._store, waiting_bytes)
         self._sessions = Sessions(self._store, self._futures)
@@ -70,12 +70,12 @@ class TinkerApi:
         self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin again what an earlier gateway left unfinished."""
+        """Restart the work that an earlier gateway left unfinished."""
         await self._futures.resume()
         self._sweeping = asyncio.create_task(self._sessions.sweep())
 
     async def stop(self) -> None:
-        """End the work that is under way; another gateway begins it again."""
+        """Stop the work in progress; the next gateway restarts it."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)

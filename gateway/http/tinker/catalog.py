@@ -1,4 +1,4 @@
-"""The control plane: what there is of models, runs, checkpoints and sessions."""
+"""The control plane: models, runs, checkpoints and sessions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Ttl(Body):
-    """Request of a checkpoint's TTL."""
+    """Request to set a checkpoint's TTL."""
 
     ttl_seconds: int | None = None
 
@@ -40,7 +40,7 @@ class OfPath(Body):
 
 
 class Catalog:
-    """Answers from the trainer's lists, in Tinker's words."""
+    """Answers from the trainer's lists, in Tinker's format."""
 
     def __init__(
         self, services: Services, store: Store, names: Names, models: Models, sessions: Sessions, downloads: Downloads
@@ -226,7 +226,7 @@ class Catalog:
 
 
 def _as_model(run: Run) -> Model:
-    """Describe a run that was not made over this API."""
+    """Describe a run that was not created through this API."""
     lora: dict[str, Any] = {}
     if isinstance(run.parameters, LoraConfig):
         given = run.parameters

@@ -1,4 +1,4 @@
-"""Checkpoints as files, at signed addresses that need no key and expire."""
+"""Checkpoint files, at signed URLs that need no API key and expire."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.layout import CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 PREFIX = "/api/v1/downloads/"
-"""What addresses of files begin with; no key is needed there."""
+"""Path prefix of file URLs; no API key is needed below it."""
 ARCHIVE = "checkpoint.tar"
 _VALID = timedelta(hours=1)
 _SECONDS = 3600.0
@@ -34,7 +34,7 @@ _NO_MORE = b"\0" * 1024
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What an address lets somebody fetch."""
+    """What a URL lets its holder fetch."""
 
     tenant: str
     path: str
@@ -43,16 +43,16 @@ class Grant:
 
 
 class Downloads:
-    """Signs addresses, and gives what they name."""
+    """Signs URLs and serves the files that they name."""
 
     def __init__(self, services: Services, secret: bytes, public_url: str) -> None:
-        """Take where clients reach this gateway; empty means as they called it."""
+        """`public_url` is where clients reach this gateway; empty means the URL that they called."""
         self._public_url = public_url
         self._services = services
         self._secret = secret
 
     def address(self, request: Request, tenant: str, path: CheckpointPath, file: str) -> tuple[str, datetime]:
-        """Return where a file of a checkpoint can be fetched, as the caller reaches this gateway, and until when."""
+        """Return the URL of a checkpoint's file, as the caller reaches this gateway, and when the URL expires."""
         expires = datetime.now(UTC) + _VALID
         token = self._sign(Grant(tenant, str(path), expires.timestamp()))
         base = (self._public_url or str(request.base_url)).rstrip("/")
@@ -114,7 +114,7 @@ class Downloads:
         return _text(content) + "." + _text(hmac.digest(self._secret, content, hashlib.sha256))
 
     def _read(self, token: str) -> Grant:
-        """Return what a token grants. Raises MethodNotAllowed where it was not made here, or has expired."""
+        """Return what a token grants. Raises MethodNotAllowed if it was not signed here or has expired."""
         try:
             content, signature = map(_bytes, token.split("."))
             is_ours = hmac.compare_digest(hmac.digest(self._secret, content, hashlib.sha256), signature)
@@ -128,7 +128,7 @@ class Downloads:
 
 
 def read_or_make_secret(path: Path) -> bytes:
-    """Return the key that addresses are signed with, made on first use."""
+    """Return the secret in a file, created on first use."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)

@@ -1,7 +1,7 @@
-"""Work that was posted, and its results: kept until they are fetched, and through restarts of the gateway.
+"""Posted work and its results, which are kept for fetching across restarts of the gateway.
 
-Work begins at once and in any order: the trainer puts a run's commands in order by their seq_id. What a service could
-not do now is sent again, which changes nothing twice, until its session is over.
+Work starts at once and in any order, because the trainer orders a run's commands by seq_id. Work that a service cannot
+do yet is retried until its session is over; retries are idempotent.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ _KEPT_IN_MEMORY_SECONDS = 60.0
 _MAX_DELAY = 5.0
 _FIRST_DELAY = 0.1
 _COPIES = 3
-"""How often a request is in memory while it is under way: parsed, translated, and on its way."""
+"""Copies of a request in memory while it is in flight: parsed, converted, and being sent."""
 _MAX_PRESENT = 1024
-"""Copies of samplers whose work that is done is told of; those that were asked for longest ago are let go."""
+"""Most sampler clones whose finished work is tracked; the one tracked longest is evicted."""
 _log = get_logger(__name__)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What is answered."""
+    """The result of work: a response body and its media type."""
 
     media: str
     body: bytes
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Result:
-        """Return a result that is JSON."""
+        """Return a JSON result."""
         return cls(JSON, json.dumps(content).encode())
 
     @classmethod
     def of_error(cls, error: errors.PacelineError) -> Result:
-        """Return the result that tells of a failure: the SDK raises RequestFailedError."""
+        """Return the result for a failure, for which the SDK raises RequestFailedError."""
         category = "user" if is_users(error) else "server"
         return cls.of({"error": f"{error.reason}: {status_message(error)}", "category": category})
 
     @property
     def is_failure(self) -> bool:
-        """Whether it tells of a failure."""
+        """Whether it reports a failure."""
         return self.media == JSON and b'"category"' in self.body and "error" in json.loads(self.body)
 
 
@@ -72,7 +72,7 @@ class Work:
     kind: str
     digest: bytes
     size: int
-    """Bytes that it counts as while it is under way."""
+    """Bytes that it counts as while it is in flight."""
     queue_state: str = "active"
     queue_state_reason: str = ""
     result: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -81,7 +81,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A kind of work: how its request is written and read, and what is done."""
+    """A kind of work: how its request is serialized and parsed, and how it is run."""
 
     name: str
     dump: Callable[[T], bytes]
@@ -92,51 +92,51 @@ class Kind(Generic[T]):
 
 @dataclass(slots=True)
 class _Completions:
-    """The work of one sampler that is done, in the order of its end, as `retrieve_futures` tells of it."""
+    """The finished work of one sampler clone, in order of completion, as `retrieve_futures` reports it."""
 
     last: int
     entries: list[tuple[int, str, Result]] = field(default_factory=list)
     more: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, request_id: str, result: Result) -> None:
-        """Note work that is done."""
+        """Record finished work."""
         self.last += 1
         self.entries.append((self.last, request_id, result))
         self.more.set()
 
 
 class Futures:
-    """Runs what is posted and keeps its results."""
+    """Runs posted work and keeps its results."""
 
     def __init__(self, store: Store, waiting_bytes: WaitingBytes) -> None:
-        """Take what counts each tenant's bytes, among which work is until it is done."""
+        """`waiting_bytes` counts each tenant's bytes, including those of unfinished work."""
         self._store = store
         self._waiting_bytes = waiting_bytes
         self._kinds: dict[str, Kind[Any]] = {}
         self._works: dict[str, Work] = {}
-        """What is under way, or was done a moment ago."""
+        """Work in flight or recently finished, by request id."""
         self._completions: dict[str, _Completions] = {}
         self._saving = Background("a result is not kept")
 
     def add(self, kind: Kind[Any]) -> None:
-        """Make a kind of work known."""
+        """Register a kind of work."""
         self._kinds[kind.name] = kind
 
     async def resume(self) -> None:
-        """Begin again what an earlier gateway did not finish."""
+        """Restart the work that an earlier gateway did not finish."""
         for stored in self._store.unfinished():
             size = _COPIES * len(stored.request or b"")
             work = Work(stored.request_id, stored.tenant, stored.session_id, stored.kind, stored.digest, size)
             try:
                 request = self._kinds[stored.kind].load(stored.request or b"")
-            except Exception:  # of a release that wrote it otherwise
+            except Exception:  # written in another format by another release
                 error = errors.Internal("the request was posted to another release of the gateway; send it again")
                 await self._settle(work, Result.of_error(error))
                 continue
             self._begin(work, request)
 
     async def close(self) -> None:
-        """End what is under way; another gateway begins it again."""
+        """Cancel the work in flight; the next gateway restarts it."""
         tasks = [work.task for work in self._works.values() if work.task]
         for task in tasks:
             task.cancel()
@@ -144,7 +144,7 @@ class Futures:
         await self._saving.finish()
 
     async def post(self, kind: Kind[T], request_id: str, tenant: str, session_id: str, request: T) -> None:
-        """Take work in, durably; the same again is not done twice. Raises RequestIdReused for other work of this id."""
+        """Accept work durably; repeating the call has no effect. Raises RequestIdReused if the id names other work."""
         body = kind.dump(request)
         digest = sha256(kind.name.encode() + body).digest()
         known = self._works.get(request_id) or self._store.future(request_id)
@@ -159,7 +159,7 @@ class Futures:
         await self._store.add_future(StoredFuture(request_id, tenant, session_id, kind.name, digest, body, time()))
 
     async def result(self, tenant: str, request_id: str, seconds: float) -> Result | Work:
-        """Return a result, or the work if it takes longer than `seconds`. Raises NotFound's kin for none."""
+        """Return a result, or the work if it takes longer than `seconds`. Raises RunNotFound if there is neither."""
         work = self._works.get(request_id)
         if work is not None and work.tenant == tenant:
             with suppress(TimeoutError):
@@ -171,13 +171,13 @@ class Futures:
         return Result(stored.media, stored.result)
 
     async def cancel(self, tenant: str, request_id: str) -> None:
-        """End work that nobody waits for any more; what is done, or not known, stays as it is."""
+        """Cancel an unfinished sample that is no longer needed; any other work is left as it is."""
         work = self._works.get(request_id)
         if work is not None and work.tenant == tenant and work.kind == "sample" and not work.result.done():
             await self._end(work)
 
     async def end_session(self, session_id: str) -> None:
-        """End all work of a session that is over."""
+        """Cancel all work of a session that is over."""
         for work in list(self._works.values()):
             if work.session_id == session_id and not work.result.done():
                 await self._end(work)
@@ -185,7 +185,7 @@ class Futures:
     async def completions(
         self, tenant: str, sampler_id: str, clone: int, after: int, seconds: float
     ) -> tuple[list[tuple[str, Result]], int]:
-        """Return what of a sampler's copy was done after a cursor, waiting for it, and the next cursor."""
+        """Return a sampler clone's work finished after a cursor, waiting if there is none, and the next cursor."""
         done = self._done_of(tenant, sampler_id, clone)
         after = min(after, done.last)
         done.entries = [entry for entry in done.entries if entry[0] > after]
@@ -196,19 +196,19 @@ class Futures:
         return [(request_id, result) for _, request_id, result in done.entries], max(done.last, after)
 
     def _done_of(self, tenant: str, sampler_id: str, clone: int) -> _Completions:
-        """Return what is done of a sampler's copy: for one not seen before, with what was finished until now."""
+        """Return the finished work of a sampler clone; the first call collects all finished so far."""
         key = f"{tenant}/{sampler_id}/{clone}"
         if key not in self._completions:
-            # Cursors of an earlier gateway are below these.
             while len(self._completions) >= _MAX_PRESENT:
                 del self._completions[next(iter(self._completions))]
+            # Cursors start at the current time, so those of an earlier gateway are lower.
             done = self._completions[key] = _Completions(int(time() * 1e6))
             finished = {
                 stored.request_id: Result(stored.media, stored.result or b"")
                 for stored in self._store.finished(f"{sampler_id}:")
                 if stored.tenant == tenant and stored.media is not None
             }
-            # A result is told before it is stored: those of a moment ago may be in memory alone.
+            # A result is delivered before it is stored, so recent ones may be in memory only.
             finished |= {
                 work.request_id: work.result.result()
                 for work in self._works.values()
@@ -220,7 +220,7 @@ class Futures:
         return self._completions[key]
 
     async def forget_old(self) -> None:
-        """Let go results that were kept long enough."""
+        """Delete results older than KEPT_SECONDS."""
         await self._store.forget_futures(time() - KEPT_SECONDS)
 
     def _begin(self, work: Work, request: Any) -> None:
@@ -242,7 +242,7 @@ class Futures:
                 is_limit = isinstance(error, errors.QuotaExceeded)
                 work.queue_state = "paused_rate_limit" if is_limit else "paused_capacity"
                 work.queue_state_reason = status_message(error)
-            except (ValueError, OverflowError) as refusal:  # text that is no Unicode, a number that fits no field
+            except (ValueError, OverflowError) as refusal:  # invalid Unicode, a number too large for its field
                 result = Result.of_error(errors.InvalidArgument(f"cannot be sent: {str(refusal)[:200]}"))
                 break
             except Exception:
@@ -260,7 +260,7 @@ class Futures:
         await self._settle(work, Result.of_error(errors.Cancelled("the request was cancelled, or its session ended")))
 
     async def _settle(self, work: Work, result: Result) -> None:
-        """Tell those who wait, then keep the result: what is lost in between is done again."""
+        """Resolve the result for its waiters, then store it. A result lost in between is computed again."""
         if work.result.done():
             return
         work.result.set_result(result)
@@ -274,12 +274,12 @@ class Futures:
         if work.kind != "sample":
             return
         key = f"{work.tenant}/{_sampler_of(work.request_id)}/{clone_of(work.request_id)}"
-        if key in self._completions:  # otherwise nobody asks for them
+        if key in self._completions:  # otherwise no client asks for them
             self._completions[key].add(work.request_id, result)
 
 
 _CLONE = 1_000_000_000
-"""Copy k of a sampler numbers its samples from k times this."""
+"""Clone k of a sampler numbers its samples from k times this."""
 
 
 def _sampler_of(request_id: str) -> str:
@@ -287,5 +287,5 @@ def _sampler_of(request_id: str) -> str:
 
 
 def clone_of(request_id: str) -> int:
-    """Return which copy of a sampler a sample is of."""
+    """Return the number of the sampler clone that a sample belongs to."""
     return int(request_id.rpartition(":")[2]) // _CLONE

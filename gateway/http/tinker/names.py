@@ -1,4 +1,4 @@
-"""Tinker's names and Paceline's: tinker://<model>/weights/<name> is paceline://<run>/state/<name>."""
+"""Map Tinker's names to Paceline's: tinker://<model>/weights/<name> is paceline://<run>/state/<name>."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ TINKER = "tinker://"
 WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"
 TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler", EXTERNAL_WEIGHTS: "external"}
 _EXTERNAL = "external."
-"""How the names of sampler checkpoints begin that Tinker calls external."""
+"""Name prefix of the sampler checkpoints that Tinker calls external."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Knows which model is which run."""
+    """Maps models and checkpoints between Tinker's names and Paceline's."""
 
     store: Store
 
     def run_of(self, tenant: str, model_id: str) -> str:
-        """Return the run that a model is; a run's own id names it too. Raises RunNotFound."""
+        """Return the run of a model; the run's own id is accepted too. Raises RunNotFound."""
         if model_id.startswith("run-"):
             return check_run_id(model_id)
         model = self.store.model(model_id)
@@ -32,7 +32,7 @@ class Names:
         return model.run_id
 
     def id_of(self, run_id: str) -> str:
-        """Return the model that a run is, or the run's id for one that was not made here."""
+        """Return the model id of a run, or the run's id if the run was not created through this API."""
         model = self.store.model_of_run(run_id)
         return model.model_id if model else run_id
 
@@ -44,7 +44,7 @@ class Names:
         return model
 
     def checkpoint(self, tenant: str, path: str, field: str = "path") -> CheckpointPath:
-        """Return the checkpoint that a path names, Tinker's or our own. Raises InvalidPath, RunNotFound."""
+        """Return the checkpoint at a path of Tinker's or Paceline's form. Raises InvalidPath, RunNotFound."""
         if path.startswith(SCHEME):
             return CheckpointPath.parse(path, field)
         parts = path.removeprefix(TINKER).split("/")
@@ -64,13 +64,13 @@ class Names:
         return CheckpointPath.parse(f"{SCHEME}{run_id}/{kind.folder}/{stored}", field)
 
     def tinker_path(self, checkpoint: CheckpointPath) -> str:
-        """Return Tinker's name of a checkpoint."""
+        """Return Tinker's path of a checkpoint."""
         folder, name = split(checkpoint)
         return f"{TINKER}{self.id_of(checkpoint.run_id)}/{folder}/{name}"
 
 
 def split(checkpoint: CheckpointPath) -> tuple[str, str]:
-    """Return the folder and the name that Tinker has for a checkpoint."""
+    """Return a checkpoint's folder and name in Tinker's paths."""
     if checkpoint.kind is CheckpointKind.STATE:
         return WEIGHTS, checkpoint.name
     if checkpoint.name.startswith(_EXTERNAL):
@@ -79,16 +79,16 @@ def split(checkpoint: CheckpointPath) -> tuple[str, str]:
 
 
 def external_name(name: str) -> str:
-    """Return the name under which weights for other machines are saved."""
+    """Return the name under which external weights, for other machines, are saved."""
     return _EXTERNAL + name
 
 
 @dataclass(frozen=True, slots=True)
 class Aliases:
-    """Names under which clients know the base model: recipes take only those that their tables have."""
+    """Additional names of the base model, because recipes accept only the names in their tables."""
 
     names: tuple[str, ...]
 
     def served(self, name: str) -> str:
-        """Return the name that the services know; empty, which is whatever is served, for an alias."""
+        """Return the name that the services know; empty for an alias, meaning the model that is served."""
         return "" if name in self.names else name

@@ -1,4 +1,4 @@
-"""Samples: each is one Sample of a sampler, whose prompt and settings come as JSON."""
+"""Sampling: each request is one Sample call to a sampler, with its prompt and settings in JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Prompt(Body):
 
 
 class Params(Body):
-    """How tokens are chosen."""
+    """Sampling parameters."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -56,10 +56,10 @@ class Asample(Body):
 
 
 class Sampling:
-    """What asample does."""
+    """Executes asample requests."""
 
     def __init__(self, services: Services, store: Store, aliases: Aliases, secret: bytes) -> None:
-        """Take a secret that seeds follow from."""
+        """`secret` is what seeds are derived from."""
         self._secret = secret
         self._services = services
         self._store = store
@@ -79,9 +79,9 @@ class Sampling:
         return sampler
 
     def with_seed(self, request_id: str, request: Asample) -> Asample:
-        """Return the request with a seed, the same for a request id: repeated, it is the same and gives the same.
+        """Return the request with a seed derived from its id, so that repeating it gives the same samples.
 
-        Nobody can guess it: it follows from a secret of the operating system's.
+        The seed cannot be guessed: it also depends on a secret random number of the operating system.
         """
         if request.sampling_params.seed is not None:
             return request
@@ -90,7 +90,7 @@ class Sampling:
         return request.model_copy(update={"sampling_params": params})
 
     async def served_model(self, tenant: str) -> str:
-        """Return the name of the base model that is sampled from."""
+        """Return the name of the base model that is served."""
         info = await self._services.call(tenant, pb.GetServerInfoRequest(), pb.GetServerInfoResponse)
         return info.model.name
 
@@ -139,7 +139,7 @@ def _params(params: Params) -> SamplingParams:
         seed=seed,
         stop=[one for one in stop or () if isinstance(one, str)],
         stop_token_ids=[one for one in stop or () if isinstance(one, int)],
-        # An empty list of stops is Tinker's way to go on past the end of sequence.
+        # In Tinker's API an empty list of stops means to continue past the end of sequence.
         ignore_eos=stop is not None and not stop,
     )
 

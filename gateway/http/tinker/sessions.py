@@ -1,4 +1,4 @@
-"""Sessions: opened by a client, kept by its heartbeats, and over when it says so or is silent."""
+"""Sessions: opened by a client, kept alive by its heartbeats, and over once finished or silent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline import errors
 from paceline.log import get_logger
 
 SILENT_SECONDS = 900.0
-"""How long a session may be silent until its samples are ended; heartbeats come every 10 s."""
+"""How long a session may be silent before its work is cancelled; heartbeats come every 10 s."""
 _SWEEP_SECONDS = 30.0
 _FORGET_SECONDS = 600.0
 _log = get_logger(__name__)
@@ -23,18 +23,18 @@ _ID = re.compile(r"[0-9a-f-]{36}")
 
 
 class SessionOver(errors.RunNotFound):
-    """The session was finished, or is not known: the client has to open another."""
+    """The session was finished or is unknown, so the client must open another."""
 
 
 class Sessions:
-    """Knows when each session was heard of last."""
+    """Tracks when each session was last active."""
 
     def __init__(self, store: Store, futures: Futures) -> None:
         self._store = store
         self._futures = futures
         self._seen: dict[str, float] = {}
         self._over: set[str] = set()
-        """Those whose work was ended."""
+        """Silent sessions whose work was cancelled."""
         self._started = time()
 
     async def open(self, tenant: str, metadata: Mapping[str, Any], display_name: str | None) -> str:
@@ -46,14 +46,14 @@ class Sessions:
         return session_id
 
     def get(self, tenant: str, session_id: str) -> Session:
-        """Return a session of the tenant, over or not. Raises SessionOver where there is none."""
+        """Return a session of the tenant, over or not. Raises SessionOver if there is none."""
         session = self._store.session(session_id) if _ID.fullmatch(session_id) else None
         if session is None or session.tenant != tenant:
             raise SessionOver("no such session; make a new ServiceClient", field="session_id")
         return session
 
     def check(self, tenant: str, session_id: str) -> Session:
-        """Note that a session is alive and return it. Raises SessionOver."""
+        """Mark a session as alive and return it. Raises SessionOver."""
         session = self.get(tenant, session_id)
         if session.finished is not None:
             raise SessionOver("the session was finished; make a new ServiceClient", field="session_id")
@@ -62,7 +62,7 @@ class Sessions:
         return session
 
     async def finish(self, tenant: str, session_id: str) -> None:
-        """End a session and its samples; again changes nothing."""
+        """Finish a session and cancel its work. Idempotent."""
         self.get(tenant, session_id)
         await self._store.write(
             "UPDATE sessions SET finished = ? WHERE session_id = ? AND finished IS NULL", time(), session_id
@@ -70,12 +70,12 @@ class Sessions:
         await self._futures.end_session(session_id)
 
     def is_over(self, session: Session) -> bool:
-        """Whether nobody trains or samples in it any more, as far as one can tell."""
+        """Whether the session was finished or has been silent for too long."""
         seen = self._seen.get(session.session_id, max(session.seen, self._started))
         return session.finished is not None or time() - seen > SILENT_SECONDS
 
     async def sweep(self) -> None:
-        """End the work of sessions that are silent, and let go old results, for ever."""
+        """Cancel the work of silent sessions and delete old results, in an endless loop."""
         forgotten = time()
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)

@@ -1,4 +1,4 @@
-"""What the Tinker API has to remember across restarts of the gateway: sessions, models, samplers, futures."""
+"""The persistent state of the Tinker API: sessions, models, samplers, futures, checkpoint metadata."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CREATE TABLE checkpoints (path TEXT PRIMARY KEY, tenant TEXT NOT NULL, user_meta
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a client opens before anything else, and keeps by heartbeats."""
+    """A session, which a client opens first and keeps alive by heartbeats."""
 
     session_id: str
     tenant: str
@@ -54,13 +54,13 @@ class Model:
     session_id: str
     run_id: str
     base_model: str
-    """The name that the client gave: the served one, or an alias of it."""
+    """The name that the client gave: the served model's or an alias of it."""
     first_seq_id: int
-    """The run's seq_id of the model's command 1."""
+    """The run's seq_id for the model's command 1."""
     created: float
     used: float
     lora: Mapping[str, Any]
-    """rank, train_attn, train_mlp, train_unembed; empty for a run with full parameters."""
+    """rank, train_attn, train_mlp, train_unembed; empty for a run that trains all parameters."""
     user_metadata: Mapping[str, Any]
     ended: float | None = None
     """When the run was deleted; its checkpoints stay."""
@@ -68,7 +68,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Weights that a session samples from: of the base model, a run's version, its newest, or a checkpoint."""
+    """Weights that a session samples from: the base model, a run's version, a run's newest version, or a checkpoint."""
 
     sampler_id: str
     tenant: str
@@ -83,7 +83,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class StoredFuture:
-    """Work that was posted; `result` is None until it is done."""
+    """Posted work; `result` is None until it is done."""
 
     request_id: str
     tenant: str
@@ -98,14 +98,14 @@ class StoredFuture:
 
 
 class Store(Database):
-    """The file."""
+    """The database."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file. Raises InvalidArgument where it is of a later format, or no such file."""
+        """Open or create the file. Raises InvalidArgument for a newer format or an unusable file."""
         super().__init__(path, FORMAT, _TABLES)
 
     def session(self, session_id: str) -> Session | None:
-        """Return a session, if there is one."""
+        """Return a session, or None."""
         for row in self.rows("SELECT * FROM sessions WHERE session_id = ?", session_id):
             return _session(row)
         return None
@@ -117,7 +117,7 @@ class Store(Database):
         ]
 
     def model(self, model_id: str) -> Model | None:
-        """Return a model, if there is one."""
+        """Return a model, or None."""
         for row in self.rows("SELECT * FROM models WHERE model_id = ?", model_id):
             return _model(row)
         return None
@@ -128,13 +128,13 @@ class Store(Database):
         return [_model(row) for row in self.rows(sql, tenant, session_id, session_id)]
 
     def model_of_run(self, run_id: str) -> Model | None:
-        """Return the model that a run is, if it came this way."""
+        """Return the model of a run, or None if the run was not created through this API."""
         for row in self.rows("SELECT * FROM models WHERE run_id = ?", run_id):
             return _model(row)
         return None
 
     def sampler(self, sampler_id: str) -> Sampler | None:
-        """Return a sampler, if there is one."""
+        """Return a sampler, or None."""
         for row in self.rows("SELECT * FROM samplers WHERE sampler_id = ?", sampler_id):
             return Sampler(**dict(row))
         return None
@@ -144,7 +144,7 @@ class Store(Database):
         return [row[0] for row in self.rows("SELECT sampler_id FROM samplers WHERE session_id = ?", session_id)]
 
     def future(self, request_id: str) -> StoredFuture | None:
-        """Return posted work, if there is such."""
+        """Return posted work, or None."""
         for row in self.rows("SELECT * FROM futures WHERE request_id = ?", request_id):
             return StoredFuture(**dict(row))
         return None
@@ -155,17 +155,17 @@ class Store(Database):
         return [StoredFuture(**dict(row)) for row in found]
 
     def finished(self, beginning: str) -> list[StoredFuture]:
-        """Return work that has a result, by what its id begins with."""
+        """Return the work with results whose ids have a prefix, in order of completion."""
         sql = "SELECT * FROM futures WHERE request_id >= ? AND request_id < ? AND done IS NOT NULL ORDER BY done"
         return [StoredFuture(**dict(row)) for row in self.rows(sql, beginning, beginning + "\uffff")]
 
     def checkpoint_metadata(self, tenant: str) -> dict[str, Mapping[str, str]]:
-        """Return what clients attached to checkpoints, by path."""
+        """Return the metadata that clients attached to checkpoints, by path."""
         found = self.rows("SELECT path, user_metadata FROM checkpoints WHERE tenant = ?", tenant)
         return {row[0]: json.loads(row[1]) for row in found}
 
     async def add_session(self, session: Session) -> None:
-        """Keep a new session."""
+        """Store a new session."""
         await self.write(
             "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)",
             session.session_id,
@@ -178,7 +178,7 @@ class Store(Database):
         )
 
     async def add_model(self, model: Model) -> None:
-        """Keep a new model; the same again changes nothing."""
+        """Store a new model; repeating it has no effect."""
         await self.write(
             "INSERT OR IGNORE INTO models VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             model.model_id,
@@ -195,11 +195,11 @@ class Store(Database):
         )
 
     async def end_model(self, model_id: str) -> None:
-        """Note that a model's run was deleted."""
+        """Record that a model's run was deleted."""
         await self.write("UPDATE models SET ended = ? WHERE model_id = ?", time(), model_id)
 
     async def add_sampler(self, sampler: Sampler) -> None:
-        """Keep a new sampler; the same again changes nothing. Raises RequestIdReused for another of its id."""
+        """Store a new sampler; repeating it has no effect. Raises RequestIdReused if the id is of another sampler."""
         await self.write(
             "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             sampler.sampler_id,
@@ -218,7 +218,7 @@ class Store(Database):
             raise errors.RequestIdReused(message, field="sampling_session_seq_id")
 
     async def add_clone(self, sampler_id: str) -> int:
-        """Count another copy of a sampler; return its number, from 1."""
+        """Add a clone of a sampler and return its number, from 1."""
 
         def add(connection: sqlite3.Connection) -> int:
             sql = "UPDATE samplers SET clones = clones + 1 WHERE sampler_id = ? RETURNING clones"
@@ -228,7 +228,7 @@ class Store(Database):
         return await self.do(add)
 
     async def add_future(self, future: StoredFuture) -> None:
-        """Keep new work."""
+        """Store new work."""
         await self.write(
             "INSERT INTO futures VALUES (?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
             future.request_id,
@@ -241,17 +241,17 @@ class Store(Database):
         )
 
     async def settle_future(self, request_id: str, media: str, result: bytes) -> None:
-        """Keep a result in place of the request."""
+        """Store a result in place of the request."""
         sql = "UPDATE futures SET request = NULL, done = ?, media = ?, result = ? WHERE request_id = ?"
         await self.write(sql, time(), media, result, request_id)
 
     async def forget_futures(self, before: float) -> None:
-        """Let go results of before a moment (seconds since the epoch)."""
+        """Delete the results from before a time (seconds since the epoch)."""
         await self.write("DELETE FROM futures WHERE done < ?", before)
         await self.do(lambda connection: connection.execute("PRAGMA incremental_vacuum(16384)").fetchall())
 
     async def keep_checkpoint_metadata(self, path: str, tenant: str, metadata: Mapping[str, str]) -> None:
-        """Keep what a client attached to a checkpoint, in place of what was attached before."""
+        """Store the metadata that a client attached to a checkpoint, in place of any earlier metadata."""
         await self.write("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", path, tenant, json.dumps(metadata))
 
 

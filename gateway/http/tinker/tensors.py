@@ -1,4 +1,4 @@
-"""Tinker's arrays, datums and samples, and Paceline's."""
+"""Convert arrays, datums and samples between Tinker's format and Paceline's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FLOAT32, _INT64, _INT32, _BFLOAT16 = 1, 2, 3, 4
 _DTYPES = {_FLOAT32: "<f4", _INT64: "<i8", _INT32: "<i4", _BFLOAT16: "<u2"}
 _WIRE = {_FLOAT32: tensor_pb2.DTYPE_FLOAT32, _INT64: tensor_pb2.DTYPE_INT64, _INT32: tensor_pb2.DTYPE_INT32}
 _MAX_DENSE = 64 << 20
-"""Bytes of a request's sparse arrays once they are dense."""
+"""Most bytes of a request's sparse arrays once they are dense."""
 _UNKNOWN_LOGPROB = -99999.0
 
 
 def forward_backward_request(
     message: pb.ForwardBackwardRequest, run_id: str, seq_id: int
 ) -> trainer_pb.ForwardBackwardRequest:
-    """Translate a batch. Raises InvalidArgument and its kin, and Unsupported for images."""
+    """Convert a batch. Raises InvalidArgument or a subclass of it, and Unsupported for images."""
     room = _Room(_MAX_DENSE)
     return trainer_pb.ForwardBackwardRequest(
         run_id=run_id,
@@ -51,12 +51,12 @@ def _config(message: pb.ForwardBackwardRequest) -> Mapping[str, float]:
 
 @dataclass(slots=True)
 class _Room:
-    """Bytes that a request's sparse arrays may still grow to: a shape of a few bytes can mean any number."""
+    """Bytes that a request's sparse arrays may still expand to, since a shape of a few bytes can mean any number."""
 
     left: int
 
     def take(self, size: int, field: str) -> None:
-        """Take bytes before they are allocated. Raises OutOfRange."""
+        """Reserve bytes before they are allocated. Raises OutOfRange."""
         if size > self.left:
             raise errors.OutOfRange(f"needs {size} bytes once it is dense; {self.left} are left of 64 MiB", field=field)
         self.left -= size
@@ -72,7 +72,7 @@ def _datum(datum: pb.Datum, loss_fn: str, field: str, room: _Room) -> datum_pb2.
     shape = [len(tokens) // 4]
     if loss_fn == "cross_entropy" and "weights" not in inputs and "target_tokens" in inputs:
         targets = inputs["target_tokens"]
-        # Of as many elements as there are: a shape alone may name any number.
+        # Count the elements that are present, since a shape alone may claim any number.
         elements = len(targets.data) // (8 if targets.dtype == tensor_pb2.DTYPE_INT64 else 4)
         ones = np.ones(elements, "<f4").tobytes()
         inputs["weights"] = tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_FLOAT32, shape=targets.shape, data=ones)
@@ -82,7 +82,7 @@ def _datum(datum: pb.Datum, loss_fn: str, field: str, room: _Room) -> datum_pb2.
 
 
 def _tensor(name: str, tensor: pb.Tensor, field: str, room: _Room) -> tensor_pb2.Tensor:
-    """Translate an array; a dense one whose dtype both have keeps its bytes."""
+    """Convert an array; a dense one whose dtype exists in both formats keeps its bytes."""
     if tensor.dtype not in _DTYPES:
         raise errors.InvalidDtype(f"is {tensor.dtype}; send float32, int64, int32 or bfloat16", field=f"{field}.dtype")
     is_dense = tensor.WhichOneof("layout") != "sparse_csr"
@@ -112,7 +112,7 @@ def _dense(tensor: pb.Tensor, field: str) -> Array:
 
 
 def _from_csr(tensor: pb.Tensor, field: str, room: _Room) -> Array:
-    """Return a sparse matrix with its zeros."""
+    """Return a sparse matrix as a dense one."""
     sparse, shape = tensor.sparse_csr, tuple(tensor.shape)
     values = _elements(sparse.values, tensor.dtype, field)
     rows, columns = _elements(sparse.crow_indices, _INT64, field), _elements(sparse.col_indices, _INT64, field)
@@ -135,7 +135,7 @@ def _from_csr(tensor: pb.Tensor, field: str, room: _Room) -> Array:
 
 
 def forward_backward_output(reply: trainer_pb.ForwardBackwardResponse) -> bytes:
-    """Translate what a batch gave back: records of datums whose rows are of one width, in order."""
+    """Convert a batch's outputs to records, in order; each record holds datums whose rows have the same width."""
     outputs = [codec.output_from_proto(output, f"outputs[{index}]") for index, output in enumerate(reply.outputs)]
     records = [_record(list(alike)) for _, alike in groupby(outputs, _widths)]
     message = pb.ForwardBackwardOutput(
@@ -160,7 +160,7 @@ def _record(outputs: Sequence[Mapping[str, Array]]) -> pb.ArrayRecord:
 
 
 def sample_response(result: SampleResult, last_n: int | None) -> bytes:
-    """Translate samples; of the prompt's log-probabilities the last `last_n` are told, None meaning all."""
+    """Convert samples, with the last `last_n` of the prompt's log-probabilities; None means all."""
     message = pb.SampleResponse(
         sequences=map(_sequence, result.sequences), prompt_cache_hit_tokens=result.prompt_cache_hit_tokens
     )
@@ -198,7 +198,7 @@ def _topk(topk: TopkLogprobs, untold: int) -> pb.TopkLogprobs:
 
 
 def prompt_tokens(chunks: Iterable[Mapping[str, Any]], field: str = "prompt") -> Array:
-    """Return the tokens of a prompt's chunks, as JSON has them. Raises Unsupported, InvalidArgument, EmptyBatch."""
+    """Return the tokens of a prompt's chunks in JSON. Raises Unsupported, InvalidArgument, EmptyBatch."""
     tokens: list[int] = []
     for index, chunk in enumerate(chunks):
         place = f"{field}.chunks[{index}]"

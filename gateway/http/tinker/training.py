@@ -1,4 +1,4 @@
-"""The commands of a model: each becomes a command of its run, with the same number."""
+"""The commands of a model: each becomes a command of its run, in the order of their seq_ids."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _UNSERVED_LOSSES = {
 
 
 class Body(BaseModel):
-    """A request in JSON. What the SDK sends and nobody here needs is passed over."""
+    """A request in JSON. Fields that the SDK sends and the gateway does not need are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), populate_by_name=True)
 
 
 class Lora(Body):
-    """What of the model has an adapter."""
+    """An adapter, and which weights it covers."""
 
     rank: int = Field(ge=1, le=65536)
     seed: int | None = None
@@ -57,7 +57,7 @@ class Lora(Body):
 
 
 class Optimizer(Body):
-    """The optimizer that a model keeps to."""
+    """The optimizer of a model."""
 
     type: str = "adamw"
 
@@ -74,7 +74,7 @@ class CreateModel(Body):
 
 
 class LoadWeights(Body):
-    """Request of load_weights: into a model, or making one."""
+    """Request of load_weights, into a model or into a new one."""
 
     model_id: str | None = None
     seq_id: int | None = Field(None, ge=1, le=MAX_NUMBER)
@@ -89,7 +89,7 @@ class LoadWeights(Body):
 
 
 class Adam(Body):
-    """Settings of a step; the trainer's defaults, which are Tinker's, stand for what is left out."""
+    """Settings of a step; omitted ones take the trainer's defaults, which are Tinker's."""
 
     learning_rate: float | None = None
     beta1: float | None = None
@@ -144,7 +144,7 @@ def sampler_id_of(session_id: str, sampler_seq_id: int) -> str:
 
 
 class Training:
-    """What each kind of work does."""
+    """Executes each kind of training work."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class Training:
         return Result.of({"path": request.path, "model_id": request.model_id, "type": "load_weights"})
 
     async def _create_from(self, tenant: str, request: LoadWeights) -> Result:
-        """Make a model of what a checkpoint's run trains, with its weights: command 1 of the run loads them."""
+        """Create a model like that of a checkpoint's run; command 1 of the new run loads the checkpoint's weights."""
         load = self._load_request(tenant, request, "", 1)
         run_id = CheckpointPath.parse(load.path).run_id
         like = pb.CreateRunRequest(
@@ -258,7 +258,7 @@ class Training:
 
         reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.OptimStepResponse)
         names = ("step", "grad_norm", "learning_rate", "tokens", "milliseconds")
-        # Recipes log them beside their own, of which `step` is one.
+        # Prefixed, because recipes log them beside their own metrics, one of which is `step`.
         metrics = {f"optim/{name}": float(getattr(reply, name)) for name in names}
         return Result.of({"metrics": metrics, "type": "optim_step"})
 
@@ -279,7 +279,7 @@ class Training:
         reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.PublishWeightsResponse)
         model = self._names.model(tenant, request.model_id)
         sampler_id = sampler_id_of(model.session_id, request.sampling_session_seq_id)
-        # "inflight" may be of any version that is not older.
+        # "inflight" allows any version that is not older.
         version = None if request.kind == "inflight" else reply.model.version
         sampler = Sampler(sampler_id, tenant, model.session_id, model.base_model, model.run_id, version)
         await self._store.add_sampler(sampler)
@@ -311,15 +311,15 @@ class Training:
     async def _send(
         self, tenant: str, model_id: str, seq_id: int, make: Callable[[str, int], Message], reply: type[Reply]
     ) -> Reply:
-        """Send a command of a model's run. One that `make` refuses is a command of the run too, which it refuses.
+        """Send a command of a model's run. If `make` refuses it, send one that the trainer refuses instead.
 
-        Otherwise those after it would wait for it.
+        Otherwise the commands after it would wait for its seq_id.
         """
         model = self._names.model(tenant, model_id)
         run_id, number = model.run_id, model.first_seq_id + seq_id - 1
         try:
             with sendable("request"):
-                # A batch in a thread: it may take a while, and others' requests do not.
+                # Convert a batch in a thread: it may take a while, and must not delay other requests.
                 is_batch = reply is pb.ForwardBackwardResponse
                 message = await asyncio.to_thread(make, run_id, number) if is_batch else make(run_id, number)
             if (size := message.ByteSize()) > self._max_message_bytes:
@@ -345,7 +345,7 @@ class Training:
         message: pb.CreateRunRequest,
         first_seq_id: int,
     ) -> str:
-        """Make a model's run, once, and return its id."""
+        """Create a model's run, once, and return its id."""
         if (made := self._store.model(model_id)) is not None:
             return made.run_id
         message.request_id = hashlib.sha256(model_id.encode()).hexdigest()
@@ -364,7 +364,7 @@ class Training:
     async def _with_room(
         self, tenant: str, create: Callable[[], Awaitable[pb.CreateRunResponse]]
     ) -> pb.CreateRunResponse:
-        """Make a run; where the tenant has as many as it may, delete those of sessions that are over, oldest first.
+        """Create a run. At the tenant's limit, delete the runs of sessions that are over, oldest first.
 
         Their checkpoints stay. The SDK has no call that ends a run.
         """

@@ -1,4 +1,4 @@
-"""Calls of the hosted service that have no meaning here. Each answers that it is not served, and what is instead."""
+"""Calls of the hosted service that do not apply here. Each is refused with a message that names the alternative."""
 
 from __future__ import annotations
 
