@@ -17,7 +17,7 @@ P = ParamSpec("P")
 
 
 class PacelineFuture(Generic[T]):
-    """The future answer of a call in flight. Use it from any thread (`result`) or event loop (`await`).
+    """A handle to the answer of a call in flight. Use it from any thread (`result`) or event loop (`await`).
 
     A training command cannot be cancelled: it has a place in the run's order, and later commands wait for it.
     Cancelling a task that awaits it does not stop the command. If a command fails and its answer is never retrieved,

@@ -94,14 +94,14 @@ def call_name(request: object) -> str:
 
 
 def is_retryable(error: errors.PacelineError) -> bool:
-    """Return whether the same call may succeed later: the service was unavailable, full, or missed earlier commands."""
+    """Return whether the same call may succeed later: the service was unavailable, full, or lacked earlier commands."""
     if isinstance(error, errors.Exhausted):
         return error.retry_after is not None
     return isinstance(error, (errors.Unavailable, errors.SeqIdGap))
 
 
 def explain(failure: grpc.aio.AioRpcError) -> tuple[errors.PacelineError, float]:
-    """Return the error of a failed call, and the seconds to wait before the next attempt that the service requested."""
+    """Return the error of a failed call, and the seconds to wait that the service requested."""
     error = error_from_rpc(failure)
     # Errors from gRPC itself, such as a lost connection, request no delay, so the class's default does not apply.
     from_service = any(key == DETAILS_KEY for key, _ in failure.trailing_metadata() or ())

@@ -22,7 +22,7 @@ from paceline.types import FullParameters, LoraConfig, ModelRef, RunParameters, 
 from paceline.types.given import as_names
 
 MAX_IN_FLIGHT = 500
-"""Limits bursts, because a server drops calls above its limits and gains nothing from more."""
+"""Limits bursts: a server drops calls above its own limits, and more calls in flight gain nothing."""
 
 
 class ServiceClient(Catalog):

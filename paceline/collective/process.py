@@ -63,7 +63,7 @@ class GroupMember:
             await self._hear("joined", 2 * _START_SECONDS)
 
     async def transfer(self, path: Path | None, size: int) -> None:
-        """Send the file `path` of `size` bytes as rank 0; other ranks receive into `path`, or discard it if None."""
+        """Send the file `path` of `size` bytes as rank 0; other ranks write it to the new file `path`, if any."""
         async with self._busy:
             try:
                 self._say({"path": None if path is None else str(path), "size": size})
@@ -80,7 +80,7 @@ class GroupMember:
 
     def _kill(self) -> None:
         """Kill the process and close its pipes: their other ends may be open in a fork of this process."""
-        self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 - asyncio has no public way to close them
+        self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 - asyncio has no public way
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._process.stdin is None or self._process.stdin.is_closing():

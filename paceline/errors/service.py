@@ -108,7 +108,7 @@ class TrainerUnavailable(Unavailable):
 
 
 class PeerLost(Unavailable):
-    """The process group of trainer and samplers lost a member or never was complete; a new one is being made."""
+    """The process group of trainer and samplers lost a member or was never complete; a new one is being made."""
 
     reason = "PEER_LOST"
 

@@ -47,7 +47,7 @@ class PackingMode(Enum):
     """How the trainer's engine computes sequences with a base model. The values are those on the wire."""
 
     PACKED = 1
-    """Many sequences share a pass, also those of several runs."""
+    """Many sequences share a pass, including sequences of different runs."""
     ONE_SEQUENCE = 2
     """One sequence per pass: correct, but slower. Runs take turns."""
 

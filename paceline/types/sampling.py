@@ -49,7 +49,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     json_schema: str = ""
-    """JSON Schema as text, such as `json.dumps(Model.model_json_schema())`, that completions conform to.
+    """JSON Schema as text, such as `json.dumps(Model.model_json_schema())`, to which completions conform.
 
     Cannot be combined with `regex`, `ignore_eos` or `min_tokens`. Logprobs are under the constrained distribution.
     """

@@ -19,7 +19,7 @@ UP = "Paceline is up"
 
 
 def up(options: UpOptions, *, until_eof: bool = False) -> None:
-    """Run the services until Ctrl-C or SIGTERM, or with `until_eof` until the end of standard input.
+    """Run the services until Ctrl-C, SIGTERM or, with `until_eof`, the end of standard input.
 
     Raises CannotStart if the services cannot be started or one was given up.
     """

@@ -206,7 +206,10 @@ class TrainerKiller(Killer):
             if time.monotonic() > deadline:
                 assert is_up, "the trainer does not start"
                 assert not (patience and engine), "a stopped engine is not replaced"
-                process.kill()
+                try:
+                    process.kill()
+                except ProcessLookupError:  # its failpoint was faster; `wait` is about to say so
+                    continue
                 process.wait(60)
                 self.kills["trainer at any moment"] += 1
                 return
