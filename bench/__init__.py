@@ -1,9 +1,9 @@
-"""Measurements: a folder a subject. `make help` lists them; `python -m bench.SUBJECT` takes each one's options."""
+"""Benchmarks, one folder per subject. `make help` lists them; `python -m bench.SUBJECT` takes each one's options."""
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What they measure with: the embedded model's maker (scripts) and stacks of services (tests/support).
+# The benchmarks import make_model from scripts/ and stacks of services from tests/support.
 sys.path[1:1] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]

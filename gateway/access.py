@@ -62,4 +62,4 @@ ACCESS: Mapping[str, Access] = MappingProxyType(
         **dict.fromkeys(REFLECTION_METHODS, Access.TENANT),
     }
 )
-"""Maps /package.Service/Method to who may call it."""
+"""Maps /package.Service/Method to its access."""

@@ -1,1 +1,1 @@
-"""The sampler: holds a base model and many versions of adapters, and streams tokens."""
+"""The sampler: serves a base model with many versions of adapters, and streams tokens."""

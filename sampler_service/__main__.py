@@ -14,7 +14,7 @@ from sampler_service.settings import SamplerSettings
 
 
 def main() -> None:
-    """Serve until SIGTERM, or until an engine that died does not come up again."""
+    """Serve until SIGTERM, or until a dead engine cannot be restarted."""
     settings = load_settings(SamplerSettings)
     registry = CollectorRegistry()
     try:
@@ -28,6 +28,6 @@ def main() -> None:
         raise SystemExit(str(unfit)) from None
 
 
-# Engines start processes that import this module again.
+# Engines spawn processes that import this module again.
 if __name__ == "__main__":
     main()

@@ -1,10 +1,10 @@
-"""Which functions and files one ForwardBackward and one PublishWeights run through, in all processes of the services.
+"""Trace the functions and files that one ForwardBackward and one PublishWeights run through, in all service processes.
 
     python -m bench.call_paths
 
-Counts what is called while the command runs and not while nothing is asked: functions, the files that they are in, and
-moves, which are pairs of functions in different files of which one calls the other. A call by the event loop has no
-caller. The client, generated stubs and installed packages are not counted.
+Counts what is called while the command runs but not while the services are idle: functions, the files they are in, and
+moves, which are pairs of caller and callee in different files. A call by the event loop has no caller. The client,
+generated stubs and installed packages are not counted.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from paceline.up.plan import UpOptions
 Calls = set[tuple[str, str]]
 _SETTLE_SECONDS = 0.5
 _AGREEMENT_SECONDS = 10.0
-"""Until trainer and sampler have compared the log-probabilities of a run's first version."""
+"""Enough time for trainer and sampler to compare the log-probabilities of a run's first version."""
 
 
 def main() -> None:
-    """Trace and print."""
+    """Trace both commands and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the calls, too")
     arguments = parser.parse_args()
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def trace(directory: Path, window: str, action: Callable[[], None]) -> Calls:
-    """Return the calls that all processes made during an action."""
+    """Return the calls that all processes make during an action."""
     file = directory / "window"
     file.write_text(window)
     sleep(_SETTLE_SECONDS)
@@ -75,7 +75,7 @@ def trace(directory: Path, window: str, action: Callable[[], None]) -> Calls:
 
 
 def report(name: str, calls: Calls, with_calls: bool) -> None:
-    """Print what a command ran through."""
+    """Print the counts of one command."""
     functions = {callee for _, callee in calls}
     files = {file_of(function) for function in functions}
     moves = [(a, b) for a, b in calls if a and file_of(a) != file_of(b)]

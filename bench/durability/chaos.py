@@ -1,14 +1,15 @@
-"""Kill, stop, fill and damage while runs of two tenants train, publish and sample; compare them with undisturbed ones.
+"""Inject faults while runs of two tenants train, publish and sample; compare them with undisturbed runs.
 
     make chaos                                  2,000 kills, stops, full disks and flipped bits
     python -m bench.durability.chaos 100 --seed 3
     python -m bench.durability.chaos 100 --faults kills,stops
     python -m bench.durability.chaos 100 --joint           runs share passes; equal within 1e-5
 
-Trainer, engine, sampler (engine hf) and gateway are killed, also while they come back, at their default settings, but
-that runs share no passes. Clients send every command until it is answered, through a proxy that loses, delays, repeats
-and reorders. The disk is filled where this process may mount one; otherwise the trainer's files are limited. What came
-of it is printed and appended, with the command that repeats it, to docs/track-record.md.
+Trainer, engine, sampler (engine hf) and gateway are killed, also while they restart. Their settings are the defaults,
+except that runs do not share passes unless --joint is given. Clients send every command until it is answered, through
+a proxy that loses, delays, repeats and reorders messages. The disk is filled if this process may mount a file system;
+otherwise the size of the trainer's files is limited. The result is printed and appended to docs/track-record.md with
+the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _REPORT_SECONDS = 60.0
 
 
 def main() -> None:
-    """Kill, compare, record."""
+    """Run the faults, compare the results, and record them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, nargs="?", default=2000)
     parser.add_argument("--seed", type=int, default=0)
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 async def kill(chaos: Chaos, kills: int) -> Outcome:
-    """Kill and compare, and say every minute how far that is."""
+    """Run the faults and the comparison; print the progress every minute."""
     task = asyncio.create_task(chaos.run(kills))
     while not (await asyncio.wait({task}, timeout=_REPORT_SECONDS))[0]:
         print(f"{chaos.kills} of {kills} kills", flush=True)
@@ -68,7 +69,7 @@ async def kill(chaos: Chaos, kills: int) -> Outcome:
 
 
 def _by_kind(outcome: Outcome) -> list[tuple[str, int]]:
-    """Return the faults that are no kills, and what they led to; flipped bits without their files."""
+    """Count the faults other than kills, and their consequences, by kind; flipped bits without their files."""
     kinds: Counter[str] = Counter()
     for note, count in outcome.notes.items():
         kinds[note.partition(" in ")[0]] += count
@@ -76,7 +77,7 @@ def _by_kind(outcome: Outcome) -> list[tuple[str, int]]:
 
 
 def make_row(arguments: str, outcome: Outcome) -> str:
-    """Return the row of the record."""
+    """Return the row of the track record."""
     found = "nothing" if not outcome.differences else f"{len(outcome.differences)}: {outcome.differences[0]}"
     others = ", ".join(f"{count} {what}" for what, count in _by_kind(outcome)) or "none"
     total = outcome.kills.total()

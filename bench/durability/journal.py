@@ -1,10 +1,10 @@
-"""What the journal costs a step: a ForwardBackward and an OptimStep, one after the other, as a lone client sends them.
+"""Measure what the journal adds to a step: a ForwardBackward, then an OptimStep, as a lone client sends them.
 
     make bench-journal
 
 On the embedded model, float32, one thread, journal on the disk of --directory. The journal's part is the time until a
-command is durable and its answer written; of a client that sends ahead, or of runs that share the engine, most of it
-passes while other commands execute.
+command is durable plus the time until its answer is written. For a client that sends ahead, or for runs that share the
+engine, most of it overlaps the execution of other commands.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ADAM = AdamParams(learning_rate=1e-4)
 
 
 async def main() -> None:
-    """Measure and print."""
+    """Measure and print the journal's share of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--datums", type=int, default=8)
@@ -70,7 +70,7 @@ async def main() -> None:
 
 
 async def step(engine: EngineProcess, journal: RunJournal, data: list[Datum], number: int) -> tuple[float, float]:
-    """Take a step; return the seconds that the journal took and those of the whole."""
+    """Take a step; return the journal's seconds and the total seconds."""
     start = perf_counter()
     request = pb.ForwardBackwardRequest(
         run_id="run", seq_id=2 * number + 1, data=map(codec.datum_to_proto, data), loss_fn="importance_sampling"
@@ -93,14 +93,14 @@ async def step(engine: EngineProcess, journal: RunJournal, data: list[Datum], nu
 
 
 async def timed(written: asyncio.Future[None]) -> float:
-    """Wait for a record; return the seconds."""
+    """Wait until a record is written; return the seconds."""
     start = perf_counter()
     await written
     return perf_counter() - start
 
 
 def make_data(count: int) -> list[Datum]:
-    """Make ragged datums, 32 to 256 tokens, the second half of each labelled."""
+    """Make datums of different lengths, 32 to 256 tokens, the second half of each labelled."""
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(32), np.log(256), count)).astype(int)
     return [

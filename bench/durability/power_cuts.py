@@ -1,12 +1,12 @@
-"""Cut the power at many moments of a trainer's life, in all ways that a file system may keep what was not synced.
+"""Cut the power at many moments of a trainer's life, in all ways that a file system may keep unsynced writes.
 
     make power-cuts                             1,000 cuts
     python -m bench.durability.power_cuts 200 --seed 3
 
-A trainer is used once while its calls to the file system are recorded. Then it is started on what a cut leaves, asked
-for every answer that it gave before, and every tenth time used on to the end, where weights and optimizer state must be
-those of the recording byte for byte. What came of it is printed and appended, with the command that repeats it, to
-docs/track-record.md.
+A trainer is used once while its calls to the file system are recorded. For each cut, a trainer is started on the files
+that the cut leaves and asked for every answer that it gave before the cut. Every tenth time, it is also used to the end
+of the script, where weights and optimizer state must equal the recording byte for byte. The result is printed and
+appended to docs/track-record.md with the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from support.models.tiny_models import make_tiny_llama
 from bench.durability.track_record import add_row, commit
 
 _TO_THE_END = 10
-"""Every so many cuts the trainer is used on to the end."""
+"""After every so many cuts, the trainer is used to the end of the script."""
 _REPORT_SECONDS = 60.0
 
 
 def main() -> None:
-    """Cut, compare, record."""
+    """Run the cuts, compare the results, and record them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cuts", type=int, nargs="?", default=1000)
     parser.add_argument("--seed", type=int, default=0)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 async def cut_all(cuts: PowerCuts, count: int, seed: int, jobs: int) -> tuple[list[str], float]:
-    """Record, then check cuts; return what was wrong, and the seconds that one cut took."""
+    """Record, then check cuts; return the errors found, and the seconds per cut."""
     await cuts.record()
     print(f"recorded {len(cuts.calls)} calls that change or sync files", flush=True)
     chosen = list(enumerate(cuts.cuts(count, seed)))
@@ -75,7 +75,7 @@ async def cut_all(cuts: PowerCuts, count: int, seed: int, jobs: int) -> tuple[li
 
 
 def make_row(arguments: str, cuts: int, calls: int, seconds: float, found: list[str]) -> str:
-    """Return the row of the record."""
+    """Return the row of the track record."""
     what = "nothing" if not found else f"{len(found)}: {found[0]}"
     return (
         f"| {datetime.now(UTC):%Y-%m-%d} | {commit()} | {cuts} of {calls} calls | {seconds:.2f} s | {what} | "

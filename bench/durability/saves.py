@@ -1,11 +1,11 @@
-"""How long saving and publishing hold up training: from the command's begin to the next one's.
+"""Measure how long saving and publishing hold up training: from the start of the command to the start of the next.
 
     make bench-saves
 
 On the embedded model, a rank 16 adapter on all linear layers with AdamW's state, float32, one thread. A pass, the save,
-and a pass that is already waiting, through the run's sequencer and journal and the engine's process, as the service
-executes them. Two arms take turns: the save as the service does it, captured and written in the background, and the
-same save to its end before the next command begins.
+and a pass that is already waiting go through the run's sequencer and journal and the engine process, as the service
+executes them. Two arms alternate: the save as the service does it, captured and written in the background, and the same
+save finished before the next command starts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Save = Callable[[str, Path, Captured], Awaitable[None]]
 
 
 class Executor:
-    """Trains, saves and publishes as the service's own does, and notes when each command began."""
+    """Train, save and publish as the service's executor does, and record when each command starts."""
 
     def __init__(self, engine: EngineProcess, directory: Path, data: list[Datum]) -> None:
         self.is_blocking = False
@@ -82,14 +82,14 @@ class Executor:
         await asyncio.to_thread(shutil.rmtree, final)
 
     def facts(self) -> Facts:
-        """Return nothing that matters here."""
+        """Return empty facts."""
         return Facts()
 
     async def executed(self, command: Command) -> None:
         """Take no snapshot."""
 
     async def close(self) -> None:
-        """End nothing."""
+        """Do nothing; the caller closes the engine."""
 
 
 def _nothing() -> None:
@@ -117,7 +117,7 @@ class Run:
         self._seq_id = 0
 
     async def pause(self, saving: str, *, is_blocking: bool) -> float:
-        """Train, save and train; return the milliseconds from the save's begin to the next command's."""
+        """Train, save and train; return the milliseconds from the save's start to the next command's start."""
         self._executor.is_blocking = is_blocking
         save = pb.SaveCheckpointRequest if saving == "save" else pb.PublishWeightsRequest
         sent = [self._send(message) for message in (pb.ForwardBackwardRequest, save, pb.ForwardBackwardRequest)]
@@ -132,7 +132,7 @@ class Run:
 
 
 async def main() -> None:
-    """Measure and print."""
+    """Measure both kinds and print the pauses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--directory", type=Path, default=Path())
@@ -149,7 +149,7 @@ async def main() -> None:
 
 
 async def measure(run: Run, kind: str, rounds: int) -> None:
-    """Take both arms in turns; print their medians and the budget's line."""
+    """Alternate the arms; print their medians and the budget's line."""
     await run.pause(kind, is_blocking=False)
     ours: list[float] = []
     blocking: list[float] = []
@@ -162,7 +162,7 @@ async def measure(run: Run, kind: str, rounds: int) -> None:
 
 
 def make_data() -> list[Datum]:
-    """Make a short datum: what the save holds up does not depend on the batch."""
+    """Make one short datum: the pause does not depend on the batch."""
     rng = np.random.default_rng(0)
     return [Datum.from_completion(list(rng.integers(0, 1000, 8)), list(rng.integers(0, 1000, 8)))]
 

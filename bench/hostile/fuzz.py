@@ -1,10 +1,10 @@
-"""Fire hostile calls at the three real services while another tenant trains beside, and see that nothing gives way.
+"""Send hostile calls to the three real services while another tenant trains; check failures, losses and memory.
 
     make fuzz                                   1,000,000 cases
     python -m bench.hostile.fuzz 100000 --seed 3
-    python -m bench.hostile.fuzz 1 --seed 3 --first 4711    one case again
+    python -m bench.hostile.fuzz 1 --seed 3 --first 4711    repeat one case
 
-Every case follows from the seed and its number. The sampler has the engine hf; the model is tiny and random.
+Every case is determined by the seed and its number. The sampler has the engine hf; the model is tiny and random.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PART = 50_000
 
 
 def main() -> None:
-    """Fuzz and report."""
+    """Run the cases and report the outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=int, nargs="?", default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)

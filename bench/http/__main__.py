@@ -1,10 +1,11 @@
-"""What the HTTP port costs: Tinker's SDK through it beside the gRPC client, in one run on the same services.
+"""Measure the cost of the HTTP port: Tinker's SDK against the gRPC client, in one run on the same services.
 
     make bench-http        python -m bench.http [--rounds 7] [--steps 24]
 
-step: pipelined training steps (forward_backward and optim_step issued together) on the embedded model, the SDK's beside
-    the gRPC client's, each on a run of its own. sample: one sample of one token at a time, by either. heartbeat: while
-    2,048 futures wait for commands that never come and 1,000 samples are in flight, heartbeats one at a time.
+step: pipelined training steps (forward_backward and optim_step issued together) on the embedded model, by the SDK and
+    by the gRPC client, each on its own run. sample: one sample of one token at a time, by each of them. heartbeat:
+    heartbeats one at a time, while 2,048 futures wait behind a command that never arrives and 1,000 samples are in
+    flight.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PROMPT = list(range(100, 132))
 
 
 def main() -> None:
-    """Measure and report."""
+    """Measure both parts and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=24, help="training steps, and samples, of an arm in a round")
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def _compare(cluster: Cluster, rounds: int, count: int) -> None:
-    """Time steps and samples of either client, in turn."""
+    """Time steps and samples of both clients, alternating."""
     sdk = tinker.ServiceClient(base_url=_address(cluster), api_key=f"tml-{cluster.api_key}")
     grpc = paceline.ServiceClient(cluster.address, cluster.api_key)
     name = grpc.get_server_capabilities().models[0].model.name
@@ -117,7 +118,7 @@ def _timed(arm: Callable[[], None]) -> float:
 
 
 def _heartbeats(cluster: Cluster) -> None:
-    """Time heartbeats under load, which comes from a thread and connections of its own."""
+    """Time heartbeats under load from another thread with its own connections."""
     base, headers = f"{_address(cluster)}/api/v1", {"X-API-Key": cluster.api_key}
     with httpx.Client(base_url=base, headers=headers, timeout=60) as client:
         session = client.post("/create_session", json={}).json()["session_id"]
@@ -147,7 +148,7 @@ def _heartbeats(cluster: Cluster) -> None:
 async def _load(
     base: str, headers: dict[str, str], session: str, model_id: str, ready: threading.Event, over: threading.Event
 ) -> None:
-    """Have futures wait, and samples be in flight, until told to end."""
+    """Keep futures waiting and samples in flight until `over` is set."""
     limits = httpx.Limits(max_connections=WAITING + SAMPLES + 64)
     async with httpx.AsyncClient(base_url=base, headers=headers, timeout=90, limits=limits) as client:
         sampler = await client.post(
@@ -159,7 +160,7 @@ async def _load(
             sampler = await client.post("/create_sampling_session", json=body)
         sampler_id = sampler.json()["sampling_session_id"]
         waits = []
-        for seq_id in range(2, WAITING + 2):  # number 1 never comes
+        for seq_id in range(2, WAITING + 2):  # number 1 is never sent
             body = {"model_id": model_id, "seq_id": seq_id, "adam_params": {}}
             posted = (await client.post("/optim_step", json=body)).json()
             waits.append(

@@ -1,10 +1,10 @@
-"""What each optimizer's state weighs, and what its step takes, on the adapters of the embedded model.
+"""Measure the size of each optimizer's state and the time of its step, on adapters of the embedded model.
 
     make bench-optimizers
 
-State is measured as the tensors that a run's optimizer holds after a step, in bytes per trained parameter. Steps are
-timed in rounds, every optimizer and torch's plain loop over weights (foreach and fused off) once in each; medians and
-99th percentiles are printed, and the budget of the fused AdamW against that loop.
+The size is that of the tensors that a run's optimizer holds after a step, in bytes per trained parameter. Each round
+times every optimizer once, and torch's plain loop over weights (foreach and fused off). Medians and 99th percentiles
+are printed, and the budget of the fused AdamW against that loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOW_RANK = "apollo, rank 4"
 
 
 def adapter_weights(model: Path, rank: int, device: str) -> dict[str, nn.Parameter]:
-    """Make the weights of one run's adapter, each with a gradient."""
+    """Create the weights of one run's adapter, each with a gradient."""
     lora = LoraConfig(rank=rank)
     base = load_base_model(EngineOptions(str(model), "embedded", device=device))
     adapters.adapt(base)
@@ -46,18 +46,18 @@ def adapter_weights(model: Path, rank: int, device: str) -> dict[str, nn.Paramet
 
 
 def loop_step(weights: dict[str, nn.Parameter]) -> Callable[[int], None]:
-    """Step AdamW one weight after the other, each operation by itself."""
+    """Return torch's AdamW step over one weight after the other, each operation by itself."""
     optimizer = torch.optim.AdamW(weights.values(), lr=1e-4, betas=(0.9, 0.95), eps=1e-12, foreach=False, fused=False)
     return lambda _: optimizer.step()
 
 
 def own_step(optimizer: AnyOptimizer) -> Callable[[int], object]:
-    """Step one of ours with its defaults."""
+    """Return the step of one of our optimizers with its defaults."""
     return lambda step: optimizer.step(optimizer.params, step, 1.0)
 
 
 def measure(weights: dict[str, nn.Parameter], rounds: int) -> None:
-    """Print the table and the budget."""
+    """Time the steps; print the table and the budget."""
     params: dict[str, OptimizerParams] = {name: kind() for name, kind in OPTIMIZERS.items()}
     made = {name: make_optimizer(weights, own) for name, own in (params | {LOW_RANK: ApolloParams(rank=4)}).items()}
     steps = {name: own_step(optimizer) for name, optimizer in made.items()}
@@ -68,7 +68,7 @@ def measure(weights: dict[str, nn.Parameter], rounds: int) -> None:
         order = list(steps)
         for name in order[number % len(order) :] + order[: number % len(order)]:
             times[name].append(timed(steps[name], number, device))
-    milliseconds = {name: np.array(seconds[1:]) * 1e3 for name, seconds in times.items()}  # The first one warms up.
+    milliseconds = {name: np.array(seconds[1:]) * 1e3 for name, seconds in times.items()}  # The first warms up.
     count = sum(weight.numel() for weight in weights.values())
     print(f"{len(weights)} weights, {count:,} parameters, on {device}, {rounds} rounds")
     for name, values in milliseconds.items():
@@ -80,7 +80,7 @@ def measure(weights: dict[str, nn.Parameter], rounds: int) -> None:
 
 
 def timed(step: Callable[[int], object], number: int, device: torch.device) -> float:
-    """Return the seconds that a step takes until the device is done."""
+    """Return the seconds of a step, until the device is done."""
     start = time.perf_counter()
     step(number)
     if device.type == "cuda":

@@ -1,10 +1,10 @@
-"""What it takes to page a run out to disk and in again, and how much memory many runs hold.
+"""Measure the time to page a run out to disk and in again, and the memory that many runs hold.
 
     make bench-paging
 
-Runs with adapters of the embedded model take turns, more of them than their memory holds, so that each turn pages one
-out and one in. Printed are the bytes of the tensors that all runs hold (counted, not the process's size) at their
-highest, and the milliseconds of a turn's paging, beside a turn of a run that is in memory.
+Runs with adapters of the embedded model take turns. There are more of them than memory may hold, so each turn pages one
+out and one in. Printed are the peak bytes of the tensors that all runs hold (counted, not the size of the process), and
+the milliseconds of a turn that pages, beside a turn of a run that is in memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
 ALLOWED = 4
-"""Runs whose weights, gradient and moments may be in memory."""
+"""Number of runs whose weights, gradient and moments may be in memory."""
 ROUND_TRIP_BUDGET = 10.0
-"""Nanoseconds for each byte of a run: out and in again."""
+"""Nanoseconds per byte of a run, for paging out and in again."""
 DATA = [Datum.from_completion([1, 2, 3], [4, 5])]
 
 
 class Paged:
-    """An engine with many runs, and room for a few."""
+    """An engine with many runs and memory for a few."""
 
     def __init__(self, model: Path, scratch: str, runs: int, rank: int, device: str) -> None:
         plain = PeftEngine(EngineOptions(str(model), "embedded", device=device))
@@ -48,14 +48,14 @@ class Paged:
             self.step(name)
 
     def step(self, name: str) -> None:
-        """Take a step and leave a gradient waiting, so that all that a run can hold is there."""
+        """Take a step and leave a gradient pending, so that the run holds all that a run can hold."""
         self.engine.forward_backward(name, DATA, ForwardBackwardSpec("cross_entropy"))
         self.engine.optim_step(name, AdamParams())
         self.engine.forward_backward(name, DATA, ForwardBackwardSpec("cross_entropy"))
         self.peak = max(self.peak, self.engine.held_bytes)
 
     def touch(self, name: str) -> float:
-        """Bring a run in; return the milliseconds until the device is done."""
+        """Page a run in; return the milliseconds until the device is done."""
         start = time.perf_counter()
         self.engine.bring_in(name)
         if torch.cuda.is_available():
@@ -64,7 +64,7 @@ class Paged:
 
 
 def measure(paged: Paged, rounds: int) -> None:
-    """Print the figures and the budgets."""
+    """Time the turns; print the figures and the budgets."""
     times: dict[str, list[float]] = {"paged": [], "resident": []}
     for turn in range(rounds):
         name = paged.names[turn % len(paged.names)]

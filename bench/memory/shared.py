@@ -1,10 +1,10 @@
-"""What one copy of the base model saves and costs, and how fast a full-parameter run's versions are written in place.
+"""Measure what sharing one copy of the base model saves and costs, and how fast versions are written in place.
 
     make bench-shared
 
-On the embedded model, one core for all. First two deployments side by side, bridge `stream` and bridge `shared`, that
-take turns: memory of trainer and sampler (proportional set size: shared pages count once), a training step, decoding
-at 8 streams, and scoring 256 tokens. Then a deployment whose full-parameter run writes its versions into the sampler's
+On the embedded model, one thread per process. First two deployments, with bridge `stream` and bridge `shared`, take
+turns: memory of trainer and sampler (proportional set size: shared pages count once), a training step, decoding of 8
+streams, and scoring of 256 tokens. Then a deployment whose full-parameter run writes its versions into the sampler's
 weights, paused, while 8 streams decode.
 """
 
@@ -37,13 +37,13 @@ PROMPT = list(range(1000, 1032))
 SCORED = [1000 + i % 500 for i in range(256)]
 STREAMS = 8
 SHARED_BUDGET = 1.05
-"""Copies of the base weights in memory that trainer and sampler hold, the trainer's activations and all aside."""
+"""Copies of the base weights that trainer and sampler hold in memory; activations and all else do not count."""
 PAUSE_BUDGET_MS = 100.0
 
 
 @dataclass
 class Deployment:
-    """Three services, and a run."""
+    """Three services and a run."""
 
     name: str
     client: paceline.ServiceClient
@@ -59,7 +59,7 @@ class Deployment:
         self.times.setdefault(what, []).append(1e3 * (perf_counter() - start))
 
     def train(self) -> None:
-        """Take a step on 512 tokens."""
+        """Take a step on two datums."""
         self.run.forward_backward([Datum.from_completion(PROMPT, SCORED, weight=1.0)] * 2)
         self.run.optim_step(AdamParams(learning_rate=1e-5)).result()
 
@@ -78,7 +78,7 @@ def deployed(
     model: Path, name: str, port: int, make_run: Callable[[paceline.ServiceClient], paceline.TrainingClient],
     **settings: str,
 ) -> Iterator[Deployment]:  # fmt: skip
-    """Run the three services with settings of the sampler's."""
+    """Run the three services; `settings` are the bridge and settings of the sampler."""
     with ExitStack() as stack:
         state = Path(stack.enter_context(TemporaryDirectory()))
         bridge = settings.pop("bridge")
@@ -103,7 +103,7 @@ def deployed(
 
 
 def family(pid: int) -> Iterator[int]:
-    """Yield a process and those that it started."""
+    """Yield a process and its descendants."""
     yield pid
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
@@ -111,7 +111,7 @@ def family(pid: int) -> Iterator[int]:
 
 
 def memory(pid: int, file: str = "") -> float:
-    """Return the MB (proportional) of a process and its children, or of one file that they have mapped."""
+    """Return the MB (proportional) of a process and its descendants, or of one file that they have mapped."""
     total = 0
     for each in family(pid):
         counted = not file
@@ -124,14 +124,14 @@ def memory(pid: int, file: str = "") -> float:
 
 
 def base_megabytes(model: Path) -> float:
-    """Return the size of the base weights in bfloat16, tied ones once."""
+    """Return the size of the base weights in bfloat16; tied weights count once."""
     with safe_open(model / "model.safetensors", framework="pt") as file:
         names = [*file.keys()]
         return 2e-6 * float(sum(file.get_tensor(name).numel() for name in names))
 
 
 def report_times(name: str, times: Sequence[float]) -> float:
-    """Print and return the median."""
+    """Print the times and return their median."""
     ordered = sorted(times)
     median, last = statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
     print(f"  {name:28} median {median:8.1f} ms, p99 {last:8.1f} ms ({len(ordered)} times)", flush=True)
@@ -139,7 +139,7 @@ def report_times(name: str, times: Sequence[float]) -> float:
 
 
 def compare_copies(model: Path, rounds: int) -> None:
-    """Compare memory and speed of one copy and two."""
+    """Compare memory and speed of one shared copy with two copies."""
 
     def lora(client: paceline.ServiceClient) -> paceline.TrainingClient:
         return client.create_lora_training_client(rank=16)

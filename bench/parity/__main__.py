@@ -1,10 +1,11 @@
-"""How far trainer and sampler agree on the log-probabilities of sampled tokens, beside stock transformers and vLLM.
+"""Measure how closely trainer and sampler agree on log-probabilities, beside stock transformers and vLLM.
 
     make bench-parity
 
-Ours, in float32 and in bfloat16: train a few steps, publish, sample under the new version, and compare the sampler's
-log-probabilities with the trainer's at that version and with the previous version's. The stock arm: vLLM samples from
-the base model in bfloat16 and transformers scores the same tokens in bfloat16. All in one run, on the embedded model.
+Our arm, in float32 and in bfloat16: train a few steps, publish, sample from the new version, and compare the sampler's
+log-probabilities with the trainer's at that version and with those of the previous version. The stock arm: vLLM samples
+from the base model in bfloat16 and transformers scores the same tokens in bfloat16. All in one run, on the embedded
+model.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def measure_ours(model: Path, dtype: str) -> Parity:
 
 
 def compare_versions(client: paceline.ServiceClient) -> Parity:
-    """Train, publish, sample, and score each sample by the trainer and by the previous version."""
+    """Train, publish, sample, and score each sample with the trainer and with the previous version."""
     training = client.create_lora_training_client(rank=16, seed=1)
     tokenizer = training.get_tokenizer()
     prompts = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in PROMPTS]

@@ -15,9 +15,9 @@ from typing import Any
 COUNTRIES = ("Peru", "Norway", "Japan", "Kenya", "Portugal", "Chile", "Greece", "Cuba")
 PROMPTS = [f"Country: {country}\nCapital:" for country in COUNTRIES]
 FLOAT32_BUDGET = 1e-5
-"""Mean |difference| of trainer and sampler."""
+"""Mean |difference| between trainer and sampler."""
 BFLOAT16_FACTOR = 1.25
-"""Ours at most over stock."""
+"""Largest ratio of our difference to the stock difference."""
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -28,19 +28,19 @@ _ENVIRONMENT = {
 
 
 def measure_stock(model: Path) -> float:
-    """Return the mean |difference| of stock vLLM and stock transformers, measured in a process of its own."""
+    """Return the mean |difference| of stock vLLM and stock transformers, measured in a separate process."""
     command = [sys.executable, "-m", "bench.parity.stock", str(model), *PROMPTS]
     done = subprocess.run(command, env=os.environ | _ENVIRONMENT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
-    # vLLM prints on standard output too.
+    # vLLM prints to standard output too.
     answer = next(line for line in done.stdout.splitlines() if line.startswith('{"difference"'))
     return float(json.loads(answer)["difference"])
 
 
 def main(model_path: str, prompts: list[str]) -> None:
     """Print the mean |difference| as JSON."""
-    import torch  # noqa: PLC0415 - in its own process alone
+    import torch  # noqa: PLC0415 - only in its own process
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
     from vllm import LLM, SamplingParams  # noqa: PLC0415
 

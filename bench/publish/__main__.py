@@ -1,19 +1,19 @@
-"""How long publishing takes, from the optimizer step's reply, while the sampler decodes 8 streams.
+"""Measure how long publishing takes, from the optimizer step's reply, while the sampler decodes 8 streams.
 
     make bench-publish        python -m bench.publish [--rounds 5] [--publishes 4] [--arms stream collective]
 
-Ours: the trainer and the sampler service, by the bridges `stream`, `volume`, `collective` and `shared`. The other arm
-is what simple trainers do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own server. Two
-figures each: until the version is active (acknowledged) and until its first token has come. The model is the embedded
-one in bfloat16, the adapter has rank 32 on every linear module: 20 MB.
+Our arms: the trainer and the sampler service, with the bridges `stream`, `volume`, `collective` and `shared`. The other
+arm does what simple trainers do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own server.
+Two figures each: until the version is active (acknowledged) and until its first token has arrived. The model is the
+embedded one in bfloat16; the adapter has rank 32 on every linear module: 20 MB.
 
-Two more arms publish whole models, of a full-parameter run, once a round: `in place` broadcasts them (bridge
-`collective`) and writes them over vLLM's, `restart` builds the engine again. Streams in progress end first, so their
-figures have the rest of a stream in them, as the wait for the step. They have figures of their own and no budget.
+Two more arms publish whole models of a full-parameter run, once a round: `in place` broadcasts them (bridge
+`collective`) and writes them over vLLM's weights, `restart` rebuilds the engine. Streams in progress end first, so the
+figures of these arms include the rest of a stream, as the wait for the step. These arms have no budget.
 
-Trainers and this process work on the first core, samplers on the last. All are started first; then the arms take
-turns, a round at a time: only the one that is measured has streams, the others sleep. Each takes 3 to 5 GB; with
-`--arms` fewer run beside each other.
+Trainers and this process run on the first core, samplers on the last. All are started first; then the arms take turns,
+a round at a time: only the arm that is measured has streams, the others sleep. Each takes 3 to 5 GB; use `--arms` to
+run fewer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Arm(Protocol):
     """A trainer with a sampler."""
 
     def stream(self) -> AsyncIterator[int]:
-        """Sample one completion under the newest version; yield how many tokens came each time."""
+        """Sample one completion under the newest version; yield the number of tokens of each message."""
         ...
 
     async def publish(self) -> Times:
@@ -60,7 +60,7 @@ class Arm(Protocol):
 
 @dataclass
 class Figures:
-    """What was measured of one arm."""
+    """Measurements of one arm."""
 
     times: list[Times] = field(default_factory=list)
     tokens: int = 0
@@ -73,7 +73,7 @@ class Figures:
 
 @asynccontextmanager
 async def decoding(arm: Arm, figures: Figures) -> AsyncIterator[None]:
-    """Keep the sampler busy with streams."""
+    """Keep the sampler busy with streams until the block ends."""
 
     async def again() -> None:
         while True:
@@ -102,7 +102,7 @@ async def one_round(arm: Arm, publishes: int, figures: Figures) -> None:
 
 
 def memcpy_milliseconds(size: int, core: int, rounds: int = 15) -> float:
-    """Median time of a copy of `size` bytes from a freshly mapped file in memory into warm memory, on a core."""
+    """Return the median time to copy `size` bytes from a freshly mapped file in memory to warm memory, on a core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     into, seconds = np.zeros(size, np.uint8), []
@@ -152,14 +152,14 @@ def ratio(other: Figures, ours: Figures, name: str) -> float:
 
 
 def p99(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    """Return the 99th percentile: of few values, the largest."""
+    """Return the 99th percentile; for few values, the largest."""
     return float(np.percentile(values, 99, method="higher"))
 
 
 async def measure(
     arms: Sequence[str], rounds: int, publishes: int, apply: str
 ) -> tuple[dict[str, Figures], dict[str, int]]:
-    """Start every arm, then let them take turns. The first round warms up. Returns the sizes of versions, too."""
+    """Start every arm, then alternate them; the first round warms up. Return the figures and the sizes of versions."""
     model, cores = make_model(default_directory()), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
     async with AsyncExitStack() as stack:

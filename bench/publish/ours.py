@@ -33,7 +33,7 @@ from paceline.up.plan import UpOptions, make_plans, read_or_make_key
 TENANT = "bench"
 _GROUP_SECONDS = 300.0
 _ACK_MILLISECONDS = 300_000
-"""How long a publish waits: the bridge restart starts an engine meanwhile."""
+"""Timeout of a publish; with the bridge restart it includes the start of an engine."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ MODEL_WAYS = {"in place": Way("collective", "models"), "restart": Way("restart",
 async def services(
     options: UpOptions, state: Path, cores: Sequence[int], **settings: str
 ) -> AsyncIterator[tuple[grpc.aio.Channel, grpc.aio.Channel]]:
-    """Run a trainer on the first core and a sampler on the last; yields the channels to them.
+    """Run a trainer on the first core and a sampler on the last; yield the channels to them.
 
-    Each of `settings` is told to the service whose prefix it has.
+    Each of `settings` is passed to the service whose prefix it has.
     """
     read_or_make_key(state)
     async with AsyncExitStack() as stack:
@@ -82,7 +82,7 @@ async def services(
 
 
 class Ours:
-    """One run, published again and again to one sampler."""
+    """One run that is published repeatedly to one sampler."""
 
     def __init__(self, trainer: grpc.aio.Channel, sampler: grpc.aio.Channel, state: Path, way: Way) -> None:
         self._way = way
@@ -97,7 +97,7 @@ class Ours:
     async def start(
         cls, model: Path, state: Path, address: str, cores: Sequence[int], *, way: Way, apply: str
     ) -> AsyncIterator[Self]:
-        """Run the services, with one version published."""
+        """Run the services and publish one version."""
         options = UpOptions(str(model), address=address, bridge=way.bridge, dtype="bfloat16", max_lora_rank=RANK)
         settings = {"PACELINE_SAMPLER_APPLY": apply, "PACELINE_SAMPLER_SERVES": way.serves}
         async with services(options, state, cores, **settings) as (trainer, sampler):
@@ -139,7 +139,7 @@ class Ours:
         )  # fmt: skip
 
     async def create(self, rank: int = RANK) -> None:
-        """Make the run and publish its first version."""
+        """Create the run and publish its first version."""
         request = trainer_pb.CreateRunRequest(request_id=os.urandom(8).hex())
         if self._way.whole:
             request.full.SetInParent()
@@ -150,8 +150,8 @@ class Ours:
         await self.publish()
 
     async def sample(self, tokens: int) -> AsyncIterator[Any]:
-        """Sample under the newest version; yield what comes."""
-        # Of whole models there is one at a time: a stream that asked for the last one would bring it back.
+        """Sample under the newest version; yield the messages."""
+        # Only one whole model is loaded at a time: a stream that asked for the previous one would load it again.
         version = None if self._way.whole else self._version
         request = sampler_pb.SampleStreamRequest(
             model=model_pb2.ModelRef(version=model_pb2.VersionRef(run_id=self.run_id, version=version)),
@@ -172,7 +172,7 @@ class Ours:
 
 
 def _wait_for_group(log: Path) -> None:
-    """Wait until the sampler is in the trainer's process group: until then versions come by stream."""
+    """Wait until the sampler has joined the trainer's process group; until then versions travel by stream."""
     deadline = time.monotonic() + _GROUP_SECONDS
     while "group made" not in log.read_text(errors="replace"):
         if time.monotonic() > deadline:

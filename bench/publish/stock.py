@@ -1,8 +1,8 @@
-"""The other arm of `python -m bench.publish`: PEFT saves to disk, vLLM's OpenAI server is told to load it over HTTP.
+"""The other arm of `python -m bench.publish`: PEFT saves to disk, vLLM's OpenAI server loads the adapter over HTTP.
 
     python -m bench.publish.stock MODEL DIRECTORY
 
-is its trainer: for each line it takes an optimizer step, then saves the adapter and answers when that is done.
+runs the trainer: for each input line it takes an optimizer step, saves the adapter, and answers when that is done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DONE = b"data: [DONE]"
 
 
 class Stock:
-    """One PEFT model, saved again and again for one server."""
+    """One PEFT model that is saved repeatedly for one server."""
 
     def __init__(self, trainer: asyncio.subprocess.Process, session: aiohttp.ClientSession, scratch: Path) -> None:
         self._trainer, self._session, self._scratch = trainer, session, scratch
@@ -38,7 +38,7 @@ class Stock:
     @classmethod
     @asynccontextmanager
     async def start(cls, model: Path, scratch: Path, address: str, cores: Sequence[int]) -> AsyncIterator[Self]:
-        """Run the server and the trainer, with one version loaded."""
+        """Run the server and the trainer, and load one version."""
         await asyncio.to_thread(scratch.mkdir)
         async with AsyncExitStack() as stack:
             log, environment = scratch / "server.log", server_environment()
@@ -68,7 +68,7 @@ class Stock:
         return Times(1e3 * (active - start), 1e3 * (time.perf_counter() - start))
 
     async def _step(self, directory: Path) -> str:
-        """Return when the optimizer step was done, by the clock that all processes share; the save follows it."""
+        """Return the time when the optimizer step was done, on the clock that all processes share; the save follows."""
         assert self._trainer.stdin is not None
         assert self._trainer.stdout is not None
         self._trainer.stdin.write(f"{directory}\n".encode())
@@ -92,7 +92,7 @@ class Stock:
 
 
 def server_command(model: Path, address: str, dtype: str = "bfloat16") -> list[str]:
-    """Return how vLLM's server is started."""
+    """Return the command that starts vLLM's server."""
     host, _, port = address.rpartition(":")
     options = {
         "model": str(model), "host": host, "port": port, "dtype": dtype, "max-loras": "4", "max-cpu-loras": "16",
@@ -110,7 +110,7 @@ def server_environment() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # With adapters vLLM runs eagerly on a CPU; what it compiles all the same it compiles in our arm neither.
+        # With adapters vLLM runs eagerly on a CPU but still compiles parts, which our arm does not compile either.
         "TORCH_COMPILE_DISABLE": "1",
     }
 
@@ -129,7 +129,7 @@ async def wait_until_ready(session: aiohttp.ClientSession, poll: Any, log: Path)
 
 
 def train(model_path: str) -> None:
-    """Step and save until the input ends."""
+    """Step and save for every line until the input ends."""
     import torch  # noqa: PLC0415
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415

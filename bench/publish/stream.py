@@ -1,11 +1,11 @@
-"""How fast versions are streamed over gRPC, beside the same stream as message objects.
+"""Measure the speed of streaming versions over gRPC, against the same stream as message objects.
 
     make bench-stream        python -m bench.publish.stream [--rounds 7] [--mib 512]
 
-Each arm (stream_arm.py) is two processes, one on each of two cores: one serves a file that lies in memory, the other
-reads it over loopback and verifies every chunk. The arms take turns. In a last round, which is not timed, memory
-is counted: the most that Python's objects had at a time, in chunks. Resident memory is shown beside it, over what a
-process had before its first stream: it holds gRPC's own buffers, too, and what the C library keeps of freed blocks.
+Each arm (stream_arm.py) consists of two processes on two cores: one serves a file that is in memory, the other reads it
+over loopback and verifies every chunk. The arms take turns. A last round, which is not timed, counts memory: the peak
+of Python's objects, in chunks. Resident memory is shown beside it, relative to the process before its first stream: it
+also includes gRPC's own buffers, and freed blocks that the C library keeps.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ ARMS = ("plain", "ours", "staged")
 
 @dataclass
 class Arm:
-    """Its processes, server and reader, and what they showed."""
+    """An arm's processes, server and reader, and their measurements."""
 
     ends: tuple[subprocess.Popen[str], subprocess.Popen[str]]
     base: list[int] = field(default_factory=list)
     """Resident bytes before the first stream."""
     resident: list[int] = field(default_factory=list)
-    """The most that there were over them."""
+    """Peak resident bytes above `base`."""
     objects: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def stream(self) -> float:
-        """Have the file streamed once; returns the seconds."""
+        """Stream the file once; return the seconds."""
         return float(ask(self.ends[1], "measure\n"))
 
     def count_memory(self) -> None:
-        """Stream once more and count."""
+        """Stream once more and count the memory of Python's objects."""
         self.resident = [status(end.pid, "VmHWM:") - base for end, base in zip(self.ends, self.base, strict=True)]
         before = [int(ask(end, "trace\n")) for end in self.ends]
         self.stream()
@@ -53,7 +53,7 @@ class Arm:
 
 
 def ask(process: subprocess.Popen[str], line: str = "") -> str:
-    """Send a line to a process and return the one that it answers."""
+    """Send a line to a process and return the line that it answers."""
     if process.stdin is None or process.stdout is None:
         raise ValueError("the process has no pipes")
     process.stdin.write(line)
@@ -64,7 +64,7 @@ def ask(process: subprocess.Popen[str], line: str = "") -> str:
 
 
 def status(pid: int, what: str) -> int:
-    """Return a figure of /proc's status in bytes."""
+    """Return a figure of /proc/<pid>/status in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
 
@@ -107,7 +107,7 @@ def report(arms: Mapping[str, Arm], size: int) -> None:
 
 
 def main() -> None:
-    """Measure."""
+    """Run all arms and report."""
     cores = sorted(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -120,7 +120,7 @@ def main() -> None:
         file = Path(folder) / "weights"
         file.write_bytes(np.random.default_rng(0).bytes(size))
         arms = {name: start(name, file, chosen.cores, stack) for name in ARMS}
-        for number in range(chosen.rounds + 1):  # the first does not count
+        for number in range(chosen.rounds + 1):  # the first is a warm-up
             for arm in arms.values():
                 arm.seconds.append(arm.stream())
                 del arm.seconds[: number == 0]

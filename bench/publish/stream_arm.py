@@ -1,14 +1,14 @@
-"""One end of an arm of stream.py, a process of its own.
+"""One end of an arm of stream.py, in its own process.
 
     python -m bench.publish.stream_arm serve ARM CORE FILE          prints its port
     python -m bench.publish.stream_arm read ARM CORE FILE PORT      ready when it prints a line
 
-A line of input `measure` has the reader stream the file once and print the seconds; `trace` has either end print the
-most bytes of Python objects since the line before it.
+On an input line `measure` the reader streams the file once and prints the seconds; on `trace` either end prints the
+peak bytes of Python objects since the line before.
 
-Arms: `plain`, a servicer and a stub as they are generated, gRPC's own options; `ours`, replies written and read as
-bytes, over a sampler's channel; `staged`, what `ours` brings put together as the sampler does, with the SHA-256 of the
-whole. All have the same checksums and chunks.
+Arms: `plain`, a generated servicer and stub with gRPC's own options; `ours`, replies written and read as bytes, over a
+sampler's channel; `staged`, the stream of `ours` written to a file as the sampler does, with the SHA-256 of the whole.
+All have the same checksums and chunks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sampler_service.transports.staging import StagingArea
 
 
 class Plain(WeightServiceServicer):
-    """Serves a file by message objects."""
+    """Serve a file as message objects."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -62,7 +62,7 @@ class Plain(WeightServiceServicer):
 
 
 async def serve(arm: str, file: Path) -> None:
-    """Serve until ended."""
+    """Serve until the input ends."""
 
     async def replies(request: pb.FetchVersionRequest, context: Any) -> AsyncIterator[bytes]:
         for reply in weights.read_replies(file):
@@ -79,7 +79,7 @@ async def serve(arm: str, file: Path) -> None:
 
 
 async def read(arm: str, file: Path, port: int) -> None:
-    """Do what each line of input says."""
+    """Execute each line of input."""
     manifest = await asyncio.to_thread(describe, file)
     with TemporaryDirectory(dir=file.parent) as folder:
         area = StagingArea(Path(folder))
@@ -97,7 +97,7 @@ def connect(arm: str, target: str) -> grpc.aio.Channel:
 
 
 def describe(file: Path) -> pb.Manifest:
-    """Return what a reception needs to know of a file."""
+    """Return the manifest that receiving a file needs."""
     manifest = pb.Manifest(total_size=file.stat().st_size)
     manifest.model.sha256 = weights.hash_file(file)
     return manifest
@@ -116,7 +116,7 @@ async def timed(arm: str, channel: grpc.aio.Channel, area: StagingArea, manifest
 
 
 async def read_plain(channel: grpc.aio.Channel) -> None:
-    """Verify each chunk of a generated stub."""
+    """Read with a generated stub and verify each chunk."""
     async for part in WeightServiceStub(channel).FetchVersion(pb.FetchVersionRequest()):
         data = part.chunk.data
         if google_crc32c.value(data) != part.chunk.crc32c:
@@ -124,7 +124,7 @@ async def read_plain(channel: grpc.aio.Channel) -> None:
 
 
 async def read_ours(channel: grpc.aio.Channel) -> None:
-    """Verify each chunk where it lies in its message."""
+    """Verify each chunk in place in its message."""
     async for part in weights.read_parts(weights.fetch_version(channel)(pb.FetchVersionRequest())):
         if not isinstance(part, weights.Piece) or not part.is_intact:
             raise ValueError("damaged")
@@ -132,7 +132,7 @@ async def read_ours(channel: grpc.aio.Channel) -> None:
 
 
 async def read_staged(channel: grpc.aio.Channel, area: StagingArea, manifest: pb.Manifest) -> None:
-    """Write the file anew."""
+    """Write the stream to a new file, then discard it."""
     async with area.receive(manifest) as receiver:
         async for part in weights.read_parts(weights.fetch_version(channel)(pb.FetchVersionRequest())):
             if isinstance(part, weights.Piece):
@@ -142,7 +142,7 @@ async def read_staged(channel: grpc.aio.Channel, area: StagingArea, manifest: pb
 
 
 def traced() -> int:
-    """Return the most bytes that objects had since the last call; from the first on they are counted."""
+    """Return the peak bytes of Python objects since the last call; the first call starts tracing."""
     if not tracemalloc.is_tracing():
         tracemalloc.start()
     most = tracemalloc.get_traced_memory()[1]

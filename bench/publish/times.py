@@ -1,4 +1,4 @@
-"""What one publish took in `python -m bench.publish`, and how its processes are run."""
+"""The times of one publish in `python -m bench.publish`, and a helper that runs a server process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Times:
     active: float
     first: float
     step_wait: float = 0.0
-    """What the sampler waited for its running step; 0 where the arm does not say."""
+    """Time that the sampler waited for its running step; 0 if the arm does not report it."""
     apply: float = 0.0
     staged: float = 0.0
 

@@ -1,13 +1,13 @@
-"""How long a version takes to come back: 64 of them asked for in turn, where the engine has 4 slots.
+"""Measure how long a version takes to load again: 64 versions requested in turn, on an engine with 4 slots.
 
     make bench-versions        python -m bench.publish.versions [--rounds 5] [--versions 64] [--loaded 16]
 
 One trainer publishes 64 versions of a run on the embedded model in bfloat16, rank 32 on every linear module: 20 MB
-each. Two samplers follow it, by the bridges `stream` and `volume`, with `max_active_versions` 4 and
-`max_loaded_versions` 16, so that none that is asked for in turn is in memory: `stream` has them in `scratch_dir`,
-`volume` on the checkpoint volume. The arms take turns, a round at a time; the first round does not count. Two figures
-each: until a version that is not loaded is (LoadVersion), and until its first token. Trainer and client work on the
-first core, the samplers on the last.
+each. Two samplers follow it, with the bridges `stream` and `volume`, `max_active_versions` 4 and `max_loaded_versions`
+16, so that no requested version is in memory: `stream` has them in `scratch_dir`, `volume` on the checkpoint volume.
+The arms take turns, a round at a time; the first round does not count. Two figures each: until a version that is not
+loaded is loaded (LoadVersion), and until its first token. Trainer and client run on the first core, the samplers on the
+last.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROMPT = np.arange(1000, 1016, dtype=np.int32)
 
 
 class Sampler:
-    """One sampler, asked for versions."""
+    """One sampler that is asked for versions."""
 
     def __init__(self, address: str, credential: str, run_id: str) -> None:
         self._stub = SamplerServiceStub(open_channel(address))
@@ -88,7 +88,7 @@ Arms = Mapping[str, Sampler]
 
 @contextmanager
 def samplers(cluster: Cluster) -> Iterator[dict[str, str]]:
-    """Give the addresses of the cluster's own sampler, and of another one by the bridge `volume`."""
+    """Yield the addresses of the cluster's own sampler, and of another one with the bridge `volume`."""
     plan, addresses = cluster.sampler.plan, [f"127.0.0.1:{free_port()}" for _ in range(2)]
     listen = {"LISTEN": addresses[0], "HEALTH_LISTEN": addresses[1], "BRIDGE": "volume"}
     environment = {**plan.environment, **{f"PACELINE_SAMPLER_{name}": value for name, value in listen.items()}}
@@ -103,7 +103,7 @@ def samplers(cluster: Cluster) -> Iterator[dict[str, str]]:
 
 
 def publish(cluster: Cluster, count: int) -> str:
-    """Publish versions of a run; returns its id."""
+    """Publish `count` versions of a run; return its id."""
     with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
         training = service.create_lora_training_client(rank=RANK, seed=1)
         for _ in range(count):
@@ -114,7 +114,7 @@ def publish(cluster: Cluster, count: int) -> str:
 
 
 async def measure(addresses: Mapping[str, str], credential: str, run_id: str, count: int, rounds: int) -> Arms:
-    """Let the arms take turns; the first round warms up, and fills what the samplers keep."""
+    """Alternate the arms; the first round is a warm-up and fills the samplers' caches."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     arms = {name: Sampler(address, credential, run_id) for name, address in addresses.items()}
     for number in range(rounds + 1):
@@ -137,7 +137,7 @@ def report(arms: Arms, megabytes: float) -> None:
 
 
 def p99(values: Sequence[float]) -> float:
-    """Return the 99th percentile: of few values, the largest."""
+    """Return the 99th percentile; for few values, the largest."""
     return float(np.percentile(values, 99, method="higher"))
 
 

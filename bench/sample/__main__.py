@@ -1,9 +1,9 @@
-"""How fast the sampler is, beside vLLM's own server and vLLM called in process, and what LoRA costs on a CPU.
+"""Measure the sampler's speed, beside vLLM's own server and vLLM called in process, and what LoRA costs on a CPU.
 
     make bench-sample        python -m bench.sample [--rounds 5] [--sections stream rpc lora] [--dtype auto]
 
-Three sections, each with arms of its own, which are processes on the same cores and work while the others wait; the
-clients of servers are this process, on a core of its own. Each round draws new prompts and gives every arm the same.
+Each of the three sections has its own arms, which are processes on the same cores and work while the others wait. The
+clients of servers run in this process, on another core. Each round draws new prompts, the same for every arm.
 
 stream: streams at saturation on a tiny random model, whose steps cost less than sending their tokens: the service over
     gRPC beside vLLM's OpenAI server over server-sent events, which sends text alone, or tokens and log-probabilities
@@ -13,8 +13,8 @@ rpc: the service on the embedded model beside the same engine in process: tokens
 lora: prefill of sixteen prompts and decoding of eight streams with an adapter, beside the same engine with vLLM's LoRA
     operators, without an adapter, and started without LoRA.
 
-Where others use the machine too, --clock cpu counts the processor time of an arm's processes; the time to the first
-token stays that of the clock on the wall.
+On a machine that others use too, --clock cpu counts the processor time of an arm's processes; the time to the first
+token is always wall-clock time.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ OURS, STOCK, BASE, PLAIN = "adapter", "adapter, vLLM's operators", "no adapter",
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Figures = dict[str, list[Timing]]
 Arms = Mapping[str, tuple[Arm, bool]]
-"""Each with whether it uses the adapter."""
+"""Each arm, and whether it uses the adapter."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """The command line's options."""
 
     rounds: int
     streams: int
@@ -60,7 +60,7 @@ class Options:
 
 
 async def measure(arms: Arms, load: Load, rounds: int, clock: str) -> Figures:
-    """Give each arm, with or without the adapter, a round in turn, after one that does not count."""
+    """Run the arms in turn, each with or without the adapter; the first round does not count."""
     figures: Figures = {name: [] for name in arms}
     for number in range(rounds + 1):
         for name, (arm, adapter) in arms.items():
@@ -74,7 +74,7 @@ async def measure(arms: Arms, load: Load, rounds: int, clock: str) -> Figures:
 
 
 def show(title: str, figures: Figures, unit: str, figure: Callable[[Timing], float]) -> dict[str, list[float]]:
-    """Print median and p99 of a figure for every arm; returns it by arm and round."""
+    """Print median and p99 of a figure for every arm; return the figure by arm and round."""
     rows = {name: [figure(timing) for timing in timings] for name, timings in figures.items()}
     print(f"\n{title}, {len(next(iter(rows.values())))} rounds\n{'arm':48}{unit + ' median':>20}{'p99':>10}")
     for name, values in rows.items():
@@ -88,7 +88,7 @@ def ratio(rows: Mapping[str, list[float]], over: str, under: str) -> float:
 
 
 async def stream(options: Options) -> None:
-    """Compare the ways from a fast engine to the client."""
+    """Compare how tokens travel from a fast engine to the client."""
     model = make_tiny_llama(options.scratch / "tiny")
     place = replace(options.place, model=model)
     load = Load(options.streams, 16, options.tokens, 0, VOCAB_SIZE)
@@ -102,7 +102,7 @@ async def stream(options: Options) -> None:
 
 
 async def rpc(options: Options) -> None:
-    """Compare the service with the engine that is inside it."""
+    """Compare the service with the engine inside it."""
     load = Load(16, 32, options.tokens, 100, _vocab_size(options.place.model))
     async with serve_rpc(options.place) as ours, start_engine(options.place, "as served") as engine:
         arms: Arms = {RPC: (ours, False), IN_PROCESS: (engine, False)}
@@ -117,7 +117,7 @@ async def rpc(options: Options) -> None:
 
 
 async def lora(options: Options) -> None:
-    """Compare adapters with vLLM's own operators and with none."""
+    """Compare adapters with vLLM's own operators and with no adapter."""
     place, adapter = options.place, make_adapter(options.place.model, options.scratch / "adapter")
     async with (
         start_engine(place, "as served", adapter) as ours,
@@ -166,7 +166,7 @@ def _whole(timing: Timing) -> float:
 
 
 def main() -> None:
-    """Run the sections."""
+    """Run the chosen sections."""
     cores = sorted(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))

@@ -3,8 +3,8 @@
     python -m bench.sample.engine_arms KIND MODEL DTYPE ADAPTER
 
 KIND is "as served" (the sampler service's own arguments), "stock operators" (the same with vLLM's LoRA operators) or
-"no adapters" (the same without LoRA). Reads a JSON load a line and answers with a timing; the first line says `{}` once
-the engine is up. ADAPTER is a PEFT directory, or empty.
+"no adapters" (the same without LoRA). Prints `{}` once the engine is up, then reads one JSON load per line and answers
+each with a timing. ADAPTER is a PEFT directory, or empty.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KINDS = ("as served", "stock operators", "no adapters")
 
 
 def engine_args(kind: str, model: Path, dtype: Dtype) -> AsyncEngineArgs:
-    """Return what the sampler service starts vLLM with, less what the kind takes away."""
+    """Return the sampler service's arguments for vLLM, without what the kind leaves out."""
     options = EngineOptions(
         model_path=model,
         model_name="bench",
@@ -48,13 +48,13 @@ def engine_args(kind: str, model: Path, dtype: Dtype) -> AsyncEngineArgs:
     if kind != "as served":
         args.worker_cls = "auto"
     if kind == "no adapters":
-        # vLLM runs eagerly where there are adapters; so that the two differ in the adapters alone, here too.
+        # vLLM runs eagerly with adapters; do so here too, so that the kinds differ only in the adapters.
         args.enable_lora, args.enforce_eager = False, True
     return args
 
 
 class Engine:
-    """Serves loads by calling vLLM."""
+    """Serve loads by calling vLLM."""
 
     def __init__(self, llm: AsyncLLM, adapter: Adapter | None) -> None:
         self._llm, self._adapter, self._ids = llm, adapter, count()
@@ -91,7 +91,7 @@ def main(kind: str, model: str, dtype: Dtype, adapter: str) -> None:
     """Run one arm."""
     if kind not in KINDS:
         raise SystemExit(f"unknown kind {kind!r}; choose one of {KINDS}")
-    # vLLM prints on standard output too, which from here on is standard error.
+    # vLLM prints to standard output too: redirect that to standard error, and keep the original for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     uvloop.run(serve(kind, Path(model), dtype, adapter, answers))

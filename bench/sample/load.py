@@ -1,4 +1,4 @@
-"""Load on a sampler: streams that begin together, and what is noted of them."""
+"""Load on a sampler: streams that start together, and their timing."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Protocol
 import numpy as np
 
 MAX_MODEL_LEN, RANK, MAX_NUM_SEQS, KV_CACHE_GIB, BLOCK_SIZE = 512, 16, 64, 1, 32
-"""What every arm's engine is started with; the block size is the one that the service sets on a CPU."""
+"""Settings of every arm's engine; the block size is the one that the service sets on a CPU."""
 
 OpenStream = Callable[[list[int]], AsyncIterator[int]]
-"""Sends a prompt; yields once for each message, with the number of tokens in it, or with the sum in the last one."""
+"""Sends a prompt; yields once per message the number of its tokens, or only at the last message their sum."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Streams of one round."""
+    """The streams of one round."""
 
     streams: int
     prompt_tokens: int
     tokens: int
     """Tokens that each stream samples; none ends earlier."""
     seed: int
-    """Prompts are drawn by it, so that no round finds those of another in a cache."""
+    """Seed of the prompts, so that no round finds the prompts of another in a cache."""
     vocab_size: int
     adapter: bool = False
     """Whether the streams use the adapter."""
@@ -42,7 +42,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a round took, in seconds."""
+    """The times of a round, in seconds."""
 
     seconds: float
     """From the first request to the last token; or processor time."""
@@ -52,15 +52,15 @@ class Timing:
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
 class Arm(Protocol):
-    """Something that serves streams."""
+    """A server or an engine that serves streams."""
 
     pid: int
-    """Its process; those that it started belong to it."""
+    """Id of its process; descendants of that process belong to the arm."""
 
     async def run(self, load: Load) -> Timing:
         """Serve a round."""
@@ -80,7 +80,7 @@ def processor_seconds(pid: int) -> float:
 
 
 async def run_load(load: Load, open_stream: OpenStream) -> Timing:
-    """Follow all streams of a round to their ends. Raises RuntimeError when tokens are missing."""
+    """Read all streams of a round to their end. Raises RuntimeError if tokens are missing."""
     prompts = load.prompts()
     start = time.perf_counter()
 

@@ -1,16 +1,16 @@
-"""What a sampler gets done when ten times as many clients come as it admits.
+"""Measure the goodput of a sampler with ten times as many clients as it admits.
 
     make bench-overload        python -m bench.sample.overload [--rounds 5] [--seconds 30] [--models tiny embedded]
 
 The sampler service admits 64 completions (`max_waiting`), of which 32 run at a time. Clients work in closed loops: each
 samples 32 tokens, again and again. Goodput is the tokens of completed samples per second. Three arms take turns:
 
-peak: 64 clients, of which none is refused.
-overload: 640 clients; one that is refused waits as long as RetryInfo says, and up to a half more at random.
-overload, no waiting: 640 clients that come again at once when they are refused, each after 10 ms.
+peak: 64 clients, none of which is refused.
+overload: 640 clients; a refused client waits as long as RetryInfo says, and up to half as long again at random.
+overload, no waiting: 640 clients that retry 10 ms after a refusal.
 
 On the embedded model, and on a tiny one whose steps cost so little that refusing is a large part of the work. The
-sampler works on the last core, the clients on the first.
+sampler runs on the last core, the clients on the first.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from paceline.types.v1 import model_pb2, sampling_pb2
 
 ADMITTED, RUNNING, TIMES, TOKENS, GOODPUT = 64, 32, 10, 32, 0.9
 _REST_SECONDS = 1.0
-"""Between two arms, in which the samples that nobody waits for any more end."""
+"""Pause between two arms, in which abandoned samples end."""
 PEAK, OVERLOAD, AT_ONCE = "peak", "overload", "overload, no waiting"
 
 
 @dataclass
 class Figures:
-    """What one arm got done."""
+    """Measurements of one arm."""
 
     goodput: list[float] = field(default_factory=list)
     """Tokens per second of completed samples, by round."""
@@ -60,11 +60,11 @@ class Figures:
 
 
 Delay = Callable[[float], float]
-"""Turns the seconds that RetryInfo says into those that a client waits."""
+"""Maps the seconds of RetryInfo to the seconds that a client waits."""
 
 
 def as_told(seconds: float) -> float:
-    """Wait as RetryInfo says; the rest spreads clients that were refused together."""
+    """Return the wait that RetryInfo asks for, with jitter, which spreads clients that were refused together."""
     return seconds * random.uniform(1.0, 1.5)
 
 
@@ -76,7 +76,7 @@ ARMS: dict[str, tuple[int, Delay]] = {
 
 
 async def client(stub: Any, figures: Figures, delay: Delay, until: float) -> None:
-    """Sample again and again; what ends after `until` does not count."""
+    """Sample repeatedly; samples that end after `until` do not count."""
     prompt = tensor_to_proto(np.random.default_rng().integers(0, 200, 16, np.int32))
     params = sampling_pb2.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     request = pb.SampleRequest(model=model_pb2.ModelRef(base=model_pb2.BaseModel()), prompt=prompt, params=params)
@@ -99,7 +99,7 @@ async def client(stub: Any, figures: Figures, delay: Delay, until: float) -> Non
 
 
 async def one_round(stub: Any, arm: str, seconds: float, figures: Figures) -> None:
-    """Let an arm's clients come, and count once they are all there."""
+    """Start an arm's clients; count after they have settled."""
     count, delay = ARMS[arm]
     settle = seconds / 5
     own = Figures()
@@ -120,7 +120,7 @@ async def one_round(stub: Any, arm: str, seconds: float, figures: Figures) -> No
 
 
 async def measure(place: Place, rounds: int, seconds: float) -> dict[str, Figures]:
-    """Let the arms take turns; the first round does not count."""
+    """Alternate the arms; the first round does not count."""
     figures = {arm: Figures() for arm in ARMS}
     settings = {"max_waiting": str(ADMITTED), "max_num_seqs": str(RUNNING), "log_level": "INFO"}
     async with serve_rpc(place, DEVNULL, **settings) as server:
@@ -145,7 +145,7 @@ def report(model: str, figures: dict[str, Figures]) -> None:
 
 
 def main() -> None:
-    """Measure the models one after the other."""
+    """Measure one model after the other."""
     cores = sorted(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)

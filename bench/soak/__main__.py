@@ -1,14 +1,14 @@
-"""What publishing five times a second does to those who sample meanwhile, and whether every token is its version's.
+"""Measure the effect of five publishes a second on sampling, and check that every token comes from its version.
 
     make bench-soak        python -m bench.soak [--minutes 10] [--exact-seconds 20] [--reload-seconds 20]
 
-Four runs of the embedded model are published in turn, and trained in between, while sixteen streams decode, in
-bfloat16; time with publishing and time with the same training but without publishing take turns. Every sequence is
-scored by the trainer's engine at the version that is stamped on it, beside what stock vLLM and stock transformers show
-for the base model. Then the same, shorter, in float32, and once more against vLLM's own server, whose adapter is loaded
-again under the same name: that arm has to fail, which shows that the check can see the error.
+Four runs of the embedded model are trained and published in turn while sixteen streams decode, in bfloat16. Periods
+with publishing alternate with periods of the same training without publishing. The trainer's engine scores every
+sequence at the version stamped on it; the difference is compared with that of stock vLLM and stock transformers for the
+base model. Then the same, shorter, in float32, and once more against vLLM's own server, whose adapter is reloaded under
+the same name: that arm has to fail, which shows that the check detects the error.
 
-The trainer, the scoring and this process work on the first core, the sampler on the last.
+The trainer, the scoring and this process run on the first core, the sampler on the last.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from bench.soak.stock import reload_under_load
 
 STREAMS, PUBLISHES_A_SECOND = 16, 5.0
 QUIET_SHARE = 0.34
-"""Seconds without publishing for each second with it."""
+"""Seconds without publishing per second with it."""
 Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass
 class Figures:
-    """What was seen."""
+    """Measurements of one dtype."""
 
     differences: list[np.ndarray[tuple[int]]] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
-    """Tokens a second with publishing over those without, of each turn."""
+    """Tokens per second with publishing divided by those without, for each turn."""
     publishes: int = 0
     seconds: float = 0.0
-    """With publishing."""
+    """Seconds with publishing."""
     sequences: int = 0
     aborted: int = 0
 
@@ -58,7 +58,7 @@ class Figures:
 
 
 async def one_part(soak: Soak, seconds: float, *, publishing: bool) -> tuple[list[Sampled], int, float]:
-    """Decode and train for some time; returns the sequences, the steps, and tokens a second."""
+    """Decode and train for some time; return the sequences, the turns of training, and tokens per second."""
     start = time.perf_counter()
     samples, steps = await asyncio.gather(
         soak.decode(STREAMS, start + seconds),
@@ -68,7 +68,7 @@ async def one_part(soak: Soak, seconds: float, *, publishing: bool) -> tuple[lis
 
 
 async def soak(model: Path, dtype: Dtype, seconds: float, turns: int, scratch: Path) -> tuple[Figures, list[Path]]:
-    """Let parts with and without publishing take turns and score every sequence; returns a run's versions, too."""
+    """Alternate parts with and without publishing and score every sequence; also return a run's versions."""
     figures, cores = Figures(), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
     scorer = Scorer(model, dtype, RANK)
@@ -92,7 +92,7 @@ async def soak(model: Path, dtype: Dtype, seconds: float, turns: int, scratch: P
 
 
 def report(dtype: str, figures: Figures) -> None:
-    """Print what was seen."""
+    """Print the figures of one dtype."""
     print(f"\n{dtype}: {figures.sequences} sequences of {STREAM_TOKENS} tokens, {figures.publishes} publishes in "
           f"{figures.seconds:.0f} s; mean |difference| {figures.difference:.2e}")  # fmt: skip
     budget(f"{dtype}: aborted requests", figures.aborted, 0, at_most=True)

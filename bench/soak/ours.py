@@ -1,4 +1,4 @@
-"""Paceline's arm of `python -m bench.soak`: four runs, published again and again to one sampler that decodes."""
+"""Paceline's arm of `python -m bench.soak`: four runs, published repeatedly to one sampler that decodes."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from paceline.weights import read_manifest
 
 RUNS, RANK = 4, 16
 SLOTS = 20
-"""One for each stream, since streams finish on the versions that they began with, and one for each run's next."""
+"""One per stream, since a stream finishes on the version that it started with, plus one for each run's next version."""
 PUBLISHES_A_STEP = 3
-"""A training step takes a core longer than the versions come apart; some are of the weights of the one before."""
+"""Publishes per training step: a step takes longer than the interval between versions, so some versions are equal."""
 
 
 class Run(Ours):
     """One of the runs."""
 
     async def publish_alone(self) -> None:
-        """Make the weights a version and wait until the sampler has it."""
+        """Publish the current weights and wait until the sampler has the version."""
         reply = await self._call("PublishWeights", trainer_pb.PublishWeightsRequest, wait_for=trainer_pb.ACK_POLICY_ANY)
         self._version = reply.model.version
 
     async def sequence(self) -> Sampled | None:
-        """Sample one sequence; None when it was aborted. Raises RuntimeError when its tokens are of two versions."""
+        """Sample one sequence; return None if it was aborted. Raises RuntimeError if its tokens are of two versions."""
         tokens, logprobs, versions, stop = list[int](), list[float](), set[int](), 0
         try:
             async for part in self.sample(STREAM_TOKENS):
@@ -53,12 +53,12 @@ class Run(Ours):
         return Sampled(self.run_id, versions.pop(), tokens, logprobs)
 
     def directory(self, version: int) -> Path:
-        """Return where a version lies on the volume."""
+        """Return a version's directory on the volume."""
         return self._versions / self.run_id / "versions" / str(version)
 
 
 class Soak:
-    """The services with their runs."""
+    """The services and their runs."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = {run.run_id: run for run in runs}
@@ -68,7 +68,7 @@ class Soak:
     @classmethod
     @asynccontextmanager
     async def start(cls, model: Path, state: Path, cores: Sequence[int], dtype: str) -> AsyncIterator[Self]:
-        """Run the services, with one version of each run published. Every version stays on the volume."""
+        """Run the services and publish one version of each run. Every version stays on the volume."""
         options = UpOptions(str(model), address="127.0.0.1:50580", dtype=dtype, max_lora_rank=RANK)
         settings = {"PACELINE_TRAINER_KEEP_VERSIONS": "1000000", "PACELINE_SAMPLER_MAX_ACTIVE_VERSIONS": str(SLOTS),
                     "PACELINE_SAMPLER_MAX_LOADED_VERSIONS": str(2 * SLOTS)}  # fmt: skip
@@ -83,13 +83,13 @@ class Soak:
         return self._runs[run_id].directory(version)
 
     def distinct(self, run_id: str) -> list[Path]:
-        """Return a run's versions on the volume, oldest first: one of those that have the same weights."""
+        """Return a run's versions on the volume, oldest first; of versions with the same weights only one."""
         every = sorted(self.find(run_id, 0).parent.glob("[0-9]*"), key=lambda path: int(path.name), reverse=True)
         first = {read_manifest(path).model.sha256: path for path in every}
         return list(first.values())[::-1]
 
     async def decode(self, streams: int, until: float) -> list[Sampled]:
-        """Keep `streams` sequences going until a moment of `time.perf_counter`; return those that ended."""
+        """Keep `streams` sequences running until a time of `time.perf_counter`; return those that ended."""
         found: list[Sampled] = []
 
         async def again() -> None:
@@ -104,9 +104,9 @@ class Soak:
         return found
 
     async def train(self, a_second: float, until: float, *, publishing: bool) -> int:
-        """Publish the runs in turn, `a_second` altogether or as often as they can; return how often that was.
+        """Publish the runs in turn, `a_second` in all or as often as they can; return the number of turns.
 
-        A run is trained before every third of its turns, without publishing as with it.
+        Each run takes a training step before every third of its turns, with publishing and without.
         """
         counts = await asyncio.gather(
             *(self._train(run, a_second / RUNS, until, publishing=publishing) for run in self._runs.values())

@@ -1,4 +1,4 @@
-"""Scores sampled sequences by the trainer's engine at the version that is stamped on them."""
+"""Score sampled sequences with the trainer's engine at the version stamped on them."""
 
 from __future__ import annotations
 

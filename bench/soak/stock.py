@@ -1,4 +1,4 @@
-"""The other arm of `python -m bench.soak`: vLLM's own server, whose one adapter is loaded again under the same name."""
+"""The other arm of `python -m bench.soak`: vLLM's own server, whose one adapter is reloaded under the same name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAME = "policy"
 async def reload_under_load(
     model: Path, versions: Sequence[Path], scratch: Path, core: int, *, dtype: str, streams: int, seconds: float
 ) -> list[Sampled]:
-    """Load one version after the other, five a second, under one name and at one path, while streams decode.
+    """Load one version after the other, five a second, under one name and from one path, while streams decode.
 
-    Each sequence is stamped with the version that was loaded last when it began.
+    Each sequence is stamped with the version that was loaded last when it started.
     """
     address, log, served = "127.0.0.1:50590", scratch / "server.log", scratch / _NAME
     current, found = 0, list[Sampled]()

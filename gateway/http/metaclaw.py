@@ -147,9 +147,9 @@ class MetaClawApi:
         return router
 
     async def chat_without_model(self, tenant: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return what a chat without a model samples from, and its body with the defaults.
+        """Return the weights for a chat that names no model, and its body with the defaults.
 
-        That is the newest session if it has a version, otherwise the base model.
+        The weights are those of the newest session if it has a version, otherwise the base model's.
         """
         newest = await self._newest(tenant)
         has_version = newest is not None and newest.latest_version
@@ -293,7 +293,7 @@ class MetaClawApi:
         }
 
     async def _sampled(self, tenant: str, run_id: str) -> ModelRef:
-        """Return what a session samples from: its newest version, or the base model while it has none."""
+        """Return the weights that a session samples from: its newest version, or the base model while it has none."""
         if run_id:
             request = pb.GetRunRequest(run_id=run_id)
             run = codec.run_from_proto((await self._services.call(tenant, request, pb.GetRunResponse)).run)

@@ -85,7 +85,7 @@ class OpenAiApi:
         raise errors.EngineUnavailable("the sampler ended the answer before it began; try again")
 
     async def _list(self, tenant: str) -> list[Mapping[str, Any]]:
-        """Return what can be sampled from: the base model, runs with a version, sampler checkpoints."""
+        """Return the entries that can be sampled from: the base model, runs with a version, sampler checkpoints."""
         base = [_entry(name, 0) for name in self._models.base_names(await self._models.describe(tenant))]
         published = [run for run in await self._models.runs(tenant) if run.latest_version]
         named = {run.user_metadata[NAME]: run for run in reversed(published) if run.user_metadata.get(NAME)}

@@ -1,4 +1,4 @@
-"""Runs and checkpoints."""
+"""Encode and decode runs and checkpoints."""
 
 from __future__ import annotations
 

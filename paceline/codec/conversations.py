@@ -1,4 +1,4 @@
-"""Conversations to render, over as many calls as they take."""
+"""Render conversations in as many calls as needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.errors import PacelineError
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 _MOST_BYTES, _MOST_CONVERSATIONS = 256 << 10, 4096
-"""Of a call; a longer conversation is one by itself."""
+"""Limits of one call; a longer conversation gets a call of its own."""
 _PLACE = re.compile(r"^conversations\[(\d+)\]")
 
 Call = Callable[[pb.RenderConversationsRequest], Awaitable[pb.RenderConversationsResponse]]
@@ -18,7 +18,7 @@ Call = Callable[[pb.RenderConversationsRequest], Awaitable[pb.RenderConversation
 async def render_all(
     call: Call, conversations: Sequence[bytes], base_model: str = ""
 ) -> AsyncIterator[pb.RenderedConversation]:
-    """Yield what conversations are rendered as, one by one. Raises what `call` raises, numbered from the first."""
+    """Yield the rendered conversations in order. Raises the errors of `call`, with indices into `conversations`."""
     done = 0
     while done < len(conversations) or not conversations:
         request = pb.RenderConversationsRequest(base_model=base_model, conversations=_first(conversations, done))
@@ -33,7 +33,7 @@ async def render_all(
 
 
 def _first(conversations: Sequence[bytes], done: int) -> list[bytes]:
-    """Return those that the next call takes."""
+    """Return the conversations for the next call."""
     taken, size = list[bytes](), 0
     for conversation in conversations[done : done + _MOST_CONVERSATIONS]:
         size += len(conversation)

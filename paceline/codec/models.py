@@ -1,4 +1,4 @@
-"""Names of weights."""
+"""Encode and decode model references, descriptions and certificates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.types.v1 import model_pb2 as pb
 
 
 def model_ref_to_proto(ref: ModelRef) -> pb.ModelRef:
-    """Encode which weights are meant."""
+    """Encode a reference to weights."""
     if ref.checkpoint:
         return pb.ModelRef(checkpoint=ref.checkpoint)
     if ref.run_id:
@@ -17,7 +17,7 @@ def model_ref_to_proto(ref: ModelRef) -> pb.ModelRef:
 
 
 def model_ref_from_proto(message: pb.ModelRef, field: str = "model") -> ModelRef:
-    """Decode which weights are meant. Raises MissingField when no member is set, OutOfRange for version 0."""
+    """Decode a reference to weights. Raises MissingField if no member is set, OutOfRange for version 0."""
     match message.WhichOneof("model"):
         case "checkpoint":
             return ModelRef(checkpoint=message.checkpoint)
@@ -62,7 +62,7 @@ def served_model_from_proto(message: pb.ServedModel) -> ServedModel:
 
 
 def model_info_to_proto(info: ModelInfo) -> pb.ModelInfo:
-    """Encode what a service knows of a base model."""
+    """Encode a service's description of a base model."""
     return pb.ModelInfo(
         name=info.name,
         max_context_length=info.max_context_length,
@@ -76,7 +76,7 @@ def model_info_to_proto(info: ModelInfo) -> pb.ModelInfo:
 
 
 def model_info_from_proto(message: pb.ModelInfo) -> ModelInfo:
-    """Decode what a service knows of a base model."""
+    """Decode a service's description of a base model."""
     return ModelInfo(
         name=message.name,
         max_context_length=message.max_context_length,

@@ -1,4 +1,4 @@
-"""The optimizer of an OptimStepRequest: which member is set says which one, the member holds its settings."""
+"""Encode and decode optimizers: the member of OptimStepRequest that is set is the optimizer, with its settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.types.optimizers import OPTIMIZERS, OptimizerParams, optimizer_nam
 
 
 def optimizer_to_proto(params: OptimizerParams) -> pb.OptimStepRequest:
-    """Encode an optimizer and its settings, every one of them, as a request of no run yet."""
+    """Encode an optimizer and all of its settings, as a request that names no run yet."""
     request = pb.OptimStepRequest()
     member = getattr(request, optimizer_name(params))
     member.SetInParent()
@@ -20,7 +20,7 @@ def optimizer_to_proto(params: OptimizerParams) -> pb.OptimStepRequest:
 
 
 def optimizer_from_proto(request: pb.OptimStepRequest) -> OptimizerParams:
-    """Decode an optimizer and its settings; what is not set keeps its default. Raises MissingField."""
+    """Decode an optimizer and its settings; unset ones keep their defaults. Raises MissingField."""
     name = request.WhichOneof("optimizer")
     if name is None:
         raise MissingField("is not set; name the optimizer", field="adamw")

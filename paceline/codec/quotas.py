@@ -1,4 +1,4 @@
-"""Quotas on the wire."""
+"""Encode and decode quotas."""
 
 from __future__ import annotations
 

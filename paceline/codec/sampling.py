@@ -1,4 +1,4 @@
-"""Inputs and outputs of sampling."""
+"""Encode and decode the inputs and outputs of sampling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.types.v1 import sampling_pb2 as pb
 
 
 def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
-    """Encode how to choose tokens."""
+    """Encode sampling parameters."""
     message = pb.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -41,7 +41,7 @@ def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_params_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Decode how to choose tokens; what is not set keeps its default."""
+    """Decode sampling parameters; unset ones keep their defaults."""
     return SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         temperature=message.temperature if message.HasField("temperature") else 1.0,
@@ -85,7 +85,7 @@ def sample_result_from_proto(message: sampler_pb.SampleResponse) -> SampleResult
 
 
 def delta_from_proto(message: sampler_pb.SampleStreamResponse) -> StreamedTokens:
-    """Decode new tokens of a stream."""
+    """Decode the new tokens of a stream."""
     return StreamedTokens(
         index=message.index,
         tokens=list(message.tokens),
@@ -97,7 +97,7 @@ def delta_from_proto(message: sampler_pb.SampleStreamResponse) -> StreamedTokens
 
 
 def spans_to_proto(spans: Iterable[VersionSpan]) -> list[pb.VersionSpan]:
-    """Encode which version each token is of."""
+    """Encode which version sampled each token."""
     return [pb.VersionSpan(version=span.version, start=span.start, mixed=span.mixed) for span in spans]
 
 

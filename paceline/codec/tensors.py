@@ -1,4 +1,4 @@
-"""Tensors: little-endian bytes with dtype and shape."""
+"""Encode and decode tensors: little-endian bytes with dtype and shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FROM_WIRE: dict[int, str] = {wire: name for name, wire in _TO_WIRE.items()}
 def tensor_to_proto(array: Array, field: str = "") -> pb.Tensor:
     """Encode an array of any shape; `field` is its place in the request, for errors.
 
-    Raises InvalidDtype for a dtype that the wire does not have.
+    Raises InvalidDtype for a dtype that the wire format does not have.
     """
     wire = _TO_WIRE.get(array.dtype.name)
     if wire is None:
@@ -40,9 +40,10 @@ def tensor_to_proto(array: Array, field: str = "") -> pb.Tensor:
 
 
 def tensor_from_proto(tensor: pb.Tensor, field: str, dtypes: Collection[str], *, ndim: int | range = 1) -> Array:
-    """Decode a tensor of `ndim` dimensions, or a number in that range, without copying; the array is read-only.
+    """Decode a tensor without copying; the array is read-only. `ndim` is its number of dimensions, or their range.
 
-    Raises InvalidDtype when its dtype is not among `dtypes`, InvalidShape when shape and bytes disagree.
+    Raises InvalidDtype if its dtype is not among `dtypes`, InvalidShape if its shape is not allowed or does not match
+    its bytes.
     """
     name = _FROM_WIRE.get(tensor.dtype)
     if name is None or name not in dtypes:
@@ -67,7 +68,7 @@ def tensor_from_proto(tensor: pb.Tensor, field: str, dtypes: Collection[str], *,
 
 
 def token_ids_from_proto(tensor: pb.Tensor, field: str) -> Array:
-    """Decode token ids, int32 or int64, shape [N], N >= 1. Raises EmptyBatch when there is none."""
+    """Decode token ids, int32 or int64, shape [N], N >= 1. Raises EmptyBatch if there are none."""
     tokens = tensor_from_proto(tensor, field, INTEGERS)
     if tokens.size == 0:
         raise errors.EmptyBatch("holds no token; send at least one", field=field)

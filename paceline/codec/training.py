@@ -1,4 +1,4 @@
-"""Inputs and outputs of training."""
+"""Encode and decode the inputs and outputs of training."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def _dimensions(name: str) -> range:
 
 
 def output_to_proto(output: dict[str, Array]) -> datum_pb2.DatumOutput:
-    """Encode what one datum gave back."""
+    """Encode the outputs of one datum."""
     return datum_pb2.DatumOutput(tensors={name: tensor_to_proto(values) for name, values in output.items()})
 
 
 def output_from_proto(message: datum_pb2.DatumOutput, field: str) -> dict[str, Array]:
-    """Decode what one datum gave back."""
+    """Decode the outputs of one datum."""
     return {
         name: tensor_from_proto(tensor, f"{field}.{name}", FLOATS, ndim=_ONE_OR_TWO)
         for name, tensor in message.tensors.items()
@@ -61,7 +61,7 @@ def output_from_proto(message: datum_pb2.DatumOutput, field: str) -> dict[str, A
 
 
 def spec_to_proto(run_id: str, spec: ForwardBackwardSpec) -> trainer_pb.ForwardBackwardRequest:
-    """Encode what is computed of a batch, without the batch."""
+    """Encode what to compute for a batch, without the batch."""
     return trainer_pb.ForwardBackwardRequest(
         run_id=run_id,
         loss_fn=spec.loss_fn,
@@ -74,7 +74,7 @@ def spec_to_proto(run_id: str, spec: ForwardBackwardSpec) -> trainer_pb.ForwardB
 
 
 def spec_from_proto(request: trainer_pb.ForwardBackwardRequest) -> ForwardBackwardSpec:
-    """Decode what is computed of a batch. Raises InvalidArgument for an unknown reduction."""
+    """Decode what to compute for a batch. Raises InvalidArgument for an unknown reduction."""
     return ForwardBackwardSpec(
         loss_fn=request.loss_fn,
         loss_fn_config=dict(request.loss_fn_config),
@@ -111,7 +111,7 @@ def lora_config_to_proto(config: LoraConfig) -> lora_pb2.LoraConfig:
 
 
 def lora_config_from_proto(message: lora_pb2.LoraConfig) -> LoraConfig:
-    """Decode an adapter's configuration, every default filled in."""
+    """Decode an adapter's configuration, with all defaults filled in."""
     return LoraConfig(
         rank=message.rank,
         alpha=message.alpha if message.HasField("alpha") else 2.0 * message.rank,
@@ -127,7 +127,7 @@ def lora_config_from_proto(message: lora_pb2.LoraConfig) -> LoraConfig:
 
 
 def put_parameters(message: trainer_pb.CreateRunRequest | trainer_pb.Run, parameters: RunParameters) -> None:
-    """Write into a message what a run trains."""
+    """Write the parameters that a run trains into a message."""
     if isinstance(parameters, LoraConfig):
         message.lora.CopyFrom(lora_config_to_proto(parameters))
     else:
@@ -136,7 +136,7 @@ def put_parameters(message: trainer_pb.CreateRunRequest | trainer_pb.Run, parame
 
 
 def parameters_from_proto(message: trainer_pb.CreateRunRequest | trainer_pb.Run) -> RunParameters:
-    """Read from a message what a run trains, every default filled in. Raises MissingField, InvalidArgument."""
+    """Read the parameters that a run trains, with all defaults filled in. Raises MissingField, InvalidArgument."""
     if message.HasField("lora"):
         return lora_config_from_proto(message.lora)
     if not message.HasField("full"):

@@ -1,9 +1,9 @@
-"""What a request may hold at most, as its contract says (`paceline.types.v1.bounds`), checked before it is decoded.
+"""Check requests against the bounds in their contract (`paceline.types.v1.bounds`) before they are decoded.
 
     bytes ── check_size ── check_wire ── parsed ── check_message ── the service's own validation
 
-A run's commands are checked at their turn instead of before it: one that is refused has its place in the run's order.
-A field without a bound fails a test, so that a new one cannot be forgotten.
+check_message runs on a run's commands at their turn instead, because a refused command keeps its place in the run's
+order. A test fails for a field without a bound, so that none can be forgotten.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from paceline import errors
 from paceline.types.v1 import bounds_pb2 as pb
 
 MAX_KEY_BYTES = 128
-"""Bytes of a map's key."""
+"""Most bytes of a map key."""
 
 _MAX_PARTS = 131_072
-"""Fields of a request, those of the messages in it included: each takes memory many times its bytes."""
+"""Most fields of a request, including those of nested messages: each takes memory many times its bytes."""
 _UNKNOWN_PARTS = 64
-"""Fields of one message that a newer client sends."""
+"""Additional fields allowed in one message, for a newer client."""
 _SCAN_BYTES = 1 << 16
-"""Messages up to here are parsed at once; they cannot hold enough to matter."""
+"""Messages up to this size are parsed without a scan; they cannot hold enough fields to matter."""
 _UNKNOWN_BYTES = 4096
-"""Room for fields that a newer client sends."""
+"""Additional bytes allowed in one message, for a newer client's fields."""
 _NUMBER_BYTES, _HEAD_BYTES = 10, 8
-"""Longest number on the wire, and longest tag with a length."""
+"""Bytes of the longest number on the wire, and of the longest tag with a length."""
 
 _FOREIGN = pb.Bounds(max_bytes=4096, max_items=64, min=-(2.0**63), max=2.0**63)
 
@@ -43,7 +43,7 @@ _Check = Callable[[Any], None]
 
 @cache
 def request_of(method: str) -> Descriptor | None:
-    """Return the request of /package.Service/Method, or None where no contract of this process has the method."""
+    """Return the request type of /package.Service/Method, or None if no contract in this process has the method."""
     service, _, name = method.removeprefix("/").partition("/")
     try:
         methods = descriptor_pool.Default().FindServiceByName(service).methods_by_name
@@ -54,19 +54,19 @@ def request_of(method: str) -> Descriptor | None:
 
 @cache
 def largest(message: Descriptor) -> int:
-    """Return the most bytes of a message whose fields keep their bounds, and of fields that are not known here."""
+    """Return the most bytes of a message whose fields keep their bounds, with room for unknown fields."""
     return _UNKNOWN_BYTES + sum(map(_largest_field, message.fields))
 
 
 def is_command(message: Descriptor) -> bool:
-    """Whether a request has its place in a run's order."""
+    """Whether a request is a command, which has its place in a run's order."""
     return {"run_id", "seq_id"} <= set(message.fields_by_name) and message.name.endswith("Request")
 
 
 def bounds_of(field: FieldDescriptor) -> pb.Bounds:
-    """Return a field's bounds; empty ones where the contract gives none.
+    """Return a field's bounds; empty ones if the contract sets none.
 
-    Messages of other packages, such as reflection's, have none of their own: all of their fields share one.
+    Messages of other packages, such as reflection's, have no bounds of their own, so all of their fields share one.
     """
     message = cast("Descriptor", field.containing_type)
     if not message.full_name.startswith("paceline."):
@@ -76,13 +76,13 @@ def bounds_of(field: FieldDescriptor) -> pb.Bounds:
 
 
 def check_size(size: int, message: Descriptor) -> None:
-    """Check a message by its length alone. Raises MessageTooLarge."""
+    """Check the length of a message. Raises MessageTooLarge."""
     if size > largest(message):
         raise errors.MessageTooLarge(f"has {size} bytes; a {message.name} takes at most {largest(message)}")
 
 
 def check_wire(data: bytes, message: Descriptor) -> None:
-    """Count the fields of a message and of those within it, without parsing. Raises OutOfRange, UnreadableMessage."""
+    """Count the fields of a message, including nested ones, without parsing. Raises OutOfRange, UnreadableMessage."""
     if len(data) <= _SCAN_BYTES:
         return
     try:
@@ -92,7 +92,7 @@ def check_wire(data: bytes, message: Descriptor) -> None:
 
 
 def check_message(message: Message) -> None:
-    """Check every field that is set. Raises OutOfRange, NonFinite or InvalidArgument naming the field."""
+    """Check every field that is set. Raises OutOfRange, NonFinite or InvalidArgument that names the field."""
     checks = _checks(message.DESCRIPTOR)
     for field, value in message.ListFields():
         try:
@@ -102,7 +102,7 @@ def check_message(message: Message) -> None:
 
 
 def _placed(error: errors.PacelineError, place: str) -> errors.PacelineError:
-    """Put a place before an error's own."""
+    """Prefix an error's field with a place."""
     separator = "." if error.field and not error.field.startswith("[") else ""
     error.field = f"{place}{separator}{error.field}"
     return error
@@ -137,7 +137,7 @@ def _check_of(field: FieldDescriptor) -> _Check:
 def _check_value_of(field: FieldDescriptor, bounds: pb.Bounds | None = None) -> _Check:
     limits = bounds or bounds_of(field)
     if field.message_type is not None:
-        # protobuf's own, such as a time, has no bounds beside its length.
+        # protobuf's own messages, such as timestamps, have no bound other than their length.
         return check_message if field.message_type.full_name.startswith("paceline.") else lambda value: None
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return lambda value: None
@@ -193,7 +193,7 @@ def _largest_value(field: FieldDescriptor, limits: pb.Bounds) -> int:
 
 
 def value_of(field: FieldDescriptor) -> FieldDescriptor:
-    """Return the field that holds a map's values, of another field itself."""
+    """Return the field of a map's values, or the field itself if it is no map."""
     return cast("Descriptor", field.message_type).fields_by_name["value"] if is_map(field) else field
 
 
@@ -204,15 +204,15 @@ def is_map(field: FieldDescriptor) -> bool:
 
 @cache
 def _parts_of(message: Descriptor) -> tuple[int, Mapping[int, Descriptor]]:
-    """Return how many fields a message may have on the wire, and which of them are messages."""
+    """Return the most fields that a message may have on the wire, and the types of those that are messages."""
     within = {field.number: field.message_type for field in message.fields if field.message_type is not None}
     return _UNKNOWN_PARTS + sum(bounds_of(field).max_items + 2 for field in message.fields), within
 
 
 def _scan(data: bytes, at: int, end: int, message: Descriptor, left: int) -> int:
-    """Count the fields between two places, and those within; return how many more may come.
+    """Count the fields between two positions, including nested ones, and return how many more are allowed.
 
-    A Python loop over bytes, so it does without functions (https://protobuf.dev/programming-guides/encoding/).
+    It avoids function calls, because it is a Python loop over bytes (https://protobuf.dev/programming-guides/encoding/).
     """
     most, within = _parts_of(message)
     stop = max(left - most, 0)

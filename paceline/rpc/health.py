@@ -1,8 +1,8 @@
-"""Ask a health port whether a service is ready, for probes that can only run a command.
+"""Query a health port for a service's readiness, for probes that can only run a command.
 
     python -m paceline.rpc.health HOST:PORT [SERVICE]
 
-Exit code 0: it serves. 1: it does not, or nothing answers. Without SERVICE the question is whether the process is
+Exit code 0: the service is ready. 1: it is not, or nothing answers. Without SERVICE, checks whether the process is
 alive.
 """
 
@@ -21,7 +21,7 @@ _PROBE_SECONDS = 3.0
 
 
 def check_health(address: str, service: str, timeout_seconds: float) -> str:
-    """Return the status that grpc.health.v1 gives for a service, or the code of the failed call."""
+    """Return a service's status from grpc.health.v1, or the status code of the failed call."""
     with grpc.insecure_channel(address) as channel:
         try:
             response = HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=timeout_seconds)
@@ -33,7 +33,7 @@ def check_health(address: str, service: str, timeout_seconds: float) -> str:
 
 
 def wait_until_serving(address: str, service: str, give_up: Callable[[], bool]) -> bool:
-    """Ask until a service is ready; return False when `give_up()` says so before that."""
+    """Poll until a service is ready. Return False if `give_up()` becomes true first."""
     pause = Event()
     while check_health(address, service, _PROBE_SECONDS) != "SERVING":
         if give_up():
@@ -43,7 +43,7 @@ def wait_until_serving(address: str, service: str, give_up: Callable[[], bool]) 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Run the command-line interface."""
     parser = argparse.ArgumentParser(prog="python -m paceline.rpc.health", description="Probe a service's health port.")
     parser.add_argument("address", help="host:port of the health port, which is plaintext")
     parser.add_argument("service", nargs="?", default="", help="full name of a gRPC service; none means the process")

@@ -1,4 +1,4 @@
-"""Readers of response streams: one that takes nothing for too long, or leaves too much, has its call ended."""
+"""Readers of response streams. A call ends if its reader reads nothing for too long, or leaves too much unread."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import grpc
 from paceline.errors import ReaderStalled
 
 READER_SECONDS = 60.0
-"""How long a message may wait until the reader takes it, where a service has no other setting."""
+"""How long a message may wait until it is read, unless a service has another setting."""
 
 
 class Reader:
-    """Whoever a stream's messages are written to.
+    """The receiving side of a response stream.
 
-    gRPC takes a message when the reader's windows have room for it, so a write waits for as long as nothing is read.
-    One timer for each stream looks after its writes: a timeout for each message would cost more than sending it.
+    gRPC accepts a message when the reader's flow-control windows have room for it, so a write blocks while nothing is
+    read. One timer per stream watches its writes, because a timeout per message would cost more than sending it.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], seconds: float, patience: asyncio.Timeout) -> None:
-        """Take what ends the call's task; see `reading`."""
+        """`patience` is the timeout that ends the call's task; see `reading`."""
         self.reason = ""
-        """Why the call was ended; empty while it was not."""
+        """Why the call was ended; empty if it was not."""
         self._context = context
         self._seconds = seconds
         self._patience = patience
         self._loop = asyncio.get_running_loop()
         self._begun = False
         self._since: float | None = None
-        """When the message that is being written was."""
+        """Start time of the write in progress; None if there is none."""
         self._timer = self._loop.call_later(seconds, self._look)
 
     async def write(self, message: Any) -> None:
-        """Send a message; returns when there is room for the next. Raises ReaderStalled, by way of `reading`."""
+        """Send a message and return when there is room for the next. Raises ReaderStalled, through `reading`."""
         self._since = self._loop.time()
         if not self._begun:
-            # On its own: a call whose first message never goes could not be ended with an error otherwise, since gRPC
-            # would send the metadata that belongs to both twice.
+            # Sent separately, so that a call whose first message is never sent can end with an error. Otherwise gRPC
+            # would send the metadata twice, with the message and with the error.
             self._begun = True
             await self._context.send_initial_metadata(())
         await self._context.write(message)
@@ -54,7 +54,7 @@ class Reader:
             self._patience.reschedule(self._loop.time())
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the timer."""
         self._timer.cancel()
 
     def _look(self) -> None:
@@ -69,15 +69,15 @@ _current: ContextVar[Reader] = ContextVar("paceline_reader")
 
 
 def current_reader() -> Reader:
-    """Return the reader of the stream that this call answers with. Raises LookupError where it answers with none."""
+    """Return the reader of this call's response stream. Raises LookupError if the call has none."""
     return _current.get()
 
 
 @asynccontextmanager
 async def reading(context: grpc.aio.ServicerContext[Any, Any], seconds: float) -> AsyncIterator[None]:
-    """Have a call's messages taken within `seconds` each while the block runs.
+    """Require that each of a call's messages is read within `seconds` while the block runs.
 
-    Raises ReaderStalled when one is not, or when the reader was given up; what the block holds is freed by then.
+    Raises ReaderStalled if one is not, or after `Reader.give_up`; the block has released its resources by then.
     """
     reader: Reader | None = None
     try:

@@ -1,6 +1,6 @@
-"""gRPC reflection under both of its names: clients ask for v1 first, and the library serves v1alpha alone.
+"""gRPC reflection as v1 and v1alpha: clients try v1 first, but the library serves only v1alpha.
 
-The two differ in the package's name only, which is no part of a message.
+The two differ only in the package name, which is not part of a message.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 SERVICE: str = reflection.SERVICE_NAME
-"""The one that describes itself, too."""
+"""The v1alpha service, which also describes itself."""
 _V1 = "grpc.reflection.v1.ServerReflection"
 _METHOD = "ServerReflectionInfo"
 METHODS = (f"/{SERVICE}/{_METHOD}", f"/{_V1}/{_METHOD}")
 
 
 def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
-    """Have a server describe services, by their full names."""
+    """Add reflection for services, given by their full names, to a server."""
     servicer = ReflectionServicer([*services, SERVICE])
     add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(

@@ -17,7 +17,7 @@ DOMAIN = "paceline"
 DETAILS_KEY = "grpc-status-details-bin"
 
 _MAX_MESSAGE, _MAX_FIELD, _MAX_METADATA = 768, 128, 1024
-"""Bytes of an error's text. It is sent three times in the trailers, of which peers take 8 KiB in all."""
+"""Most bytes of an error's texts, which are sent three times in the trailers; peers accept 8 KiB of trailers in all."""
 
 _ABORT_SECONDS = 1.0
 
@@ -31,11 +31,11 @@ _FALLBACKS: dict[int, type[PacelineError]] = {
     Code.UNAVAILABLE: errors.UpstreamUnavailable,
     Code.UNAUTHENTICATED: errors.InvalidApiKey,
 }
-"""Classes of errors that gRPC itself makes, which carry no ErrorInfo."""
+"""Classes for errors that gRPC itself raises, which carry no ErrorInfo."""
 
 
 def status_code(error: PacelineError) -> grpc.StatusCode:
-    """Return the status code that an error is sent with."""
+    """Return the status code of an error."""
     return _STATUS_CODES[error.code]
 
 
@@ -57,7 +57,7 @@ def status_details(error: PacelineError) -> bytes:
 
 
 def status_message(error: PacelineError) -> str:
-    """Return the text that an error is sent with, clipped: part of it may be the caller's own, of any length."""
+    """Return the text of an error, clipped because part of it may come from the caller, at any length."""
     message = _clip(error.message, _MAX_MESSAGE)
     return f"{_clip(error.field, _MAX_FIELD)}: {message}" if error.field else message
 
@@ -68,7 +68,7 @@ def _clip(text: str, most: int) -> str:
 
 
 def _fitting(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the first facts that fit; they are the service's own and short."""
+    """Return the first entries that fit. They come from the service and are short."""
     left, kept = _MAX_METADATA, {}
     for name, value in metadata.items():
         left -= len(name.encode()) + len(value.encode())
@@ -79,14 +79,14 @@ def _fitting(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 class StatusNotSentError(grpc.aio.AbortError):
-    """A call was ended with an error that waits to be sent."""
+    """A call was ended with an error that is still to be sent."""
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineError) -> None:
     """End a call with an error. Raises `grpc.aio.AbortError`.
 
-    The error follows what was written before. A caller that has yet to read that finds both when it does; the handler
-    does not wait for it and raises StatusNotSentError.
+    The error follows the messages written before. A caller that has yet to read those receives both when it does; the
+    handler does not wait for that and raises StatusNotSentError.
     """
     try:
         async with asyncio.timeout(_ABORT_SECONDS):
@@ -98,7 +98,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineErro
 
 
 def error_from_rpc(failure: grpc.aio.AioRpcError) -> PacelineError:
-    """Return the error that a failed call carries: what the server raised, or the nearest class for gRPC's own."""
+    """Return the error of a failed call: the one that the server raised, or the nearest class for gRPC's own."""
     metadata = failure.trailing_metadata() or ()
     raw = next((value for key, value in metadata if key == DETAILS_KEY), None)
     if isinstance(raw, bytes):

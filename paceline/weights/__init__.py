@@ -1,6 +1,6 @@
-"""Weights on their way: their manifest, their chunks, their checksums.
+"""Weights in transfer: manifests, chunks and checksums.
 
-The bytes that travel are the safetensors file itself.
+The bytes transferred are the safetensors file itself.
 """
 
 from paceline.weights.adapter_config import AdapterConfig, parse_adapter_config, read_adapter_config

@@ -1,4 +1,4 @@
-"""What adapter_config.json says of a LoRA adapter, checked before anything relies on it."""
+"""Parse and check the adapter_config.json of a LoRA adapter before it is used."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from paceline.errors import InvalidArgument
 _FILE = "adapter_config"
 _SAVE_AGAIN = "save the adapter with PEFT's save_pretrained"
 _LARGEST = 3e38
-"""Of numbers: what float32 holds."""
+"""Largest absolute value of a number, so that float32 holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """A configuration with what every engine needs of it."""
+    """An adapter's configuration, with the fields that every engine needs."""
 
     rank: int
-    """r, of modules without one of their own."""
+    """`r`: the rank of modules without one of their own."""
     largest_rank: int
-    """Of all modules, those of rank_pattern too."""
+    """Largest rank of all modules, including those in rank_pattern."""
     settings: Mapping[str, Any]
-    """All fields, `r`, `lora_alpha` and `target_modules` among them, as PEFT names them."""
+    """All fields, named as in PEFT, among them `r`, `lora_alpha` and `target_modules`."""
     text: bytes
-    """The file itself."""
+    """The content of the file."""
 
 
 def read_adapter_config(path: Path) -> AdapterConfig:
-    """Read an adapter_config.json; as `parse_adapter_config`, and InvalidArgument where there is no such file."""
+    """Read an adapter_config.json. Raises as `parse_adapter_config`, and InvalidArgument if the file does not exist."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -40,7 +40,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
 
 
 def parse_adapter_config(text: bytes) -> AdapterConfig:
-    """Parse adapter_config.json. Raises InvalidArgument, whose field is that of the file which is missing or wrong."""
+    """Parse adapter_config.json. Raises InvalidArgument that names the missing or invalid field."""
     try:
         settings = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -62,7 +62,7 @@ def _check(field: str, value: object, is_right: Callable[[Any], bool], wanted: s
 
 
 def _is_rank(value: object) -> bool:
-    return type(value) is int and 0 < value < 1 << 31  # JSON's true is an int, too
+    return type(value) is int and 0 < value < 1 << 31  # not isinstance: JSON's true is an int too
 
 
 def _is_number(value: Any) -> bool:
@@ -74,7 +74,7 @@ def _are_ranks(value: object) -> bool:
 
 
 def _are_modules(value: object) -> bool:
-    """Whether it is a pattern, or names."""
+    """Whether the value is a pattern or a list of names."""
     names = [value] if isinstance(value, str) else value
     return isinstance(names, list) and bool(names) and all(isinstance(name, str) and name for name in names)
 
@@ -84,4 +84,4 @@ _REQUIRED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lora_alpha": (_is_number, "a finite float32"),
     "target_modules": (_are_modules, "a list of names or a pattern"),
 }
-"""Field -> what tells whether its value is right, and what that is in words. vLLM has no default for any of them."""
+"""Maps a field to its check and a description of valid values. vLLM has no default for any of the fields."""

@@ -1,4 +1,4 @@
-"""An adapter's safetensors file as a stream of checksummed chunks."""
+"""A safetensors file as a stream of checksummed chunks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.wire import Piece, write_piece
 
 CHUNK_BYTES = 1 << 20
-"""1 MiB: below the 4 MiB that any gRPC client takes by default, and where loopback throughput peaks."""
+"""1 MiB: below the 4 MiB that any gRPC client accepts by default, and where loopback throughput peaks."""
 
 
 def read_replies(path: Path) -> Iterator[bytes]:
-    """Yield FetchVersion's replies that carry a file's chunks, in order of offset."""
+    """Yield the FetchVersion replies that carry a file's chunks, in order of offset."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         for offset in range(0, size, CHUNK_BYTES):
@@ -25,7 +25,7 @@ def read_replies(path: Path) -> Iterator[bytes]:
 
 
 class ChunkWriter:
-    """Writes chunks to a file as they come, verifying each and then the whole."""
+    """Writes chunks to a file as they arrive, verifying each one and then the whole file."""
 
     def __init__(self, path: Path, manifest: pb.Manifest) -> None:
         self._file: BinaryIO = path.open("xb")
@@ -34,7 +34,7 @@ class ChunkWriter:
         self._offset = 0
 
     def write(self, chunk: Piece) -> None:
-        """Append a chunk. Raises ChecksumMismatch when it is damaged, InvalidShape when it is not the next one."""
+        """Append a chunk. Raises ChecksumMismatch if it is damaged, InvalidShape if it is not the next one."""
         data = chunk.data
         if chunk.offset != self._offset or self._offset + len(data) > self._manifest.total_size:
             raise errors.InvalidShape(
@@ -48,7 +48,7 @@ class ChunkWriter:
         self._offset += len(data)
 
     def finish(self) -> str:
-        """Close the file and return its SHA-256. Raises ChecksumMismatch unless it is the manifest's."""
+        """Close the file and return its SHA-256. Raises ChecksumMismatch if it differs from the manifest's."""
         self.close()
         digest = self._hash.hexdigest()
         if self._offset != self._manifest.total_size or digest != self._manifest.model.sha256:

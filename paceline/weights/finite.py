@@ -1,4 +1,4 @@
-"""Whether weights are numbers: NaN and infinity make every answer of a model one token, without a word."""
+"""Check weights for NaN and infinity, which silently reduce every answer of a model to one token."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _EXPONENTS: Mapping[int, np.unsignedinteger[Any]] = {
     tensor_pb2.DTYPE_BFLOAT16: np.uint16(0x7F80),
     tensor_pb2.DTYPE_FLOAT16: np.uint16(0x7C00),
 }
-"""Bits of the exponent: all are set in NaN and infinity, and in nothing else."""
+"""Exponent bits by dtype: all are set in NaN and infinity, and in no other value."""
 _PIECE = 1 << 17
-"""Elements that are looked at together: they stay in the processor's cache."""
+"""Elements that are checked together, few enough to stay in the processor's cache."""
 
 
 def check_finite(weights: Path) -> None:
     """Refuse a safetensors file in which a tensor holds NaN or infinity.
 
-    Raises NonFinite, naming the first, and as `read_tensor_entries`.
+    Raises NonFinite that names the first such tensor, and the errors of `read_tensor_entries`.
     """
     for run in _runs(read_tensor_entries(weights)):
         if not _is_finite(weights, run):
@@ -36,7 +36,7 @@ def check_finite(weights: Path) -> None:
 
 
 def _runs(entries: Sequence[pb.TensorEntry]) -> Iterator[list[pb.TensorEntry]]:
-    """Yield tensors of one dtype that lie one after the other: there are hundreds, and small ones."""
+    """Yield groups of consecutive tensors of one dtype, because a file has hundreds of tensors, some of them small."""
     for _, run in groupby(entries, key=lambda entry: entry.dtype):
         yield list(run)
 
@@ -49,7 +49,7 @@ def _is_finite(weights: Path, run: Sequence[pb.TensorEntry]) -> bool:
         while count:
             bits = np.fromfile(file, exponent.dtype, min(count, _PIECE))
             if not bits.size:
-                return True  # It became shorter, which its checksum tells.
+                return True  # The file was truncated meanwhile, which its checksum detects.
             np.bitwise_and(bits, exponent, out=bits)
             if bits.max() == exponent:
                 return False

@@ -1,4 +1,4 @@
-"""What lists and owners' checks need of a manifest, read without its tensors."""
+"""The facts of a manifest that listings and owner checks need, read without its tensors."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Summary(msgspec.Struct, frozen=True):
     """A manifest's facts."""
 
     sha256: str
-    """Of the weights."""
+    """SHA-256 of the weights."""
     tenant: str
     step: int
     seq_id: int
-    """Of the command that made it."""
+    """seq_id of the command that created the weights."""
     create_time: datetime
     digest: str
-    """SHA-256 of the manifest itself, by which one save is told from the next of its name."""
+    """SHA-256 of the manifest itself, which distinguishes one save from the next under the same name."""
 
 
 def summarize(directory: Path) -> Summary:
-    """Read the facts of a directory's manifest. Raises FileNotFoundError, ChecksumMismatch when it is damaged."""
+    """Read the facts of a directory's manifest. Raises FileNotFoundError, ChecksumMismatch if it is damaged."""
     text = (directory / MANIFEST_FILE).read_bytes()
     try:
         read = msgspec.json.decode(text, type=_Manifest, strict=False)

@@ -1,4 +1,4 @@
-"""SHA256SUMS, in a directory that is moved and copied as a whole. `sha256sum -c` checks it, too."""
+"""SHA256SUMS, for directories that are moved and copied as a whole. `sha256sum -c` can check it too."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ SUMS_FILE = "SHA256SUMS"
 
 
 def write_sums(directory: Path, manifest: pb.Manifest | None = None) -> None:
-    """Write the SHA-256 of every file of `directory` beside them; the manifest may have that of the weights."""
+    """Write the SHA-256 of every file in `directory` to a file there; `manifest` may supply that of the weights."""
     known = {} if manifest is None else {weights_file(manifest): manifest.model.sha256}
     sums = {path.name: known.get(path.name) or hash_file(path) for path in sorted(directory.iterdir())}
     (directory / SUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
 
 
 def find_damaged(directory: Path) -> str | None:
-    """Return the name of a file that is not what it was when the sums were written; None when all are.
+    """Return the name of a file that changed since the sums were written; None if none did.
 
-    Raises FileNotFoundError when one is gone, or the sums are.
+    Raises FileNotFoundError if a file or the sums are missing.
     """
     for line in (directory / SUMS_FILE).read_text(errors="replace").splitlines():
         digest, _, name = line.partition("  ")
@@ -32,7 +32,7 @@ def find_damaged(directory: Path) -> str | None:
 
 
 def verify_model(directory: Path, manifest: pb.Manifest) -> str:
-    """Check that a directory holds exactly the whole model that a manifest describes; return the weights' SHA-256.
+    """Check that a directory holds exactly the whole model of a manifest, and return the weights' SHA-256.
 
     Raises ChecksumMismatch, FileNotFoundError.
     """

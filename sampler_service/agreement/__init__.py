@@ -1,1 +1,1 @@
-"""Whether this sampler computes what its trainer computes."""
+"""Comparison of this sampler's log-probabilities with its trainer's."""

@@ -1,4 +1,4 @@
-"""Compares what trainer and sampler give as the log-probabilities of the same tokens, and says what is wrong."""
+"""Compares the trainer's and the sampler's log-probabilities of the same tokens, and describes what is wrong."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from paceline.types.training import Array
 from paceline.weights.v1 import weight_service_pb2 as pb
 
 _LARGEST = 1e30
-"""The most that an Agreement's fields take."""
+"""Largest value that an Agreement's fields accept."""
 _SAME_MODEL = "give both the same model, or one that both engines compute"
 _TRAIN_AGAIN = "load an earlier checkpoint or make a new run, lower the learning rate, and publish again"
 _OTHERS = "where other runs are refused, too, it is the sampler: tell its operator"
 
 
 def compare(agreement: pb.Agreement, ours: Array, theirs: Array) -> None:
-    """Note how far apart N log-probabilities of the sampler and the trainer are, and a refusal where it is too far.
+    """Record in `agreement` how far the sampler's and the trainer's log-probabilities differ, and any refusal.
 
-    Both have shape [N]. They agree where all are finite numbers and the mean is within `agreement.bound`.
+    Both arrays have shape [N]. They agree if all are finite and the mean difference is within `agreement.bound`.
     """
     of_run = bool(agreement.model.run_id)
-    with np.errstate(invalid="ignore"):  # infinities of one sign have no difference
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN
         difference = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
     finite = difference[np.isfinite(difference)]
     agreement.tokens = len(finite)
@@ -43,7 +43,7 @@ def compare(agreement: pb.Agreement, ours: Array, theirs: Array) -> None:
 
 
 def is_diverged(agreement: pb.Agreement, theirs: Array) -> bool:
-    """Whether a run's weights give no finite log-probabilities on the trainer itself; then notes that as a refusal."""
+    """Return whether the trainer's own log-probabilities of a run are not all finite; if so, record a refusal."""
     finite = int(np.isfinite(theirs).sum())
     if not agreement.model.run_id or finite == len(theirs):
         return False

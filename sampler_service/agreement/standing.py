@@ -1,7 +1,6 @@
-"""Whether this sampler computes what its trainer computes.
+"""Tracks whether this sampler's results agree with its trainer's.
 
-With the base model that decides about the sampler: one that does not answers no request. With a run's version it
-decides about that run alone.
+If the base model disagrees, the sampler answers no requests. If a run's version disagrees, only that run is refused.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _log = get_logger(__name__)
 
 
 class Standing:
-    """What was measured against the trainer, why the service is not ready if it is not, and which runs are refused.
+    """Results of comparisons with the trainer: why the service is not ready, and which runs are refused.
 
-    A sampler that has not been measured, since its trainer is away or told nothing, answers.
+    A sampler that has not been compared, because its trainer is away or sent no probe, answers requests.
     """
 
     def __init__(
@@ -43,39 +42,39 @@ class Standing:
         obstruct: Callable[[str], Awaitable[None]],
         metrics: SamplerMetrics,
     ) -> None:
-        """Take `obstruct` to say why the service is not ready, or by an empty sentence that it may be."""
+        """`obstruct` is called with the reason why the service is not ready, or with "" once nothing prevents it."""
         self._engine = engine
         self._versions = versions
         self._model = model
         self._obstruct = obstruct
         self._metrics = metrics
         self._refusals: dict[str, str] = {}
-        """By what was looked at: the trainer's base weights, or the base model's answers."""
+        """Reasons by what was compared: the identity of the base weights, or the base model's log-probabilities."""
         self._base: pb.Agreement | None = None
         self._runs = ComparedRuns()
         metrics.runs_refused.set_function(self._runs.num_refused)
 
     @property
     def refusal(self) -> str:
-        """Why this sampler is not ready; empty if it may be."""
+        """Why this sampler is not ready; empty if nothing prevents it."""
         return next(iter(self._refusals.values()), "")
 
     def agreements(self, identity: Identity) -> list[pb.Agreement]:
-        """Return what was measured last, of the base model and of each run of the caller's."""
+        """Return the latest agreements of the base model and of each run that the caller may see."""
         base = [self._base] if self._base is not None else []
         return base + self._runs.agreements(PEER_TENANT if identity.is_peer else identity.tenant)
 
     def check(self, ref: ModelRef, tenant: str) -> None:
-        """Refuse a tenant's request for weights that are not computed as the trainer computes them.
+        """Refuse a request for weights whose results disagree with the trainer's.
 
-        Raises BaseMismatch, for any weights where it is the base model; NonFinite where the run has diverged.
+        Raises BaseMismatch, for all weights if the base model disagrees; NonFinite if the run has diverged.
         """
         if self.refusal:
             raise errors.BaseMismatch(self.refusal)
         self._runs.check(ref, tenant)
 
     def refuses_run(self, run_id: str) -> bool:
-        """Whether no version of a run is served before a later one agrees."""
+        """Return whether the run's versions are refused until a later one agrees."""
         return self._runs.is_refused(run_id)
 
     def forget_run(self, run_id: str) -> None:
@@ -83,15 +82,15 @@ class Standing:
         self._runs.forget(run_id)
 
     async def welcomed(self) -> None:
-        """Note that the trainer has the same base weights."""
+        """Record that the trainer has the same base weights."""
         await self._set(_TRAINER, "")
 
     async def turned_away(self, reason: str) -> None:
-        """Note that the trainer has other base weights."""
+        """Record that the trainer has different base weights."""
         await self._set(_TRAINER, reason)
 
     async def measure(self, probe: pb.Probe) -> pb.Agreement | None:
-        """Score a probe's tokens and compare; None where that cannot be done now, or the run was deleted."""
+        """Score a probe's tokens and compare. Return None if that is not possible now or the run was deleted."""
         ref = model_ref_from_proto(probe.model)
         tokens = token_ids_from_proto(probe.tokens, "tokens")
         theirs = tensor_from_proto(probe.logprobs, "logprobs", {"float32"})
@@ -117,7 +116,7 @@ class Standing:
         return agreement
 
     async def _compare(self, agreement: pb.Agreement, ref: ModelRef, tokens: Array, theirs: Array) -> str:
-        """Score and compare; return the tenant whose weights were scored. A diverged run is not scored."""
+        """Score and compare; return the owner of the weights, "" for the base model. A diverged run is not scored."""
         if not self._versions.serves(ref):
             raise errors.EngineUnavailable("the engine has other weights now")
         async with self._versions.lease(ref, PEER_TENANT) as lease:
@@ -131,6 +130,7 @@ class Standing:
                     )
                 else:
                     compare(agreement, ours[1:], theirs)
+            # Weights written in place can change during the scoring; then the scores are not of the leased version.
             if not lease.is_current():
                 raise errors.EngineUnavailable("the weights changed meanwhile")
             return entry.tenant if entry is not None else ""

@@ -1,1 +1,1 @@
-"""Engines that turn prompts into tokens. Import vllm or torch, never grpc."""
+"""Engines that turn prompts into tokens. Modules here may import vllm or torch, never grpc."""

@@ -1,4 +1,4 @@
-"""What an adapter's directory holds, and whether it fits a base model. Reads headers only; loads no weight."""
+"""Reads an adapter's headers and configuration, but no weights, and checks that it fits a base model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class AdapterShapes:
 
 
 def read_adapter(directory: Path) -> AdapterShapes:
-    """Read an adapter's configuration and tensor names. Those of a run's versions are the same and are parsed once.
+    """Read an adapter's configuration and tensor names. All versions of a run share them, so they are parsed once.
 
-    Raises InvalidArgument when it is not plain LoRA or its configuration is none, InvalidShape when there is no pair of
-    matrices for each module, and as `read_tensor_entries` for a file that is not what its header says.
+    Raises InvalidArgument if it is not plain LoRA or its configuration is invalid, InvalidShape if a module lacks one
+    of its two matrices, and as `read_tensor_entries` if the file does not match its header.
     """
     read_tensor_entries(directory / WEIGHTS_FILE)
     header, config = read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes()
@@ -74,9 +74,9 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 
 def check_adapter(adapter: AdapterShapes, linear: LinearShapes, max_rank: int) -> None:
-    """Refuse an adapter of which any part would be left out or cut.
+    """Refuse an adapter that could not be applied in full.
 
-    Raises RankTooLarge, or InvalidShape when a module does not exist in the base model or has another shape there.
+    Raises RankTooLarge, or InvalidShape if a module does not exist in the base model or has a different shape there.
     """
     if adapter.rank > max_rank:
         raise RankTooLarge(f"rank {adapter.rank}; this sampler takes at most {max_rank}", field="adapter")

@@ -1,4 +1,4 @@
-"""The base model's files, which an engine reads by name whenever it is built: each time they are the same."""
+"""Checks that the base model's files are the same every time that an engine is built from them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from paceline.base_weights import base_weights_sha256
 from paceline.errors import ChecksumMismatch
 
 _Digests = tuple[str, str]
-"""Identity of the weights, and SHA-256 of the files that say how to compute with them."""
+"""Identity of the weights, and SHA-256 over the JSON files beside them, which define how to compute with them."""
 
 
 class BaseFiles:
-    """Fulfils Contents by what the first engine was built from."""
+    """Implements Contents: the files must be those that the first engine was built from."""
 
     def __init__(self, model_path: Path) -> None:
-        """Take a directory, or the id of a hub's model, of which a snapshot never changes."""
+        """`model_path` is a directory, or the id of a model on the hub, whose snapshots never change."""
         self._path = model_path
         self._digests: _Digests | None = None
 
     @property
     def sha256(self) -> str:
-        """Return the identity of the weights; empty where they have none."""
+        """Return the identity of the weights; empty if they have none."""
         return self._digests[0] if self._digests else ""
 
     async def note(self) -> None:
-        """Note what lies there before the first engine reads it; what it cannot read it names itself."""
+        """Record the files before the first engine reads them. A missing model is left for the engine to report."""
         if (self._path / "config.json").is_file():
             self._digests = await asyncio.to_thread(_digests, self._path)
 

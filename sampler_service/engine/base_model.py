@@ -1,4 +1,4 @@
-"""What can be known of a base model without its weights."""
+"""Facts about a base model that can be read without its weights."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def linear_shapes(model: PreTrainedModel) -> LinearShapes:
 
 
 def linear_shapes_of(model_path: Path) -> LinearShapes:
-    """Return the same for a model on disk; its skeleton is built, no weight is read."""
+    """Return the same for a model on disk. Its modules are built on the meta device; no weights are read."""
     return linear_shapes(_skeleton(model_path))
 
 
 def parameter_shapes_of(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters by name, without those that are tied to another."""
+    """Return the shapes of a model's parameters by name, without parameters tied to another."""
     model = _skeleton(model_path)
     model.tie_weights()
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def stored_dtype(model_path: Path) -> torch.dtype | None:
-    """Return the dtype that transformers takes for `auto`: that of the configuration, or of the first weight.
+    """Return the dtype that transformers uses for `auto`: the configuration's, or that of the first weight.
 
-    None where neither says.
+    None if neither specifies one.
     """
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
     stored: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype

@@ -1,4 +1,4 @@
-"""New tokens on their way from an engine to the reader of their request."""
+"""Buffers new tokens between an engine and the reader of a request, and merges them when the reader is behind."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from paceline.types import TopkLogprobs
 from sampler_service.engine.protocol import Delivery, TokenDelta
 
 _BEHIND_SECONDS = 0.001
-"""A reader that runs later than this after it was woken waits for others."""
+"""A reader that runs later than this after its wakeup is considered delayed by other readers."""
 _HOLD_BACK, _MOST_SECONDS = 8.0, 0.05
-"""How long the next tokens are left then, in multiples of the wait and at most: no longer than people notice."""
+"""How long the next tokens are then held back: a multiple of the delay, up to a maximum that nobody notices."""
 
 
 class Crowd:
-    """The readers of one event loop, which wait for each other."""
+    """The readers of one event loop, which delay each other."""
 
     def __init__(self) -> None:
         self.due = 0.0
-        """When new tokens may wake readers again, in the event loop's time."""
+        """Earliest time at which new tokens wake readers again, on the event loop's clock."""
         self._longest = 0.0
         self._until = 0.0
 
     def note(self, waited: float, now: float) -> None:
-        """Hear how many seconds a reader waited. The longest wait of late counts."""
+        """Record how many seconds a reader waited after its wakeup. The longest recent wait counts."""
         if waited >= self._longest or now > self._until:
             self._longest, self._until = waited, now + 2 * _MOST_SECONDS
         if self._longest > _BEHIND_SECONDS:
@@ -35,12 +35,13 @@ class Crowd:
 
 
 class Coalescer:
-    """Holds new tokens until the reader takes them: as they come while it keeps up, merged when it is behind.
+    """Holds new tokens until the reader takes them: one by one while the reader keeps up, merged when it is behind.
 
-    Behind is also a process whose readers wait for each other: there a message costs as much as several tokens. While
-    readers had to wait, all leave their next tokens for a multiple of the longest wait, and the same time, so that more
-    tokens share a message; but never the first ones, nor the last ones of a completion. A reader that is not `eager`
-    leaves tokens at any time. One that leaves more than `max_unread` is told of: the engine does not wait for it.
+    A process whose readers delay each other is behind too, because there a message costs as much as several tokens.
+    Then all readers hold back their next tokens until one common time, a multiple of the longest delay, so that more
+    tokens share a message, except for the first tokens of a request and the last tokens of a completion.
+    Without `eager`, all tokens but the last of a completion are held back. If more than `max_unread` tokens wait,
+    `overflowed` is called, because the engine does not wait for the reader.
     """
 
     def __init__(self, crowd: Crowd | None = None, delivery: Delivery | None = None) -> None:
@@ -49,14 +50,14 @@ class Coalescer:
         self._eager = self._delivery.eager
         self._most = math.inf if self._delivery.max_unread is None else self._delivery.max_unread
         self._unread = 0
-        """Tokens that wait."""
+        """Tokens that wait for the reader."""
         self._pending: dict[int, list[TokenDelta]] = {}
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._woken = 0.0
         """When the reader was last woken."""
         self._begun = False
-        """Whether the reader had any."""
+        """Whether the reader has woken before."""
         self._timer: asyncio.TimerHandle | None = None
         self._reading = False
         """Whether the reader is awake."""
@@ -72,7 +73,7 @@ class Coalescer:
             held.append(delta)
         self._unread += len(delta.tokens)
         if self._unread > self._most:
-            self._most = math.inf
+            self._most = math.inf  # report it only once
             self._delivery.overflowed()
         if delta.stop_reason is not None:
             self._delivery.completed()
@@ -81,9 +82,9 @@ class Coalescer:
             self._wake_when_due()
 
     def close(self, error: Exception | None = None) -> None:
-        """Say that the engine has done with the request; `error` is raised to the reader after what is still held.
+        """Mark the request as finished by the engine; the reader gets the tokens still held, then `error`.
 
-        What is said again later does not count.
+        Later calls have no effect.
         """
         if not self._closed:
             self._closed, self._error = True, error
@@ -94,7 +95,7 @@ class Coalescer:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        """Return the next delta, the completions taking turns, until closed."""
+        """Return the next delta until closed; completions take turns."""
         if self._reading and not self._pending and not self._closed:
             self._reading = False
             self._wake.clear()
@@ -128,7 +129,7 @@ class Coalescer:
 
 
 def merged(parts: Sequence[TokenDelta]) -> TokenDelta:
-    """Join deltas of one completion, in their order, into the first one."""
+    """Merge consecutive deltas of one completion into the first one, and return it."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -142,5 +143,5 @@ def merged(parts: Sequence[TokenDelta]) -> TokenDelta:
 
 
 def concatenated(rows: Sequence[TopkLogprobs]) -> TopkLogprobs:
-    """Join rows of positions that follow each other."""
+    """Concatenate rows of consecutive positions."""
     return TopkLogprobs(np.concatenate([row.token_ids for row in rows]), np.concatenate([row.logprobs for row in rows]))

@@ -1,4 +1,4 @@
-"""Checks of structured outputs that need no engine: what contradicts itself, and what no grammar would enforce."""
+"""Checks of structured outputs that need no engine: contradictory parameters, and keywords that are not enforced."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MAX_CONSTRAINT_LENGTH = 2**16
 """Longest schema or regular expression, in characters."""
 
 MAX_NESTING = 128
-"""Most objects and arrays of a schema that lie in one another."""
+"""Deepest nesting of objects and arrays in a schema."""
 
 _NOT_ENFORCED = frozenset({"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "$dynamicRef"})
-"""Keywords of JSON Schema that xgrammar reads past."""
+"""Keywords of JSON Schema that xgrammar ignores."""
 
 _NEED_A_TYPE = frozenset(
     {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern",
      "format", "uniqueItems", "minItems", "maxItems", "minProperties", "maxProperties"}
 )  # fmt: skip
-"""Keywords that xgrammar reads past where the schema beside them names no type."""
+"""Keywords that xgrammar ignores if the same schema names no type."""
 
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{\]}]', re.DOTALL)
 _DEPTH = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -34,7 +34,7 @@ _SCHEMA_MAP = frozenset({"properties", "patternProperties", "$defs", "definition
 
 
 def check_constraint(params: SamplingParams) -> None:
-    """Check `json_schema` and `regex` beside the other parameters. Raises InvalidArgument or OutOfRange."""
+    """Check `json_schema` and `regex` together with the other parameters. Raises InvalidArgument or OutOfRange."""
     if not params.json_schema and not params.regex:
         return
     if params.json_schema and params.regex:
@@ -57,7 +57,7 @@ def check_length(text: str, field: str) -> None:
 
 
 def _check_schema(text: str) -> None:
-    # Parsers give up at depths that differ by version, some by ending the process: the depth is counted first.
+    # Parsers fail at depths that differ by version, and some crash the process, so the depth is checked first.
     if _nesting(text) > MAX_NESTING:
         raise _refused(f"is nested too deeply; at most {MAX_NESTING} objects and arrays may lie in one another")
     try:
@@ -71,7 +71,7 @@ def _check_schema(text: str) -> None:
 
 
 def _nesting(text: str) -> int:
-    """Count how deep brackets lie in one another, outside strings; in text that is no JSON, too."""
+    """Return the nesting depth of brackets outside strings. The text need not be valid JSON."""
     depth = deepest = 0
     for found in _STRING_OR_BRACKET.finditer(text):
         depth += _DEPTH.get(found[0], 0)
@@ -90,7 +90,7 @@ def _check_keywords(schema: dict[str, Any]) -> None:
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield the schema and all schemas inside it; enums and defaults are values, not schemas."""
+    """Yield the schema and all schemas inside it, but not enums and defaults, which are values."""
     if not isinstance(schema, dict):
         return
     yield schema

@@ -1,4 +1,4 @@
-"""Makes the engine that was asked for, never another one."""
+"""Creates the requested engine; there is no fallback to another one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ EngineKind = Literal["vllm", "hf"]
 
 
 def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: EngineOptions) -> RebuildingEngine:
-    """Make the engine of a service, which outlives the deaths of the engine that does the work. As `create_engine`.
+    """Create a service's engine: a wrapper that survives the death of the engine inside it. Raises as `create_engine`.
 
-    With `in_place` that engine's weights can be written. Where whole models are served, its model is overwritten, which
-    hf cannot; but for the bridge restart, where the engine is built again for each.
+    With `in_place` the inner engine's weights can be written. To serve whole models its model is overwritten, which hf
+    does not support; with the bridge restart the inner engine is built again for each model instead.
     """
     _check(kind, options)
     if options.in_place != "off" and kind == "vllm":
@@ -33,7 +33,7 @@ def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: E
 
 
 def _check(kind: EngineKind, options: EngineOptions) -> None:
-    """Look at vLLM's internals before anything else of it is imported."""
+    """Check vLLM's internals before modules that depend on them are imported."""
     if kind == "vllm":
         from sampler_service.engine.vllm.version_check import check_vllm  # noqa: PLC0415
 
@@ -41,10 +41,10 @@ def _check(kind: EngineKind, options: EngineOptions) -> None:
 
 
 def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:
-    """Make an engine; nothing is loaded before its `start`. Only the module of the engine asked for is imported.
+    """Create an engine; nothing is loaded before its `start`. Only the requested engine's module is imported.
 
-    Raises ImportError when the engine's library is not installed, EngineUnfit when it is another one than is known,
-    ValueError on an unknown kind, and where hf is told to lend its base weights.
+    Raises ImportError if the engine's library is not installed, EngineUnfit if its version is not supported, ValueError
+    for an unknown kind, or if hf is asked to lend its base weights.
     """
     _check(kind, options)
     return _make_engine(kind, options)

@@ -1,4 +1,4 @@
-"""Checks that both engines make before they touch a request, so that a bad one can never reach the model."""
+"""Checks that both engines run on a request first, so that an invalid request never reaches the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sampler_service.engine.protocol import Adapter
 
 
 def check_tokens(info: ModelInfo, tokens: Sequence[int], field: str, room: int = 0) -> None:
-    """Refuse token ids outside the vocabulary and sequences that do not leave `room` tokens of the context.
+    """Refuse token ids outside the vocabulary and sequences that leave less than `room` tokens of the context.
 
     Raises EmptyBatch, TokenOutOfRange, SequenceTooLong.
     """
@@ -30,9 +30,9 @@ def check_loaded(adapter: Adapter | None, loaded: Collection[int]) -> None:
 
 
 def completion_budget(info: ModelInfo, prompt_length: int, params: SamplingParams) -> int:
-    """Return how many tokens may be sampled: `max_tokens`, or what the context leaves when that is less.
+    """Return how many tokens may be sampled: `max_tokens`, or the rest of the context if that is less.
 
-    Raises OutOfRange when `max_tokens` is below 1 or `min_tokens` does not fit.
+    Raises OutOfRange if `max_tokens` is below 1 or `min_tokens` does not fit.
     """
     left = info.max_context_length - prompt_length
     budget = left if params.max_tokens is None else min(left, params.max_tokens)
@@ -44,7 +44,7 @@ def completion_budget(info: ModelInfo, prompt_length: int, params: SamplingParam
 
 
 def refuse_constraint(params: SamplingParams) -> None:
-    """Refuse structured outputs, for an engine that has none. Raises Unsupported."""
+    """Refuse structured outputs, for an engine without support for them. Raises Unsupported."""
     for name in ("json_schema", "regex"):
         if getattr(params, name):
             raise Unsupported("needs a sampler with the engine vllm", field=f"params.{name}")

@@ -1,4 +1,4 @@
-"""Loaded by every Python process that has this directory on PYTHONPATH: notes which function calls which.
+"""Record which function calls which. Loaded by every Python process that has this directory on PYTHONPATH.
 
 `python -m bench.call_paths` writes the name of a window into $CALL_TRACE/window. While a window is open, each process
 collects the calls between functions of the product, and writes them to $CALL_TRACE when the window changes.
@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.02
 
 
 class CallTracer:
-    """Collects the calls of this process, in all of its threads."""
+    """Collect the calls of this process, in all of its threads."""
 
     def __init__(self, directory: Path, root: str) -> None:
         self._directory = directory
@@ -30,7 +30,7 @@ class CallTracer:
         self._window = ""
 
     def start(self) -> None:
-        """Trace this thread and those that start later."""
+        """Trace this thread and those started later."""
         threading.setprofile(self._event)
         sys.setprofile(self._event)
         self._follow()
@@ -66,7 +66,7 @@ class CallTracer:
         self._calls.add(((self._name(caller.f_code) or "") if caller else "", callee))
 
     def _name(self, code: CodeType) -> str | None:
-        """Return file:function for a function of the product; None for others, and for generated code."""
+        """Return file:function for a function of the product; None for other functions and generated code."""
         try:
             return self._names[code]
         except KeyError:

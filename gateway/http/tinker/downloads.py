@@ -34,7 +34,7 @@ _NO_MORE = b"\0" * 1024
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a URL lets its holder fetch."""
+    """The access that a URL grants: a tenant's checkpoint, until the URL expires."""
 
     tenant: str
     path: str
@@ -114,7 +114,7 @@ class Downloads:
         return _text(content) + "." + _text(hmac.digest(self._secret, content, hashlib.sha256))
 
     def _read(self, token: str) -> Grant:
-        """Return what a token grants. Raises MethodNotAllowed if it was not signed here or has expired."""
+        """Return the grant in a token. Raises MethodNotAllowed if it was not signed here or has expired."""
         try:
             content, signature = map(_bytes, token.split("."))
             is_ours = hmac.compare_digest(hmac.digest(self._secret, content, hashlib.sha256), signature)

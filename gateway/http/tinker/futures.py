@@ -87,7 +87,7 @@ class Kind(Generic[T]):
     dump: Callable[[T], bytes]
     load: Callable[[bytes], T]
     run: Callable[[str, T], Awaitable[Result]]
-    """Takes the tenant and the request."""
+    """Called with the tenant and the request."""
 
 
 @dataclass(slots=True)

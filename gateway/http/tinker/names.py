@@ -44,7 +44,7 @@ class Names:
         return model
 
     def checkpoint(self, tenant: str, path: str, field: str = "path") -> CheckpointPath:
-        """Return the checkpoint at a path of Tinker's or Paceline's form. Raises InvalidPath, RunNotFound."""
+        """Return the checkpoint that a path of Tinker's or Paceline's names. Raises InvalidPath, RunNotFound."""
         if path.startswith(SCHEME):
             return CheckpointPath.parse(path, field)
         parts = path.removeprefix(TINKER).split("/")
@@ -85,7 +85,7 @@ def external_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Aliases:
-    """Additional names of the base model, because recipes accept only the names in their tables."""
+    """Additional names of the base model, for recipes that accept only the names in their tables."""
 
     names: tuple[str, ...]
 

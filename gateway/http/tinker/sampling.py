@@ -59,7 +59,7 @@ class Sampling:
     """Executes asample requests."""
 
     def __init__(self, services: Services, store: Store, aliases: Aliases, secret: bytes) -> None:
-        """`secret` is what seeds are derived from."""
+        """Seeds are derived from `secret`."""
         self._secret = secret
         self._services = services
         self._store = store
@@ -81,7 +81,7 @@ class Sampling:
     def with_seed(self, request_id: str, request: Asample) -> Asample:
         """Return the request with a seed derived from its id, so that repeating it gives the same samples.
 
-        The seed cannot be guessed: it also depends on a secret random number of the operating system.
+        The seed cannot be guessed: it also depends on a secret from the operating system's random source.
         """
         if request.sampling_params.seed is not None:
             return request

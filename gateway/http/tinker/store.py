@@ -155,7 +155,7 @@ class Store(Database):
         return [StoredFuture(**dict(row)) for row in found]
 
     def finished(self, beginning: str) -> list[StoredFuture]:
-        """Return the work with results whose ids have a prefix, in order of completion."""
+        """Return finished work whose ids begin with a prefix, in order of completion."""
         sql = "SELECT * FROM futures WHERE request_id >= ? AND request_id < ? AND done IS NOT NULL ORDER BY done"
         return [StoredFuture(**dict(row)) for row in self.rows(sql, beginning, beginning + "\uffff")]
 

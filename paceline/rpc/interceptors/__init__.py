@@ -1,4 +1,4 @@
-"""What surrounds every call, outside in: logging, metrics, errors, authentication."""
+"""The interceptors around every call, from the outside in: logging, metrics, errors, authentication."""
 
 from paceline.rpc.interceptors.around import AroundInterceptor, Call, Chain
 from paceline.rpc.interceptors.credential import CredentialInterceptor

@@ -1,4 +1,4 @@
-"""One shape for interceptors of all four kinds of call: an async context manager around the handler."""
+"""Interceptors for all four kinds of call, written as an async context manager around the handler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 MESSAGE_SECONDS = 60.0
-"""How long the message of a call that was let in may take to arrive."""
+"""How long the message of an admitted call may take to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +40,29 @@ class Call:
 
 
 class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
-    """Base of interceptors: `around` runs before the handler up to its yield, and after it from there.
+    """Base of interceptors: `around` runs up to its yield before the handler, and from there after it.
 
-    It is entered when a call's headers are there. Its message is read after that, inside: who is refused by `around`
-    has not had a body held, and a message that cannot be read is an error like any other. What a stream answers with
-    has to be read in time.
+    It is entered when a call's headers have arrived. The message is read after that, inside `around`: a call that is
+    refused has no body in memory, and an unreadable message is an error like any other. The messages of a response
+    stream must be read in time.
     """
 
     reader_seconds = READER_SECONDS
-    """How long a message of a stream may wait until it is read."""
+    """How long a message of a response stream may wait until it is read."""
 
     @abstractmethod
     def around(self, call: Call) -> AbstractAsyncContextManager[None]:
-        """Surround one call."""
+        """Return the context manager around one call."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Wrap the handler that comes next, whatever its kind; a method without one fails inside `around` too."""
+        """Wrap the next handler, whatever its kind. A method without a handler fails inside `around` too."""
         method = handler_call_details.method
         handler = await continuation(handler_call_details) or grpc.unary_unary_rpc_method_handler(_unknown)
-        # On the wire a single message is a stream of one. Only handlers of streams begin before it is there.
+        # On the wire a single message is a stream of one. Only stream handlers start before the message has arrived.
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 self._stream(handler, method), None, handler.response_serializer
@@ -81,8 +81,8 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
     def _stream(self, handler: Handler, method: str) -> Callable[..., Awaitable[None]]:
         inner, read = _behavior(handler), _reader(handler, method)
 
-        # A handler that writes instead of yielding ends in the task it began in. Of calls that are cancelled between
-        # two messages the server drops the generator, and its clean-up would run later, in another context.
+        # A handler that writes instead of yielding ends in the task in which it started. If a call is cancelled between
+        # two messages, the server drops a generator, whose cleanup would run later, in another context.
         async def behavior(messages: AsyncIterator[bytes], context: Context) -> None:
             async with _ended_by_status(), self.around(Call(method, context)):
                 request = await read(messages, context)
@@ -100,7 +100,7 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, ABC):
 
 @asynccontextmanager
 async def _ended_by_status() -> AsyncIterator[None]:
-    """End a call whose status is on its way: of AbortErrors gRPC knows only its own, and waits for the status first."""
+    """End a call whose status is being sent. gRPC accepts only its own AbortError, which it raises after sending."""
     try:
         yield
     except StatusNotSentError as error:
@@ -108,7 +108,7 @@ async def _ended_by_status() -> AsyncIterator[None]:
 
 
 class Chain(AroundInterceptor):
-    """Several in one, the first outermost. The server's own nesting costs each call more."""
+    """Several interceptors in one, the first outermost. Nesting by the server would cost each call more."""
 
     def __init__(self, *interceptors: AroundInterceptor, reader_seconds: float = READER_SECONDS) -> None:
         self._interceptors = interceptors
@@ -123,7 +123,7 @@ class Chain(AroundInterceptor):
 
 
 def _reader(handler: Handler, method: str) -> Callable[[AsyncIterator[bytes], Context], Awaitable[Any]]:
-    """Return what gives a handler its request, within its bounds: the message, or an iterator of messages."""
+    """Return a function that reads a handler's request within its bounds: a message, or an iterator of messages."""
     decode, contract = handler.request_deserializer, request_of(method)
 
     def decoded(message: bytes) -> Any:

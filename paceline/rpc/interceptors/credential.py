@@ -1,4 +1,4 @@
-"""Services take calls from the gateway and from each other, and from nobody else."""
+"""Services accept calls only from the gateway and from each other."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from paceline.rpc.interceptors.around import AroundInterceptor, Call
 
 
 class CredentialInterceptor(AroundInterceptor):
-    """Lets in callers with the shared credential and takes their word for the tenant.
+    """Admits callers with the shared credential and trusts the tenant that they name.
 
-    Without a credential (a service that runs insecurely) everybody is let in; a caller that names no tenant is the
-    default one.
+    Without a credential (a service that runs insecurely) every caller is admitted; one that names no tenant is the
+    default tenant.
     """
 
     def __init__(self, credential: str) -> None:

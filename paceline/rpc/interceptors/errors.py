@@ -1,4 +1,4 @@
-"""Errors leave a service as the catalog says; anything else leaves as INTERNAL with an id and no text of its own."""
+"""Send errors as the catalog defines them, and any other exception as INTERNAL with an id, without its text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = get_logger(__name__)
 
 
 class ErrorInterceptor(AroundInterceptor):
-    """Turns exceptions into status codes with details."""
+    """Converts exceptions to status codes with details."""
 
     @asynccontextmanager
     async def around(self, call: Call) -> AsyncIterator[None]:
@@ -28,7 +28,7 @@ class ErrorInterceptor(AroundInterceptor):
         except grpc.aio.AbortError:
             raise
         except grpc.aio.InternalError as error:
-            # A message could not be sent: the caller left while it waited its turn.
+            # A message could not be sent: the caller disconnected while the message was queued.
             raise asyncio.CancelledError from error
         except Exception:
             unforeseen = errors.Internal.unforeseen()

@@ -1,4 +1,4 @@
-"""One line per call, and a request id that every line in between carries."""
+"""One log line per call, and a request id on every line logged during the call."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.rpc.interceptors.outcome import outcome
 
 _log = get_logger(__name__)
 _MAX_RPC = 64
-"""Characters of a method's name that are logged; a caller may send any."""
+"""Most characters of a method's name that are logged, because a caller may send any name."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class LoggingInterceptor(AroundInterceptor):
-    """Logs method, code and milliseconds of every call."""
+    """Logs the method, code and milliseconds of every call."""
 
     @asynccontextmanager
     async def around(self, call: Call) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Calls as Prometheus sees them."""
+"""Prometheus metrics of calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MetricsInterceptor(AroundInterceptor):
     """Counts calls by method and code, and times them."""
 
     def __init__(self, registry: CollectorRegistry, methods: Collection[str]) -> None:
-        """`methods` are those that are counted by their names, as /package.Service/Method; the others are one label.
+        """`methods` are counted by name, as /package.Service/Method; all others share one label.
 
         Names come from callers, and each label lasts as long as the process.
         """

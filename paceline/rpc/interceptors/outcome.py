@@ -1,4 +1,4 @@
-"""How a call ended."""
+"""The outcome of a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES: dict[int, str] = {status.value[0]: status.name for status in grpc.Status
 
 
 def outcome(error: BaseException, call: Call) -> str:
-    """Return the name of the status code with which a call ends that raised `error`."""
+    """Return the name of the status code of a call that raised `error`."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "CANCELLED"
     code = cast("grpc.StatusCode | int | None", call.context.code())

@@ -1,1 +1,1 @@
-"""The engine over transformers and PEFT."""
+"""The engine built on transformers and PEFT."""

@@ -27,7 +27,7 @@ class AdapterBank:
         """Ids of the adapters that are loaded."""
 
     def add(self, adapter: Adapter) -> None:
-        """Load an adapter. Raises RankTooLarge, InvalidShape, InvalidArgument; then nothing was changed."""
+        """Load an adapter. Raises RankTooLarge, InvalidShape, InvalidArgument, and then leaves the model unchanged."""
         if adapter.adapter_id in self.loaded:
             return
         check_adapter(read_adapter(adapter.path), self._linear, self._max_rank)
@@ -43,16 +43,16 @@ class AdapterBank:
         self._model.train(mode=False)
 
     def remove(self, adapter: Adapter) -> None:
-        """Forget an adapter; unknown ones are ignored."""
+        """Remove an adapter; unknown ones are ignored."""
         if adapter.adapter_id not in self.loaded:
             return
         self._delete(adapter)
         self.loaded.discard(adapter.adapter_id)
 
     def activate(self, adapter: Adapter | None) -> None:
-        """Let the next forward passes use this adapter alone, or the base model.
+        """Make the next forward passes use only this adapter, or the base model if None.
 
-        Raises KeyError when the adapter is not loaded, rather than serve other weights.
+        Raises KeyError if the adapter is not loaded; other weights are never served instead.
         """
         if adapter is not None and adapter.adapter_id not in self.loaded:
             raise KeyError(f"adapter {adapter.name} is not loaded")
@@ -81,5 +81,5 @@ class AdapterBank:
 
 
 def _key(adapter: Adapter) -> str:
-    """Return the adapter's name inside the model: one without dots, which modules cannot carry."""
+    """Return the adapter's name inside the model. Module names cannot contain dots."""
     return f"adapter_{adapter.adapter_id}"

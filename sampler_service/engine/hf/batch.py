@@ -1,4 +1,4 @@
-"""Batches of the engine hf: sequences of one adapter that begin together share a KV cache and advance together."""
+"""Batches of the engine hf: sequences of one adapter that start together share a KV cache and advance together."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from sampler_service.engine.protocol import GenerationRequest, TokenDelta, first
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request on its way through the batch."""
+    """A request in the batch."""
 
     request: GenerationRequest
     budget: int
-    """Tokens that each completion may have."""
+    """Most tokens of each completion."""
     cancelled: bool = False
-    """Set from outside: its rows leave the batch before the next forward pass."""
+    """Set by the event loop's thread; the request's rows leave the batch before the next forward pass."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class StopStrings:
     text: str = ""
 
     def push(self, token: int, *, counts: bool) -> bool:
-        """Add a token and return whether a stop string ends in its text; never when it does not count yet."""
+        """Add a token and return whether its text completes a stop string; always False unless `counts`."""
         new = self.stream.step(self.tokenizer, token) or ""
         self.text += new
         return counts and any(
@@ -56,16 +56,16 @@ class Completion:
     job: Job
     index: int
     generator: torch.Generator | None
-    """None for greedy."""
+    """None for greedy sampling."""
     stop_ids: frozenset[int]
-    """Tokens that end it."""
+    """Tokens that end the completion."""
     held_ids: list[int]
-    """Tokens that it cannot take before min_tokens."""
+    """Tokens that cannot be sampled before min_tokens is reached."""
     strings: StopStrings | None
     length: int = 0
 
     def push(self, token: int) -> StopReason | None:
-        """Add a token; return why the completion ends with it, if it does."""
+        """Add a token; return the stop reason if the completion ends with it."""
         self.length += 1
         params = self.job.request.params
         text_ends = self.strings is not None and self.strings.push(token, counts=self.length > params.min_tokens)
@@ -76,16 +76,16 @@ class Completion:
 
 @dataclass(slots=True)
 class Cohort:
-    """Rows that share a KV cache. Prompts are padded on the left, so that all rows grow at the same end."""
+    """Rows that share a KV cache. Prompts are padded on the left so that all rows grow at the same end."""
 
     model: PreTrainedModel
     rows: list[Completion]
     inputs: Tensor
-    """Tokens of the next forward pass, shape [B, T]; at first one row per prompt."""
+    """Tokens of the next forward pass, shape [B, T]; initially one row per prompt."""
     mask: Tensor
-    """1 on tokens and 0 on padding, of everything up to `inputs`, shape [B, L]."""
+    """1 for tokens and 0 for padding, up to and including `inputs`, shape [B, L]."""
     fan_out: Tensor | None
-    """At first: the prompt of each row, shape [B]."""
+    """Index of each row's prompt, shape [B]; None after the first forward pass."""
     cache: DynamicCache = field(default_factory=DynamicCache)
 
     def advance(self) -> list[tuple[Job, TokenDelta]]:
@@ -140,7 +140,7 @@ class Cohort:
 
 
 class Batcher:
-    """Runs all sequences of one model, a step at a time. Not thread-safe; only `Job.cancelled` is set from outside."""
+    """Runs all sequences of one model, step by step. Not thread-safe; other threads may only set `Job.cancelled`."""
 
     def __init__(self, model: PreTrainedModel, bank: AdapterBank, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self._model = model
@@ -151,7 +151,7 @@ class Batcher:
 
     @torch.inference_mode()
     def step(self, jobs: Sequence[Job]) -> list[tuple[Job, TokenDelta]]:
-        """Take new jobs in and advance every sequence by one token."""
+        """Add new jobs and advance every sequence by one token."""
         by_adapter = sorted((job for job in jobs if not job.cancelled), key=_adapter_id)
         self._cohorts += [self._cohort(list(group)) for _, group in groupby(by_adapter, key=_adapter_id)]
         deltas = []

@@ -1,4 +1,4 @@
-"""The sampler engine over transformers and PEFT: for hardware that vLLM does not serve, and the reference in tests."""
+"""The sampler engine built on transformers and PEFT, for hardware without vLLM, and the reference in tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sampler_service.engine.protocol import Adapter, GenerationRequest, LoadTime
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
-    """A request from the side of its reader."""
+    """A request as seen by its reader."""
 
     job: Job
     open: set[int]
@@ -44,7 +44,7 @@ class _Loaded:
 
 
 class HfEngine:
-    """Fulfils SamplerEngine. The model is touched by one thread only; everything else stays in the event loop."""
+    """Implements SamplerEngine. Only one thread touches the model; everything else stays in the event loop."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
@@ -157,7 +157,7 @@ class HfEngine:
                 self._wake.clear()
 
     def _hand_out(self, job: Job, delta: TokenDelta) -> None:
-        """Leave tokens to their reader. A completion that ends makes room for others, read or not."""
+        """Pass tokens to their reader. A completion that ends frees its place at once, read or not."""
         ticket = self._running.get(job)
         if ticket is None:
             return
@@ -169,7 +169,7 @@ class HfEngine:
             ticket.deltas.close()
 
     def _admit(self) -> list[Job]:
-        """Take waiting requests, in order, while their completions fit; one alone always does."""
+        """Admit waiting requests in order while their completions fit; into an empty batch any request fits."""
         count = sum(len(ticket.open) for ticket in self._running.values())
         admitted: list[Job] = []
         while self._waiting and (not count or count + len(self._waiting[0].open) <= self._options.max_num_seqs):

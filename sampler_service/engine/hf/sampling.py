@@ -1,4 +1,4 @@
-"""The mathematics of sampling, as pure functions on tensors, with the same meaning and order of filters as vLLM's."""
+"""Sampling as pure functions on tensors. The filters and their order are vLLM's."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from paceline.types import SamplingParams, TopkLogprobs
 
 GREEDY = 1e-5
-"""Temperatures below this take the likeliest token."""
+"""Temperatures below this select the likeliest token."""
 
 CHUNK = 256
-"""Positions whose distributions are held in fp32 at a time."""
+"""Positions whose distributions are held in float32 at a time."""
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Return whether the likeliest token is taken, without regard to filters and seed."""
+    """Return whether the likeliest token is selected; filters and seed are then ignored."""
     return params.temperature < GREEDY
 
 
 def processed_logprobs(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
     """Return the log-probabilities of the distributions to sample from, float32, shape [B, V]; -inf where filtered out.
 
-    `logits` has shape [B, V]; row i is treated by `rows[i]`: temperature, then min_p, top_k, top_p, each on what the
-    one before left. Greedy rows keep temperature 1 and no filter.
+    `logits` has shape [B, V]. Row i is processed with `rows[i]`: temperature, then min_p, top_k and top_p, each applied
+    to the tokens that the previous filter left. Greedy rows have temperature 1 and no filters.
     """
 
     def column(values: list[float]) -> Tensor:
@@ -46,7 +46,7 @@ def processed_logprobs(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor
 
 
 def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the k likeliest tokens (ties included), and of them the fewest that together reach probability p."""
+    """Keep the k likeliest tokens (ties included), and of those the fewest that together reach probability p."""
     values, order = logits.sort(dim=-1, descending=True)
     values = values.masked_fill(values < values.gather(-1, top_k - 1), -torch.inf)
     probs = values.softmax(-1)
@@ -55,9 +55,9 @@ def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(logprobs: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Draw one token per row, int64, shape [B], from log-probabilities of shape [B, V]; None takes the likeliest.
+    """Draw one token per row, int64, shape [B], from log-probabilities of shape [B, V]; greedily if no generator.
 
-    Each row uses its own generator only (argmax of p / Exp(1), the exponential race), so that a row's tokens do not
+    Each row uses only its own generator (argmax of p / Exp(1), the exponential race), so that a row's tokens do not
     depend on its neighbours.
     """
     scores = logprobs.clone()
@@ -69,7 +69,7 @@ def draw(logprobs: Tensor, generators: Sequence[torch.Generator | None]) -> Tens
 
 
 def topk_rows(logprobs: Tensor, k: int) -> TopkLogprobs:
-    """Return the k likeliest tokens of each row of [N, V]; -1 and NaN where the filters left fewer."""
+    """Return the k likeliest tokens of each row of [N, V], padded with -1 and NaN if the filters left fewer."""
     values, ids = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
     removed = values.isneginf()
     rows = TopkLogprobs(
@@ -84,7 +84,7 @@ def topk_rows(logprobs: Tensor, k: int) -> TopkLogprobs:
 def sequence_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, TopkLogprobs | None]:
     """Return each token's log-probability at temperature 1 (float32, shape [N], NaN at 0) and the k likeliest tokens.
 
-    `logits` has shape [N, V]; row i is the prediction of token i + 1. Row 0 of the likeliest tokens is empty.
+    `logits` has shape [N, V]; row i predicts token i + 1. Row 0 of the likeliest tokens is empty.
     """
     out = torch.full((len(tokens),), torch.nan)
     topk = TopkLogprobs(np.full((len(tokens), k), -1, np.int32), np.full((len(tokens), k), np.nan, np.float32))
