@@ -1,4 +1,4 @@
-"""Work that goes on whether or not anybody waits for it."""
+"""Background tasks that run whether or not a caller waits for them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = get_logger(__name__)
 
 
 class Background:
-    """Tasks that end by themselves; what goes wrong in one is logged."""
+    """A group of background tasks."""
 
     def __init__(self, what: str) -> None:
-        """Take what a failure is called in the log."""
+        """Log failures as `what`."""
         self._what = what
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -32,16 +32,16 @@ class Background:
         return self._create(work, self._answered)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what comes of work that goes on to its end when the caller is cancelled."""
+        """Return the result of work, which runs to its end even if the caller is cancelled."""
         return await asyncio.shield(self.start(work))
 
     async def finish(self) -> None:
-        """Wait until everything has ended by itself."""
+        """Wait until all tasks have ended."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
-        """Cancel everything."""
+        """Cancel all tasks and wait until they have ended."""
         for task in self._tasks:
             task.cancel()
         await self.finish()
@@ -55,7 +55,7 @@ class Background:
     def _answered(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller that waits raises it; if none does, asyncio must not log it as lost
+            task.exception()  # a waiting caller raises it; without one, asyncio must not log it as never retrieved
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -64,7 +64,7 @@ class Background:
 
 
 class _Changing(Protocol):
-    """An object whose changes go on when the caller is cancelled."""
+    """An object whose changes continue when the caller is cancelled."""
 
     _changes: Background
 
@@ -75,7 +75,7 @@ Owner = TypeVar("Owner", bound=_Changing)
 def uninterrupted(
     method: Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Owner, P], Coroutine[Any, Any, T]]:
-    """Have a method go on to its end in `self._changes` when the caller is cancelled."""
+    """Make a method run to its end in `self._changes` even if the caller is cancelled."""
 
     @wraps(method)
     async def run(self: Owner, /, *arguments: P.args, **options: P.kwargs) -> T:

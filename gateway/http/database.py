@@ -126,7 +126,7 @@ class _Job:
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only before the first table; lets the file shrink
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # set before the first table; lets the file shrink
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA journal_size_limit = {64 << 20}")
     connection.execute("PRAGMA synchronous = NORMAL")

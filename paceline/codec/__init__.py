@@ -1,4 +1,7 @@
-"""Wire messages to dataclasses and back. Pure functions; decoding checks form (dtype, shape, length), never meaning."""
+"""Convert wire messages to dataclasses and back.
+
+Pure functions; decoding checks form (dtype, shape, length), never meaning.
+"""
 
 from paceline.codec.checkpoints import checkpoint_from_proto, checkpoint_to_proto, run_from_proto, run_to_proto
 from paceline.codec.models import (

@@ -1,4 +1,4 @@
-"""Quotas for Prometheus: what each tenant uses, and the limits."""
+"""Quotas as Prometheus metrics: each tenant's usage, and the limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.types import Quota
 
 
 class QuotaMetrics(Collector):
-    """Reads quotas whenever Prometheus asks; of tenants that use nothing there are no values."""
+    """Reads quotas at each scrape by Prometheus. Tenants without usage have no values."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class QuotaMetrics(Collector):
         quotas: Callable[[str], Sequence[Quota]],
         registry: CollectorRegistry,
     ) -> None:
-        """Take who uses something, and the quotas of a tenant. Tenants are the operator's to name: they are few."""
+        """`tenants` returns those with usage, `quotas` a tenant's quotas. Tenants are few: operators name them."""
         self._prefix = f"paceline_{service}_quota"
         self._tenants = tenants
         self._quotas = quotas

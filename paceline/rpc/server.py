@@ -1,4 +1,4 @@
-"""The one way to run a service: open the health port, start the service, open its port, drain on SIGTERM, stop."""
+"""Run a service: open the health port, start the service, open its port, drain on SIGTERM, stop."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Readiness:
-    """Tells probes whether the service can do its work. The empty service name stays SERVING: the process is alive."""
+    """Tells health probes whether the service can work. The empty service name stays SERVING: the process is alive."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.servicer = health_aio.HealthServicer()
         self.failure = ""
-        """Why the service can do its work no more; empty while it can."""
+        """Why the service failed permanently; empty if it did not."""
         self.failed = asyncio.Event()
         self.obstacle = ""
-        """Why the service is not ready although it could work; empty when nothing stands in its way."""
+        """Why the service is not ready even if it can work; empty if there is no obstacle."""
         self._can_work = False
         self.names = names
 
     def fail(self, reason: str) -> None:
-        """Say that the service can never do its work again: `serve` drains and exits with an error."""
+        """Report that the service failed permanently: `serve` drains and exits with an error."""
         self.failure = reason
         self.failed.set()
 
     async def set(self, ready: bool) -> None:
-        """Say whether the service can do its work now."""
+        """Set whether the service can work."""
         self._can_work = ready
         await self._tell()
 
     async def obstruct(self, obstacle: str) -> None:
-        """Say why the service is not ready whether it can work or not; an empty sentence takes that back."""
+        """Set why the service is not ready, whether or not it can work; an empty string clears it."""
         if obstacle:
             _log.error("not ready", reason=obstacle)
         self.obstacle = obstacle
@@ -67,7 +67,7 @@ class Readiness:
 
 
 class Service(Protocol):
-    """What `serve` runs."""
+    """A service that `serve` runs."""
 
     name: str
     """Short name, for logs."""
@@ -75,11 +75,11 @@ class Service(Protocol):
     """Full names of the gRPC services, for health and reflection."""
 
     def interceptors(self) -> Sequence[AroundInterceptor]:
-        """Return what comes inside logging, metrics and errors: authentication, limits."""
+        """Return the interceptors inside logging, metrics and errors: authentication, limits."""
         ...
 
     async def start(self, readiness: Readiness) -> None:
-        """Do all that must be done before the first call, such as loading a model."""
+        """Do all work needed before the first call, such as loading a model."""
         ...
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -87,20 +87,20 @@ class Service(Protocol):
         ...
 
     def drain(self) -> None:
-        """Let calls that wait for their turn end now: no more are taken."""
+        """End or keep the calls that wait for their turn; no further calls are accepted."""
         ...
 
     async def stop(self) -> None:
-        """End what `start` began. Calls have drained by then."""
+        """Stop the work that `start` started. Calls have drained by then."""
         ...
 
 
 async def serve(service: Service, settings: ServiceSettings, registry: CollectorRegistry) -> None:
-    """Run a service until SIGTERM or SIGINT. Raises SystemExit when the service fails by itself.
+    """Run a service until SIGTERM or SIGINT. Raises SystemExit if the service fails.
 
-    What it cannot be started with is said in one sentence.
+    If it cannot start, the exit message is the error in one sentence.
     """
-    # What services and their processes write is training data: 0600 and 0700, whatever the shell's umask was.
+    # Services and their processes write training data, so modes are 0600 and 0700 whatever the shell's umask is.
     os.umask(_UMASK)
     configure_logging(service.name, settings.log_level, settings.log_format)
     stopping = _stop_event()
@@ -123,7 +123,7 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
             service.drain()
             await _drain(server, readiness, settings.drain_seconds)
     except PacelineError as error:
-        raise SystemExit(str(error)) from error  # A sentence of its own is the last thing that the process says.
+        raise SystemExit(str(error)) from error  # The error's sentence is the last line that the process prints.
     finally:
         starting.cancel()
         await service.stop()
@@ -135,7 +135,7 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
 
 
 def make_server(service: Service, settings: ServiceSettings, registry: CollectorRegistry) -> grpc.aio.Server:
-    """Make the service's server, bound and not yet started."""
+    """Create the service's server, bound but not yet started."""
     server = grpc.aio.server(
         interceptors=[
             Chain(
@@ -157,7 +157,7 @@ def make_server(service: Service, settings: ServiceSettings, registry: Collector
 
 
 def _methods(service: Service) -> frozenset[str]:
-    """Return the methods that a server has, as /package.Service/Method."""
+    """Return a server's methods, as /package.Service/Method."""
     pool = descriptor_pool.Default()
     services = [pool.FindServiceByName(name) for name in service.service_names]
     own = {f"/{found.full_name}/{method.name}" for found in services for method in found.methods}
@@ -166,12 +166,12 @@ def _methods(service: Service) -> frozenset[str]:
 
 def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:
     return (
-        # What a peer may hold before it has shown who it is: connections, and calls on each. Calls without a key end
-        # when their headers are there (AroundInterceptor); one that never completes its handshake, or never calls, is
-        # closed.
+        # Limit what a peer may hold before it has authenticated: connections, and calls on each. Calls without a key
+        # end when their headers have arrived (AroundInterceptor); a connection that never completes its handshake, or
+        # never makes a call, is closed.
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
         ("grpc.max_concurrent_streams", settings.max_streams),
-        # Otherwise calls that a client holds back are refused as they come, while those before them are cleared away.
+        # Otherwise calls that a client held back are refused on arrival while those before them are being cleaned up.
         ("grpc.http.overload_protection", 0),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.http2.settings_timeout", _HANDSHAKE_MS),
@@ -180,23 +180,23 @@ def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # grpcio >= 1.82 drops bursts above its default limits on calls that wait for a handler; clients here send
+        # grpcio >= 1.82 drops bursts above its default limits on calls that wait for a handler; Paceline's clients send
         # thousands of samples at once.
         ("grpc.server.max_pending_requests", 100_000),
         ("grpc.server.max_pending_requests_hard_limit", 100_000),
-        # By default a server ends connections that ping oftener than every five minutes; clients ping each 10 s to
-        # notice a dead peer.
+        # By default a server closes connections that ping more often than every five minutes; clients ping every 10 s
+        # to detect a dead peer.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A caller whose machine is gone is noticed within a minute, by its stream's silence alone: a sampler's name is
-        # free again then, and so is what its watch held. By default that takes two hours.
+        # Detect within a minute, from a stream's silence alone, that a caller's machine is gone. This frees a sampler's
+        # name and the resources of its watch. By default it takes two hours.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.ping_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
-        # Pings that waited on a busy machine come together; that is no reason to end calls in progress.
+        # Pings delayed on a busy machine arrive together, which must not end calls in flight.
         ("grpc.http2.max_ping_strikes", 16),
-        # A port that another process holds is an error, not a share of its traffic.
+        # If another process holds the port, fail instead of sharing its traffic.
         ("grpc.so_reuseport", 0),
     )
 

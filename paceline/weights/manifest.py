@@ -1,4 +1,4 @@
-"""The manifest of a directory of weights: what it is, whose it is, its tensors, and the SHA-256 of its weights."""
+"""The manifest of a directory of weights: the model, its tenant, its tensors, and the SHA-256 of its weights."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _DTYPES = {
 }
 _ITEM_BYTES = {tensor_pb2.DTYPE_FLOAT32: 4, tensor_pb2.DTYPE_BFLOAT16: 2, tensor_pb2.DTYPE_FLOAT16: 2}
 _MAX_HEADER = 100_000_000  # the limit of the safetensors format
-_PIECE_BYTES = 1 << 18  # stays in the processor's cache between reading and adding up
+_PIECE_BYTES = 1 << 18  # stays in the processor's cache between reading and checksumming
 
 
 def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
-    """Make the manifest of a PEFT directory by reading it; its checksums are computed here.
+    """Create the manifest of a PEFT directory from its files, with checksums.
 
-    `seq_id` is that of the command that made it. Raises as `read_tensor_entries` and `read_adapter_config`.
+    `seq_id` is that of the command that created the weights. Raises the errors of `read_tensor_entries` and
+    `read_adapter_config`.
     """
     return seal(directory, _draft_adapter(directory, model, tenant, step, seq_id))
 
@@ -45,7 +46,7 @@ def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: 
 def describe_weights(
     directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0, base_sha256: str = ""
 ) -> pb.Manifest:
-    """Make the manifest of a directory that holds an adapter or a whole model; arguments as `draft_manifest`."""
+    """Create the manifest of a directory that holds an adapter or a whole model. See `draft_manifest`."""
     draft = draft_manifest(directory, model, tenant=tenant, step=step, seq_id=seq_id, base_sha256=base_sha256)
     return seal(directory, draft)
 
@@ -53,9 +54,9 @@ def describe_weights(
 def draft_manifest(
     directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0, base_sha256: str = ""
 ) -> pb.Manifest:
-    """Do what `describe_weights` does but for the checksums, which take the longest.
+    """Create a manifest as `describe_weights` does, but without the checksums, which take longest.
 
-    `base_sha256` is the identity of the base weights that it was made on; empty where that is not known.
+    `base_sha256` is the identity of the base weights on which these weights were made; empty if unknown.
     """
     if (directory / WEIGHTS_FILE).exists():
         draft = _draft_adapter(directory, model, tenant, step, seq_id)
@@ -66,7 +67,7 @@ def draft_manifest(
 
 
 def seal(directory: Path, draft: pb.Manifest) -> pb.Manifest:
-    """Return a directory's manifest with the checksums of the weights that lie there."""
+    """Return the draft with the checksums of the directory's weights."""
     weights = directory / weights_file(draft)
     manifest = pb.Manifest()
     manifest.CopyFrom(draft)
@@ -79,7 +80,7 @@ def seal(directory: Path, draft: pb.Manifest) -> pb.Manifest:
 
 
 def is_sealed(manifest: pb.Manifest, draft: pb.Manifest) -> bool:
-    """Whether a manifest is a draft's with its checksums."""
+    """Whether a manifest is a draft with its checksums added."""
     rest = pb.Manifest()
     rest.CopyFrom(manifest)
     rest.model.ClearField("sha256")
@@ -88,12 +89,12 @@ def is_sealed(manifest: pb.Manifest, draft: pb.Manifest) -> bool:
 
 
 def is_model(manifest: pb.Manifest) -> bool:
-    """Whether a manifest describes a whole model and no adapter."""
+    """Whether a manifest describes a whole model rather than an adapter."""
     return not manifest.adapter_config and manifest.rank == 0
 
 
 def weights_file(manifest: pb.Manifest) -> str:
-    """Return the name of the file that a manifest's SHA-256 is of."""
+    """Return the name of the file whose SHA-256 is in a manifest."""
     return MODEL_FILE if is_model(manifest) else WEIGHTS_FILE
 
 
@@ -118,12 +119,12 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def write_manifest(directory: Path, manifest: pb.Manifest) -> None:
-    """Write the manifest beside the adapter that it describes."""
+    """Write the manifest beside the weights that it describes."""
     (directory / MANIFEST_FILE).write_text(json_format.MessageToJson(manifest))
 
 
 def read_manifest(directory: Path) -> pb.Manifest:
-    """Read a directory's manifest. Raises FileNotFoundError when there is none, ChecksumMismatch when it is damaged."""
+    """Read a directory's manifest. Raises FileNotFoundError if there is none, ChecksumMismatch if it is damaged."""
     text = (directory / MANIFEST_FILE).read_bytes()
     try:
         return json_format.Parse(text, pb.Manifest())
@@ -132,7 +133,7 @@ def read_manifest(directory: Path) -> pb.Manifest:
 
 
 def verify_adapter(directory: Path, manifest: pb.Manifest) -> str:
-    """Check that a directory holds exactly the adapter that the manifest describes; return the computed SHA-256."""
+    """Check that a directory holds exactly the adapter of the manifest, and return the computed SHA-256."""
     foreign = {path.name for path in directory.iterdir()} - ADAPTER_FILES
     if foreign:
         raise errors.ChecksumMismatch("the adapter's directory holds files that do not belong there")
@@ -143,14 +144,14 @@ def verify_adapter(directory: Path, manifest: pb.Manifest) -> str:
 
 
 def served_model(manifest: pb.Manifest) -> ServedModel:
-    """Return what the manifest describes."""
+    """Return the model that the manifest describes."""
     return served_model_from_proto(manifest.model)
 
 
 def read_header(weights: Path) -> bytes:
-    """Read the JSON header of a safetensors file: the same bytes where tensors lie alike, as those of a run's versions.
+    """Return the JSON header of a safetensors file, which is equal for files of one layout, such as a run's versions.
 
-    Raises ChecksumMismatch when the file ends before the header does.
+    Raises ChecksumMismatch if the file ends before the header does.
     """
     with weights.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -161,9 +162,9 @@ def read_header(weights: Path) -> bytes:
 
 
 def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
-    """Read where a safetensors file has its tensors.
+    """Return the tensors of a safetensors file and their positions.
 
-    Raises ChecksumMismatch unless they tile it exactly, InvalidShape where a tensor's bytes are not those of its shape
+    Raises ChecksumMismatch unless they tile the file exactly, InvalidShape if a tensor's size does not match its shape
     and dtype, InvalidDtype.
     """
     header = read_header(weights)
@@ -179,7 +180,7 @@ def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
 
 @lru_cache(maxsize=16)
 def _parse_header(text: bytes) -> tuple[pb.TensorEntry, ...]:
-    """Return the tensors in order of offset. Versions of a run share one header, which is read several times each."""
+    """Return the tensors in order of offset. Cached: a run's versions share one header, read several times for each."""
     base = 8 + len(text)
     header: dict[str, Any] = json.loads(text)
     header.pop("__metadata__", None)

@@ -1,7 +1,7 @@
-"""FetchVersion's replies as bytes, so that weights are not copied through a message object on either side.
+"""FetchVersion replies as bytes, so that weights are not copied through a message object on either side.
 
-What is written is the wire format of FetchVersionResponse, which generated stubs of any language read, and what is read
-is what any servicer may send (https://protobuf.dev/programming-guides/encoding/).
+Replies are written in the wire format of FetchVersionResponse, which generated stubs of any language can read. The
+reader accepts whatever a servicer may send (https://protobuf.dev/programming-guides/encoding/).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightService"]
 _METHOD = "FetchVersion"
 _CHUNK = 2 << 3 | 2
-"""Tag of FetchVersionResponse.chunk: number, then wire type (0 a varint, 2 bytes with their length, 5 four bytes)."""
+"""Tag of FetchVersionResponse.chunk: number, then wire type (0 a varint, 2 bytes with a length, 5 four bytes)."""
 _OFFSET, _DATA, _CRC32C = 1 << 3 | 0, 2 << 3 | 2, 3 << 3 | 5
 _CRC_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk whose data are bytes of the message that brought it."""
+    """A chunk whose data is a view of the message that carried it."""
 
     offset: int
     data: memoryview
@@ -37,24 +37,24 @@ class Piece:
 
     @classmethod
     def of(cls, chunk: pb.Chunk) -> Piece:
-        """Take the chunk of a message object."""
+        """Convert the chunk of a message object."""
         return cls(chunk.offset, memoryview(chunk.data), chunk.crc32c)
 
     @property
     def is_intact(self) -> bool:
-        """Whether the data have the checksum that came with them."""
+        """Whether the data matches the chunk's checksum."""
         return _crc32c(self.data) == self.crc32c
 
 
 Part = pb.FetchVersionResponse | Piece
-"""A manifest or a path in its reply, or a chunk."""
+"""A reply that holds a manifest or a path, or a chunk."""
 FetchVersion = Callable[[pb.FetchVersionRequest, Any], AsyncIterator[bytes]]
 
 
 def write_piece(file: FileIO, offset: int, size: int) -> bytes:
-    """Return the reply that carries a file's next `size` bytes, which are those from `offset` on.
+    """Return the reply that carries a file's next `size` bytes, which start at `offset`.
 
-    They are read to where they stay: the buffer becomes the reply without a copy. Raises EOFError if there are fewer.
+    They are read into a buffer that becomes the reply without a copy. Raises EOFError if there are fewer.
     """
     head = b"".join((bytes((_OFFSET,)), _varint(offset), bytes((_DATA,)), _varint(size)))
     head = b"".join((bytes((_CHUNK,)), _varint(len(head) + size + 1 + _CRC_BYTES), head))
@@ -70,10 +70,10 @@ def write_piece(file: FileIO, offset: int, size: int) -> bytes:
 
 
 def read_part(message: bytes) -> Part:
-    """Return a reply, a chunk without copying its data. Raises DecodeError when it is none."""
+    """Parse a reply, without copying the data of a chunk. Raises DecodeError if it cannot be parsed."""
     try:
         piece = _read_piece(message)
-    except IndexError:  # it ends too early, which protobuf's own parser says better
+    except IndexError:  # truncated, which protobuf's own parser reports better
         piece = None
     if piece is not None:
         return piece
@@ -82,7 +82,7 @@ def read_part(message: bytes) -> Part:
 
 
 def add_fetch_version(server: grpc.aio.Server, method: FetchVersion) -> None:
-    """Serve FetchVersion by a method that yields serialised replies, in the place of a servicer that was added."""
+    """Serve FetchVersion with a method that yields serialised replies, in place of the servicer's."""
     handler: Any = grpc.unary_stream_rpc_method_handler(
         method,
         request_deserializer=pb.FetchVersionRequest.FromString,
@@ -91,7 +91,7 @@ def add_fetch_version(server: grpc.aio.Server, method: FetchVersion) -> None:
 
 
 def fetch_version(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamMultiCallable[pb.FetchVersionRequest, Part]:
-    """Return the generated stub's method with another reading of replies."""
+    """Return the stub's FetchVersion, with `read_part` to parse replies."""
     return channel.unary_stream(
         f"/{_SERVICE.full_name}/{_METHOD}",
         request_serializer=pb.FetchVersionRequest.SerializeToString,
@@ -100,15 +100,15 @@ def fetch_version(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamMultiCallabl
 
 
 async def read_parts(call: grpc.aio.UnaryStreamCall[pb.FetchVersionRequest, Part]) -> AsyncIterator[Part]:
-    """Yield a call's replies without keeping one while the next one comes, as the call's own iterator does."""
+    """Yield a call's replies. Unlike the call's own iterator, keep no reply alive while the next one arrives."""
     parts = [await call.read()]
     while isinstance(parts[0], Part):
-        yield parts.pop()  # type: ignore[misc] # what was asked for is forgotten by the pop
+        yield parts.pop()  # type: ignore[misc] # the narrowing of parts[0] does not reach pop
         parts.append(await call.read())
 
 
 def _read_piece(message: bytes) -> Piece | None:
-    """Read a reply that is one chunk of known fields, whatever their order; None for everything else."""
+    """Parse a reply that is one chunk of known fields, in any order; return None for anything else."""
     if message[0] != _CHUNK:
         return None
     length, at = _read_varint(message, 1)
@@ -132,7 +132,7 @@ def _read_piece(message: bytes) -> Piece | None:
 
 
 def _crc32c(data: memoryview) -> int:
-    """Return a checksum. What computes it takes no memoryview, but an array, which copies nothing either."""
+    """Return the CRC-32C. google_crc32c accepts an array, which needs no copy, but no memoryview."""
     checksum: int = google_crc32c.value(np.frombuffer(data, np.uint8))
     return checksum
 
@@ -147,7 +147,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """Return the number at a position, and the position after it. Raises DecodeError, IndexError at the end."""
+    """Return the number at a position, and the position after it. Raises DecodeError, or IndexError at the end."""
     value = 0
     for shift in range(0, 64, 7):
         byte = message[at]
