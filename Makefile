@@ -1,6 +1,6 @@
 # Every target is one line that calls a tool or a script. `make` alone lists them.
 .DEFAULT_GOAL := help
-# Empty: the first of python3, python3.13, python3.12 and python3.11 that will do. What is in .venv stays what it is.
+# Empty means the first suitable one of python3, python3.13, python3.12 and python3.11. An existing .venv is kept.
 PYTHON ?=
 GPU_PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ $(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml scr
 $(VENV)/trl: requirements/bench.txt $(VENV)/.installed
 	@$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ -r $< && touch $@
 
-proto: $(VENV)/.installed ## Generate the typed gRPC stubs, and the secrets of a deployment
+proto: $(VENV)/.installed ## Generate the typed gRPC stubs and a deployment's secrets
 	@$(RUN)/python scripts/gen_protos.py && $(RUN)/python scripts/make_secrets.py
 
 demo: proto ## Train the embedded model by reinforcement learning, end to end
@@ -32,10 +32,10 @@ test: proto ## Run every test that needs no GPU
 test-clients: proto ## Run every release of Tinker's SDK against the services
 	@OMP_NUM_THREADS=1 UPDATE=$(UPDATE) $(RUN)/python -m pytest -m clients tests/clients
 
-test-avx2: proto ## Run the tests that compare numbers with AVX2 alone
+test-avx2: proto ## Run the tests that compare numbers, with AVX2 only
 	@scripts/test_avx2.sh $(RUN)
 
-wheels-gpu: proto ## Collect in wheels/ what an offline GPU machine lacks
+wheels-gpu: proto ## Collect the wheels that an offline GPU machine lacks, in wheels/
 	@$(RUN)/python scripts/wheels_gpu.py wheels
 
 test-gpu: ## Install from wheels/ beside the machine's torch; run the tests and benches that need a GPU
@@ -44,10 +44,10 @@ test-gpu: ## Install from wheels/ beside the machine's torch; run the tests and 
 verify: proto ## Check style, types, layers and contracts
 	@scripts/verify.sh $(RUN)
 
-fix: proto ## Repair style where a tool can
+fix: proto ## Fix style where a tool can
 	@$(RUN)/ruff check --fix -q . ; $(RUN)/ruff format -q .
 
-bench-parity: proto ## Compare trainer's and sampler's log-probabilities, beside stock transformers and vLLM
+bench-parity: proto ## Compare log-probabilities of trainer and sampler, beside stock transformers and vLLM
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.parity
 
 bench-optimizers: proto ## Measure each optimizer's state and step
@@ -62,7 +62,7 @@ bench-train: proto $(VENV)/trl ## Time the trainer beside transformers and PEFT,
 bench-sample: proto ## Time sampling beside vLLM's own server, vLLM in process, and its LoRA operators
 	@$(RUN)/python -m bench.sample
 
-bench-runs: proto ## Time eight runs in joint passes beside one after the other and one run with all tokens
+bench-runs: proto ## Time eight runs in joint passes, one after the other, and as one run with all tokens
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.train.runs
 
 bench-publish: proto ## Time publishing beside PEFT and vLLM's own HTTP server, under load
@@ -71,7 +71,7 @@ bench-publish: proto ## Time publishing beside PEFT and vLLM's own HTTP server, 
 bench-http: proto ## Time Tinker's SDK over HTTP beside the gRPC client, and heartbeats under load
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.http
 
-bench-shared: proto ## Measure what one copy of the base model saves and costs, and writes in place
+bench-shared: proto ## Measure what sharing one copy of the base model saves and costs, and writes in place
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.memory.shared
 
 bench-soak: proto ## Publish for minutes under load and score every token at its version
@@ -80,10 +80,10 @@ bench-soak: proto ## Publish for minutes under load and score every token at its
 bench-stream: proto ## Time the stream of weights beside the same stream as plain protobuf
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.publish.stream
 
-bench-versions: proto ## Time versions that come back into memory: 64 in turn on 4 slots
+bench-versions: proto ## Time versions that are loaded again: 64 in turn on 4 slots
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.publish.versions
 
-bench-overload: proto ## Measure what a sampler gets done under ten times the load that it admits
+bench-overload: proto ## Measure a sampler's goodput under ten times the load that it admits
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.sample.overload
 
 bench-journal: proto ## Measure what the journal costs a training step
@@ -92,7 +92,7 @@ bench-journal: proto ## Measure what the journal costs a training step
 bench-saves: proto ## Measure how long a save and a publish hold up training
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.durability.saves
 
-models: proto ## Write the table of docs/models.md anew
+models: proto ## Regenerate the table of docs/models.md
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python scripts/models_table.py
 
 chaos: proto ## Kill trainer, engine, sampler and gateway 2,000 times, and check that nothing is lost
@@ -101,11 +101,11 @@ chaos: proto ## Kill trainer, engine, sampler and gateway 2,000 times, and check
 power-cuts: proto ## Start the trainer on what 1,000 power cuts leave, and check that nothing is lost
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.durability.power_cuts $(CUTS)
 
-fuzz: proto ## Fire 1,000,000 hostile calls at the services while another tenant trains beside
+fuzz: proto ## Send 1,000,000 hostile calls to the services while another tenant trains
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.hostile.fuzz $(CASES)
 
 images: proto ## Build the three container images for CPU
 	@deploy/build-images.sh cpu
 
-clean: ## Remove everything that was made here
+clean: ## Remove everything that make created
 	@rm -rf $(VENV) $(VENV)-gpu wheels .paceline dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis paceline/*/v1

@@ -1,4 +1,4 @@
-"""The same service without the client: nothing but grpcio and the generated stubs.
+"""Call the service without the client, with only grpcio and the generated stubs.
 
     python examples/raw_stubs.py
 
@@ -41,7 +41,7 @@ def main() -> None:
     channel = grpc.insecure_channel(os.environ.get("PACELINE_ADDRESS", "localhost:50050"))
     training, sampling = TrainerServiceStub(channel), SamplerServiceStub(channel)
 
-    # A run: the adapter that is trained. The request_id makes the call safe to repeat.
+    # Create a run, the adapter that is trained. The request_id makes the call safe to repeat.
     made = training.CreateRun(
         trainer.CreateRunRequest(request_id=uuid.uuid4().hex, lora=lora_pb2.LoraConfig(rank=8)),
         metadata=key,
@@ -69,7 +69,7 @@ def main() -> None:
     )
     print(f"step {step.step}: gradient norm {step.grad_norm:.3f}, {step.milliseconds:.1f} ms")
 
-    # Publishing makes an immutable version and gets it to the samplers.
+    # Publishing makes an immutable version and sends it to the samplers.
     published = training.PublishWeights(
         trainer.PublishWeightsRequest(run_id=run_id, seq_id=3, wait_for=trainer.ACK_POLICY_ANY),
         metadata=key,

@@ -1,4 +1,4 @@
-r"""Reinforcement learning, end to end: sample, score, train, publish, and again under the new weights.
+r"""Reinforcement learning, end to end: sample, score, train, publish, and repeat with the new weights.
 
     python examples/rl_loop.py [--steps 32] [--seed 0] [--out results]
 
@@ -27,7 +27,7 @@ from tasks import HELD_OUT, MAX_TOKENS, STOP, Question, questions, reward
 import paceline
 from paceline import AdamParams, Datum, SampleResult, SamplingParams
 
-SAVE_EVERY = 8  # steps between state checkpoints: what a killed trainer can cost
+SAVE_EVERY = 8  # steps between state checkpoints: the most that a killed trainer can lose
 
 
 @dataclass
@@ -43,7 +43,7 @@ class StepReport:
 
 
 def main() -> None:
-    """Run the loop and show what came of it."""
+    """Run the loop and show the results."""
     options = parse_options()
     rng = random.Random(options.seed)
     console = Console()
@@ -61,7 +61,7 @@ def main() -> None:
                 try:
                     reports.append(loop.step([next(draw) for _ in range(options.prompts)]))
                 except paceline.errors.RunStateLost as lost:
-                    # The trainer was restarted. What was checkpointed is not lost: go on from there.
+                    # The trainer lost the run's state. Continue from the last checkpoint.
                     training.load_state_with_optimizer(lost.metadata["checkpoint"]).result()
                     loop.publish()
                     continue
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 class Loop:
-    """The loop's state: the run and the weights that are sampled from."""
+    """The loop's state: the run and the weights to sample from."""
 
     def __init__(
         self, service: paceline.ServiceClient, training: paceline.TrainingClient, options: argparse.Namespace
@@ -88,7 +88,7 @@ class Loop:
         self.publish()
 
     def publish(self) -> None:
-        """Make the current weights a new version and sample from exactly that one."""
+        """Publish the current weights as a new version and sample from exactly that version."""
         start = perf_counter()
         published = self.training.publish_weights(wait_for="all").result()
         self.publish_ms = 1e3 * (perf_counter() - start)
@@ -101,8 +101,8 @@ class Loop:
         results = self.sample(batch, self.options.samples)
         rewards = [self.score(question, result) for question, result in zip(batch, results, strict=True)]
         data = [datum for parts in zip(batch, results, rewards, strict=True) for datum in self.make_data(*parts)]
-        if data:  # a batch in which every group agrees holds nothing to learn
-            # Issued together, awaited together: the trainer goes from one to the other without a pause.
+        if data:  # nothing to learn if rewards are equal within every group
+            # Both are issued before either is awaited, so the trainer does not pause between them.
             loss = self.training.forward_backward(data, "importance_sampling")
             update = self.training.optim_step(AdamParams(learning_rate=self.options.learning_rate))
             loss.result(), update.result()
@@ -115,7 +115,7 @@ class Loop:
         return StepReport(self.steps, float(np.mean(rewards)), tokens, self.publish_ms, self.version, seconds)
 
     def sample(self, batch: list[Question], num_samples: int) -> list[SampleResult]:
-        """Sample all prompts at the same time; the sampler shares each prompt among its completions."""
+        """Sample all prompts concurrently; the sampler shares each prompt among its completions."""
         futures = [self.sampling.sample(self.encode(question), num_samples, self.params) for question in batch]
         return [future.result() for future in futures]
 
@@ -148,7 +148,7 @@ class Loop:
 
 
 def show(console: Console, reports: list[StepReport], before: float, after: float, out: Path) -> None:
-    """Print the table, draw the curve, keep the numbers."""
+    """Print the table, draw the curve, save the numbers."""
     table = Table(title="Reinforcement learning through Paceline")
     for heading in ("step", "mean reward", "tokens", "publish ms", "version"):
         table.add_column(heading, justify="right")

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: teach the model to answer in the style of a few examples, then ask it.
+"""Supervised fine-tuning: teach the model to answer in the style of a few examples, then ask it a question.
 
     python examples/sft_loop.py [--steps 12]
 
@@ -21,7 +21,7 @@ EXAMPLES = [
 
 
 def main() -> None:
-    """Train, then sample from what was trained."""
+    """Train, then sample from the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -39,7 +39,7 @@ def main() -> None:
             return tokens
 
         # A datum is already shifted: position i predicts target i, and only the answer's positions count. The loss is
-        # a sum, so the weight makes it a mean over the batch's answers.
+        # a sum; the weight turns it into a mean over the batch's answers.
         data = []
         for question, answer in EXAMPLES:
             completion = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
@@ -47,7 +47,7 @@ def main() -> None:
             data.append(Datum.from_completion(prompt_tokens(question), completion, weight=weight))
 
         for step in range(1, options.steps + 1):
-            # Both are issued before either is awaited: the trainer goes from one to the other without a pause.
+            # Both are issued before either is awaited, so the trainer does not pause between them.
             loss = training.forward_backward(data, "cross_entropy")
             update = training.optim_step(AdamParams(learning_rate=options.learning_rate))
             print(f"step {step:3}   loss {loss.result().metrics['loss:sum']:.3f}   "

@@ -1,4 +1,4 @@
-"""Stream tokens as they are sampled, and stop whenever you like.
+"""Stream tokens as they are sampled; stop at any time.
 
     python examples/stream_tokens.py "Why is the sky blue?" [--max-tokens 64]
 
@@ -31,7 +31,7 @@ def main() -> None:
         start, first = perf_counter(), 0.0
         tokens: list[int] = []
         params = SamplingParams(max_tokens=options.max_tokens, temperature=0.7)
-        # Leaving this loop early, by break or by Ctrl-C, cancels the request: the sampler stops working on it.
+        # Leaving this loop early, by break or Ctrl-C, cancels the request, and the sampler stops working on it.
         for delta in sampling.sample_stream(prompt, sampling_params=params):
             first = first or perf_counter() - start
             shown = len(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -43,7 +43,7 @@ CAPITALS = {
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt, sent to the model as plain text without a chat template, and the only answer that counts."""
+    """A prompt, sent to the model as plain text without a chat template, and the only answer that counts."""
 
     prompt: str
     answer: str
@@ -58,11 +58,11 @@ TRAINING = tuple(question for country in CAPITALS if (question := _question(coun
 
 
 def questions(rng: random.Random) -> Iterator[Question]:
-    """Yield the training questions without end, each once per pass, in a new order on every pass."""
+    """Yield the training questions endlessly, each once per pass, in a new order on every pass."""
     while True:
         yield from rng.sample(TRAINING, len(TRAINING))
 
 
 def reward(completion: str, answer: str) -> float:
-    """Return 1.0 if `completion` is `answer`, apart from outer whitespace and a final full stop; otherwise 0.0."""
+    """Return 1.0 if `completion` is `answer`, ignoring outer whitespace and a final full stop; otherwise 0.0."""
     return float(completion.strip().removesuffix(".") == answer)

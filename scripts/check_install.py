@@ -1,8 +1,8 @@
-"""Check that an installation for CPUs can serve: torch and vLLM import, with vLLM's kernels for this processor.
+"""Check that a CPU installation can serve: torch and vLLM import, with vLLM's kernels for this processor.
 
     python scripts/check_install.py
 
-Exit status 1, and one line that says why, where they do not.
+Exits with status 1 and a one-line reason otherwise.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-# vLLM tells of kernels that it cannot load in a warning, and goes on without them.
+# vLLM only warns about kernels that it cannot load, and continues without them.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 def main() -> None:
-    """Import both, and say which torch it is."""
+    """Import torch and vLLM, load vLLM's kernels, and print torch's version."""
     for name in ("torch", "vllm", "vllm.platforms"):
         try:
             import_module(name)

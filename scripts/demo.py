@@ -21,7 +21,7 @@ from paceline.up.plan import UpOptions
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".paceline" / "demo"
 ADDRESS = "127.0.0.1:50250"
-"""Not the default, so that the demo runs beside `make up`."""
+"""Not the default, so that the demo can run beside `make up`."""
 
 
 def main(arguments: list[str]) -> int:

@@ -1,7 +1,7 @@
 """Generate the typed gRPC stubs from `proto/` into the tree, beside the code that imports them.
 
-The one generator of this project: `make proto`, the build hook and the tests all call `generate`.
-The path of a contract below `proto/` is the import path of its stubs, so nothing is rewritten afterwards.
+This is the project's only generator: `make proto`, the build hook and the tests all call `generate`. A contract's path
+below `proto/` is the import path of its stubs, so nothing is rewritten afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GENERATOR = "1.81.1"
 
 
 def generate(root: Path = ROOT) -> list[Path]:
-    """Write `*_pb2.py`, `*_pb2_grpc.py` and their type stubs below `root`; return the contracts they came from."""
+    """Write `*_pb2.py`, `*_pb2_grpc.py` and their type stubs below `root`; return the contracts."""
     found = version("grpcio-tools")
     if found != GENERATOR:
         raise SystemExit(f"grpcio-tools is {found}; install {GENERATOR}, whose stubs load on protobuf 6.33.5+ and 7.x")

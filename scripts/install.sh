@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make a virtual environment with exactly the pinned packages, and this project in it.
+# Create a virtual environment with exactly the pinned packages, and install this project in it.
 #   scripts/install.sh VENV [PYTHON]
-# VENV/.installed is there when it is done, and only when torch and vLLM can be imported.
+# VENV/.installed exists only after a complete installation, in which torch and vLLM can be imported.
 set -euo pipefail
 venv=$1 python=${2:-}
 
@@ -27,14 +27,14 @@ fi
 echo "Installing into $venv with $("$python" -V), once: 2.5 GB, or 6.6 GB where pip finds no CPU build of torch (see README.md)"
 rm -f "$venv/.installed"
 "$python" -m venv "$venv"
-# torch goes first and brings what it needs, which differs by build. Of the builds of one version pip prefers the one with a
-# suffix, +cpu, where it finds it: where it is set up to look, and in PIP_EXTRA_INDEX_URL.
+# Install torch first, with what it requires, which differs by build. Among builds of one version pip prefers one with a
+# suffix (+cpu), if it finds one in its configured indexes or in PIP_EXTRA_INDEX_URL.
 echo "  1/3 torch and what it needs: minutes, with nothing to see"
 install --constraint requirements/cpu.txt torch
 echo "  2/3 $(grep -c == requirements/cpu.txt) pinned packages, vLLM among them"
 install --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 echo "  3/3 Paceline"
-# The environment has all that the build needs, so nothing is fetched for it.
+# The environment has everything that the build needs, so nothing is downloaded.
 install --no-deps --no-build-isolation --editable .
 "$venv/bin/python" scripts/check_install.py ||
     fail "The installation in $venv is of no use, for the reason above; mend that and call make again"

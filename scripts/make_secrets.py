@@ -1,12 +1,12 @@
-"""Make the secrets of a deployment in `deploy/secrets`, once: what exists is left as it is.
+"""Make the missing secrets of a deployment in `deploy/secrets`; existing ones stay unchanged.
 
     python scripts/make_secrets.py [DIRECTORY]
 
 credential       shared by the gateway and the services
-keys/keys.json   the gateway's API keys, as hashes, in a folder of its own, which the gateway sees
-api_key          the one key that keys.json begins with, for the client
+keys/keys.json   the gateway's API keys, as hashes, in a separate folder that is mounted into the gateway
+api_key          the first key in keys.json, for the client
 
-More keys: `python -m gateway.keys add`.
+To add keys: `python -m gateway.keys add`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DIRECTORY = Path(__file__).resolve().parent.parent / "deploy" / "secrets"
 
 
 def make_secrets(directory: Path) -> list[Path]:
-    """Write the files that are missing and return them."""
-    # Containers mount what is in it and read it as another user. On this machine the folder keeps others out.
+    """Write the missing files and return them."""
+    # Containers mount the files and read them as another user. On this machine the folder's mode keeps others out.
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
     made = []

@@ -1,4 +1,4 @@
-"""Write the table of docs/models.md: what the engine's certificate says of tiny models of every architecture."""
+"""Write the table of docs/models.md: the engine's certificate for tiny models of every architecture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SEQUENCES = {PackingMode.PACKED: "packed", PackingMode.ONE_SEQUENCE: "one a pas
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a table says of an architecture; `certificate` is None where it is refused."""
+    """A row of the table for one architecture; `certificate` is None if it is refused."""
 
     kind: str
     certificate: ModelCertificate | None
@@ -43,11 +43,11 @@ class Row:
 
 
 def row_of(kind: str) -> Row | None:
-    """Find out what the engine says of an architecture; None where transformers makes no model of its configuration."""
+    """Load an architecture in the engine; return None if transformers cannot make a model of its configuration."""
     with TemporaryDirectory() as directory:
         try:
             make_architecture(kind, Path(directory))
-        except Exception:  # Whatever it is, it is no engine's.
+        except Exception:  # Any failure here is transformers', not the engine's.
             return None
         try:
             return Row(kind, PeftEngine(EngineOptions(directory, kind)).describe().certificate)
@@ -61,7 +61,7 @@ def rows_in(document: str) -> dict[str, str]:
 
 
 def written(document: str, rows: Sequence[Row]) -> str:
-    """Return the document with these rows in place of its table."""
+    """Return the document with its table replaced by these rows."""
     start = document.index(_HEAD) + len(_HEAD)
     end = document.find("\n\n", start - 1)
     return document[:start] + "".join(map(str, rows)).rstrip("\n") + (document[end:] if end >= 0 else "\n")

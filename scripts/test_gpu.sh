@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run what needs a GPU, on a machine that has torch and no network: install from a folder of wheels, fetch nothing.
+# Run what needs a GPU, on a machine that has torch but no network: install from a folder of wheels, download nothing.
 #   scripts/test_gpu.sh PYTHON VENV WHEELS
 set -euo pipefail
 python=$1 venv=$2 wheels=$3
@@ -22,7 +22,7 @@ install=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check -
 "$venv/bin/python" scripts/gen_protos.py
 "${install[@]}" --no-build-isolation --editable .
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
-# Tests of vLLM fail where it is missing; this says why before they do.
+# Report why vLLM cannot be loaded before its tests fail.
 "$venv/bin/python" -c "import vllm._C_stable_libtorch" \
     || { echo "vLLM's libraries do not load beside this torch; requirements/gpu.txt names the torch that they are made for" >&2; exit 1; }
 "$venv/bin/python" -m pytest -m gpu tests/gpu

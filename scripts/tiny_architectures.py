@@ -1,4 +1,4 @@
-"""Tiny random models of the decoder architectures that the installed transformers has."""
+"""Make tiny random models of the decoder architectures in the installed transformers."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ _SIZES: dict[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Field of a configuration -> its size. Weights are wide enough for what is wrong to show."""
+"""Field of a configuration -> its size. Weights have a wide enough range for errors to show."""
 _NEEDED = ("num_key_value_heads", "head_dim", "num_experts_per_tok")
-"""Fields that get a size where their default is None."""
+"""Fields that get a size even if their default is None."""
 _LATENT = {"head_dim": 8, "num_key_value_heads": 4}
-"""Of multi-head latent attention, which turns a part of each head."""
+"""Sizes for multi-head latent attention, which rotates only a part of each head."""
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
     "mamba2": {"num_heads": 4, "head_dim": 32},
@@ -85,11 +85,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"laurel_rank": 8, "activation_sparsity_pattern": [0.0, 0.0]},
     "roc_bert": {"pronunciation_vocab_size": 32, "shape_vocab_size": 32},
 }
-"""What some architectures need beside."""
+"""Further fields that some architectures need."""
 
 
 def make_architecture(kind: str, directory: Path) -> Path:
-    """Save a random model of an architecture; returns `directory`. Raises what transformers does."""
+    """Save a random model of an architecture; return `directory`. Raises what transformers raises."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(tiny_config(kind))  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ def make_architecture(kind: str, directory: Path) -> Path:
 
 
 def tiny_config(kind: str) -> PretrainedConfig:
-    """Make an architecture's configuration with every size shrunk, also those of its parts."""
+    """Return an architecture's configuration with every size reduced, including its sub-configurations."""
     made: PretrainedConfig = CONFIG_MAPPING[kind](**_shrunk(CONFIG_MAPPING[kind], kind))
     return made
 
@@ -124,7 +124,7 @@ def _shrunk(kind: Any, name: str) -> dict[str, Any]:
 
 
 def _layers(kinds: list[str], sizes: dict[str, Any]) -> dict[str, Any]:
-    """Have a layer of each kind, and at least two."""
+    """Return fields for one layer of each kind, and at least two layers."""
     types = kinds if len(kinds) > 1 else kinds * 2
     counts: dict[str, Any] = {field: len(types) for field in ("num_hidden_layers", "n_layer") if field in sizes}
     return {"layer_types": types, **counts}

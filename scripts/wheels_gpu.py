@@ -1,10 +1,10 @@
-"""Collect what an offline GPU machine lacks: wheels for `make test-gpu`, beside a torch that is there with its CUDA.
+"""Collect wheels for `make test-gpu` on an offline GPU machine that already has torch with its CUDA packages.
 
     python scripts/wheels_gpu.py [DIRECTORY]
 
-They are those of the GPU images (requirements/gpu.txt), and what makes stubs and runs tests: what pyproject.toml names
-and what the packages installed here require, in the versions of requirements/*.txt. torch and what belongs to its CUDA
-are left out.
+They are the packages of the GPU images (requirements/gpu.txt), and those that make stubs and run tests: what
+pyproject.toml names and what the packages installed here require, in the versions of requirements/*.txt. torch and its
+CUDA packages are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("trainer", "gateway", "jwt", "sampler-hf")
 IMAGE = "gpu.txt"
-"""The pins of the GPU images, vLLM among them."""
+"""The pins of the GPU images, including vLLM."""
 TOOLS = (
     "editables",
     "grpcio-tools",
@@ -33,11 +33,11 @@ TOOLS = (
     "pytest-asyncio",
     "pytest-timeout",
 )
-"""What makes stubs, and runs tests."""
+"""Packages that make stubs and run tests."""
 FOR_TRL = ("dill", "jinja2", "python-dateutil")
-"""What those in requirements/bench.txt need and nothing else here does."""
+"""What only the packages in requirements/bench.txt need."""
 PRESENT = ("torch", "setuptools", "triton", "nvidia-", "cuda-")
-"""Beginnings of names of what is there with torch; its packages for vision and audio vLLM makes no use of here."""
+"""Name prefixes of the packages present with torch, and of torchvision and torchaudio, which vLLM does not use here."""
 MACHINE = {
     "python_version": "3.12",
     "python_full_version": "3.12.0",
@@ -49,7 +49,7 @@ MACHINE = {
     "os_name": "posix",
 }
 PLATFORMS = ("manylinux2014_x86_64", "manylinux1_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)))
-"""pip takes a wheel only for a platform that is named."""
+"""pip accepts a wheel only for a platform that is named."""
 
 
 def read_pins(*names: str) -> dict[str, str]:
@@ -60,23 +60,23 @@ def read_pins(*names: str) -> dict[str, str]:
 
 
 def pins() -> dict[str, str]:
-    """Return the versions that are brought there: the images' where they name one."""
+    """Return the versions to collect; the images' pins take precedence."""
     return read_pins("cpu.txt", "dev.txt") | read_pins(IMAGE)
 
 
 def is_present(name: str) -> bool:
-    """Whether a package is there with torch."""
+    """Return whether a package is present with torch."""
     return name.startswith(PRESENT)
 
 
 def needed() -> set[str]:
-    """Name every package that is needed there, but for those in requirements/bench.txt."""
+    """Return the names of all packages needed there, except those in requirements/bench.txt."""
     image = {name for name in read_pins(IMAGE) if not is_present(name)}
     return image | required(*EXTRAS, tools=(*TOOLS, *FOR_TRL))
 
 
 def required(*extras: str, tools: Iterable[str] = ()) -> set[str]:
-    """Name what some of the project's extras, and these tools, require."""
+    """Return the names of what the project's given extras, and these tools, require."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = project["optional-dependencies"]
     roots = [*project["dependencies"], *known["server"], *tools, *(need for extra in extras for need in known[extra])]
@@ -86,7 +86,7 @@ def required(*extras: str, tools: Iterable[str] = ()) -> set[str]:
 
 
 def required_by(package: str) -> set[str]:
-    """Name what a package that is installed here requires."""
+    """Return the names of what a package installed here requires."""
     found: dict[str, set[str]] = {}
     _follow(_required(package, set()), found)
     return set(found)
@@ -109,7 +109,7 @@ def _required(name: str, extras: set[str]) -> Iterator[str]:
 
 
 def write_requirements(directory: Path) -> Path:
-    """Write the pins of what is needed; returns the file."""
+    """Write the pins of the needed packages; return the file."""
     directory.mkdir(parents=True, exist_ok=True)
     versions, path = pins(), directory / "requirements.txt"
     path.write_text("".join(f"{name}=={versions[name]}\n" for name in sorted(needed())))
@@ -117,7 +117,7 @@ def write_requirements(directory: Path) -> Path:
 
 
 def download(directory: Path) -> None:
-    """Fetch the wheels."""
+    """Download the wheels."""
     chosen = ["-r", str(write_requirements(directory)), "-r", str(ROOT / "requirements" / "bench.txt")]
     platforms = [argument for platform in PLATFORMS for argument in ("--platform", platform)]
     target = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:", *platforms]

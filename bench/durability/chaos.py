@@ -5,11 +5,11 @@
     python -m bench.durability.chaos 100 --faults kills,stops
     python -m bench.durability.chaos 100 --joint           runs share passes; equal within 1e-5
 
-Trainer, engine, sampler (engine hf) and gateway are killed, also while they restart. Their settings are the defaults,
-except that runs do not share passes unless --joint is given. Clients send every command until it is answered, through
-a proxy that loses, delays, repeats and reorders messages. The disk is filled if this process may mount a file system;
-otherwise the size of the trainer's files is limited. The result is printed and appended to docs/track-record.md with
-the command that reproduces it.
+Trainer, engine, sampler (engine hf) and gateway are killed, also while they restart. Their settings are the defaults;
+runs share passes only with --joint. Clients send every command until it is answered, through a proxy that loses,
+delays, repeats and reorders messages. The disk is filled if this process may mount a file system; otherwise the size of
+the trainer's files is limited. The result is printed and appended to docs/track-record.md with the command that
+reproduces it.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ Save = Callable[[str, Path, Captured], Awaitable[None]]
 
 
 class Executor:
-    """Train, save and publish as the service's executor does, and record when each command starts."""
+    """Trains, saves and publishes as the service's executor does, and records when each command starts."""
 
     def __init__(self, engine: EngineProcess, directory: Path, data: list[Datum]) -> None:
         self.is_blocking = False

@@ -59,7 +59,7 @@ class Deployment:
         self.times.setdefault(what, []).append(1e3 * (perf_counter() - start))
 
     def train(self) -> None:
-        """Take a step on two datums."""
+        """Take a step on 512 labelled tokens."""
         self.run.forward_backward([Datum.from_completion(PROMPT, SCORED, weight=1.0)] * 2)
         self.run.optim_step(AdamParams(learning_rate=1e-5)).result()
 

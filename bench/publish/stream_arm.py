@@ -39,7 +39,7 @@ from sampler_service.transports.staging import StagingArea
 
 
 class Plain(WeightServiceServicer):
-    """Serve a file as message objects."""
+    """Serves a file as message objects."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

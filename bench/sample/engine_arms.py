@@ -54,7 +54,7 @@ def engine_args(kind: str, model: Path, dtype: Dtype) -> AsyncEngineArgs:
 
 
 class Engine:
-    """Serve loads by calling vLLM."""
+    """Serves loads by calling vLLM."""
 
     def __init__(self, llm: AsyncLLM, adapter: Adapter | None) -> None:
         self._llm, self._adapter, self._ids = llm, adapter, count()

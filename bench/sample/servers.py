@@ -1,4 +1,4 @@
-"""The arms of `python -m bench.sample`, each a process of its own on cores of its own, until its block ends."""
+"""The arms of `python -m bench.sample`, each in its own process on given cores until its block ends."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from paceline.types.v1 import model_pb2, sampling_pb2
 
 _SERVICE = "paceline.sampler.v1.SamplerService"
 TOKENS_AND_LOGPROBS = {"return_token_ids": True, "logprobs": 0}
-"""What makes vLLM's server send what ours always sends."""
+"""Makes vLLM's server send what ours always sends."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an arm works, and with which model."""
+    """An arm's model, dtype and cores."""
 
     model: Path
     dtype: str
@@ -87,7 +87,7 @@ class RpcArm:
 
 
 class SseArm:
-    """vLLM's own OpenAI server, over server-sent events. Events are counted, not decoded, but for the last one."""
+    """vLLM's own OpenAI server, over server-sent events. Only the last event is decoded, the others are counted."""
 
     def __init__(self, pid: int, session: aiohttp.ClientSession, url: str, more: Mapping[str, Any]) -> None:
         self.pid, self._session, self._url, self._more = pid, session, url, more
@@ -109,7 +109,7 @@ class SseArm:
 
 
 class EngineArm:
-    """vLLM in process, in a process that is told of the loads."""
+    """vLLM called in process, in a process that receives the loads."""
 
     def __init__(self, process: Process) -> None:
         self.pid, self._process = process.pid, process
@@ -120,7 +120,7 @@ class EngineArm:
         return Timing(**await self.answer())
 
     async def answer(self) -> dict[str, Any]:
-        """Read a line. Raises RuntimeError when the process ended."""
+        """Read a line. Raises RuntimeError if the process ended."""
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         if not line:
@@ -131,7 +131,7 @@ class EngineArm:
 
 @asynccontextmanager
 async def serve_rpc(place: Place, stderr: int | None = None, **more: str) -> AsyncIterator[RpcArm]:
-    """Run the sampler service with `more` settings. No trainer is there to follow, so it serves the base model."""
+    """Run the sampler service with `more` settings. No trainer runs, so it serves the base model."""
     listen, health, trainer = (f"127.0.0.1:{free_port()}" for _ in range(3))
     settings = {
         "model": str(place.model), "model_name": "bench", "dtype": place.dtype, "listen": listen,
@@ -149,7 +149,7 @@ async def serve_rpc(place: Place, stderr: int | None = None, **more: str) -> Asy
 
 @asynccontextmanager
 async def serve_sse(place: Place) -> AsyncIterator[tuple[SseArm, SseArm]]:
-    """Run vLLM's server with the service's engine settings; yields it sending text alone, and what ours sends."""
+    """Run vLLM's server with the service's engine settings; yield an arm for text alone and one for what ours sends."""
     port = free_port()
     flags = {
         "model": place.model, "served-model-name": "bench", "dtype": place.dtype, "host": "127.0.0.1", "port": port,
@@ -187,7 +187,7 @@ async def start_engine(place: Place, kind: str, adapter: Path | None = None) -> 
         try:
             yield arm
         finally:
-            # The engine's own processes end with its main one only when that ends by itself.
+            # The engine's child processes end with its main process only if that one exits by itself.
             process.stdin.close()
             await process.wait()
 

@@ -1,10 +1,10 @@
-"""How fast the trainer is, beside what others do with transformers and PEFT, on ragged RL batches.
+"""Measure the trainer's speed on ragged RL batches, beside other arms that use transformers and PEFT.
 
     make bench-train        python -m bench.train [--rounds 5] [--models smollm2 qwen2.5-0.5b] [--device cpu]
 
-Every arm is a process of its own, on a CPU on the same core with one thread, and works while the others wait; a GPU's
-memory has one arm at a time, started for each round. Each round draws a new batch for all of them. Ours is the trainer
-service, called over gRPC; its time is the caller's.
+Every arm is a separate process. On a CPU all arms run on the same core with one thread, and each works while the others
+wait; on a GPU one arm at a time is in memory, started for each round. Each round draws a new batch for all of them. Our
+arm is the trainer service, called over gRPC; its time is the caller's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.machine import count_gpus
 from paceline.types import Datum
 
 TRL = Path(sys.prefix) / "trl"
-"""Where the make target installs TRL, out of the way of everything else."""
+"""Where the make target installs TRL, separate from everything else."""
 
 
 class Stage:
@@ -63,13 +63,13 @@ class Stage:
 
     @contextmanager
     def other(self, arm: str, adapter: Path, warmup: Path) -> Iterator[subprocess.Popen[str]]:
-        """Yield an arm's process, which has done a batch."""
+        """Yield the process of an arm that has done a batch."""
         with self._kept_or_fresh(arm, lambda: self._start(arm, adapter, warmup)) as process:
             yield process
 
     @contextmanager
     def alone(self, dtype: str, name: str) -> Iterator[Trainer]:
-        """Yield a trainer beside which nothing runs."""
+        """Yield a trainer while no other arm runs."""
         with start_trainer(self._trainer_options(dtype), self._scratch / name) as trainer:
             yield trainer
 
@@ -95,7 +95,7 @@ class Stage:
 
 
 def ours_with(settings: Sequence[str]) -> str:
-    """Name the arm that is the trainer with further settings."""
+    """Name our arm with further settings."""
     return ", ".join((OURS, *settings))
 
 
@@ -122,7 +122,7 @@ def start_arm(
 
 
 def ask(process: subprocess.Popen[str], batch: Path, *, compare: bool = False) -> dict[str, float]:
-    """Have an arm do one batch."""
+    """Have an arm compute one batch."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(BrokenPipeError):
@@ -136,7 +136,7 @@ def ask(process: subprocess.Popen[str], batch: Path, *, compare: bool = False) -
 
 
 def sampled(trainer: Trainer, data: list[Datum]) -> list[Datum]:
-    """Give the batch a sampler's log-probabilities: the model's own, moved a little."""
+    """Give the batch a sampler's log-probabilities: the model's own plus a little noise."""
     _, (_, logprobs) = trainer.forward_backward(data, forward_only=True)
     rng = np.random.default_rng(0)
     return [
@@ -150,7 +150,7 @@ def _noise(rng: np.random.Generator, like: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def prepare(trainer: Trainer, data: list[Datum]) -> Path:
-    """Take a step, so that neither half of the adapter is zero, then save the state with a gradient waiting."""
+    """Take a step, so that neither half of the adapter is zero, then save the state with a pending gradient."""
     trainer.forward_backward(data)
     trainer.optim_step(1e-2)
     trainer.forward_backward(data)
@@ -195,7 +195,7 @@ def measure(stage: Stage, model: Model, options: argparse.Namespace, scratch: Pa
 
 
 def our_round(trainer: Trainer, arm: str, warmup: list[Datum], data: list[Datum], figures: Figures) -> None:
-    """Time a batch, after another for warmth, and the way there and back."""
+    """Time a batch after a warm-up batch, and the RPC overhead."""
     trainer.forward_backward(warmup)
     trainer.optim_step(1e-4)
     seconds, _ = trainer.forward_backward(data)
@@ -206,21 +206,21 @@ def our_round(trainer: Trainer, arm: str, warmup: list[Datum], data: list[Datum]
 
 
 def loss_memory(stage: Stage, model: Model) -> float:
-    """Growth of the peak from two chunks of labelled positions to eight, over the size of the logits not held."""
+    """Return the growth of peak memory from 1,024 to 4,096 labelled positions, over the size of the added logits."""
     peaks = []
     with stage.alone("bfloat16", "memory") as trainer:
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, 4097).tolist()
         for labelled in (1024, 4096):
             prompt, completion = tokens[:-labelled], tokens[-labelled:]
             datum = Datum.from_completion(prompt, completion, logprobs=-1.0, advantages=1.0)
-            for _ in range(2):  # The second finds the memory that the first left.
+            for _ in range(2):  # The second reuses the memory that the first left.
                 trainer.forward_backward([datum])
             peaks.append(trainer.peak())
     return (peaks[1] - peaks[0]) / ((4096 - 1024) * model.vocab_size * 2)
 
 
 def run(name: str, options: argparse.Namespace, scratch: Path) -> None:
-    """Measure with one model and print what came out."""
+    """Measure with one model and print the results."""
     path = make_model(default_directory()) if name == "smollm2" else make_random_model(name, scratch / name)
     model, case = load_model(name, path), CASES[name]
     chosen = argparse.Namespace(**vars(options))

@@ -1,9 +1,9 @@
-"""The arms that `python -m bench.train` compares with: what a first trainer on transformers and PEFT does.
+"""The arms that `python -m bench.train` compares with: what a simple trainer on transformers and PEFT does.
 
     python -m bench.train.arms ARM MODEL ADAPTER wall|cpu
 
-Reads one JSON object a line: {"batch": path} to time a pass, with "compare": true to compare its gradient with
-the one that waits in ADAPTER, a state checkpoint. Answers with one line each.
+Reads one JSON object per line: {"batch": path} to time a pass, with "compare": true to also compare its gradient with
+the pending one in ADAPTER, a state checkpoint. Answers with one line each.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 Step = Callable[[Batch], float]
 """Forward and backward over a batch; returns the loss."""
 PRODUCTS = {"cpu": (2048, 5), "cuda": (8192, 20)}
-"""Width of the square products that are timed, and how many."""
+"""Width of the square matrix products that are timed, and how many."""
 
 
 def padded(model: nn.Module, batch: Batch) -> Tensor:
-    """One forward pass over the batch, padded to its longest; full-vocabulary log-softmax in float32."""
+    """Run one forward pass over the batch, padded to its longest; full-vocabulary log-softmax in float32."""
     rows = {name: nn.utils.rnn.pad_sequence([datum[name] for datum in batch], batch_first=True) for name in batch[0]}
     lengths = torch.tensor([len(datum["model_input"]) for datum in batch])
     attention_mask = (torch.arange(rows["model_input"].shape[1]) < lengths[:, None]).long()
@@ -49,7 +49,7 @@ def padded(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def single(model: nn.Module, batch: Batch) -> Tensor:
-    """A pass over one datum; log-softmax in the dtype of the logits, as MetaClaw's server has it."""
+    """Run a pass over one datum; log-softmax in the dtype of the logits, as in MetaClaw's server."""
     (datum,) = batch
     logits = model(input_ids=datum["model_input"][None], use_cache=False).logits[0]
     return importance_sampling(logits.log_softmax(-1).gather(1, datum["target_tokens"][:, None])[:, 0], datum)
@@ -61,7 +61,7 @@ def importance_sampling(logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def plainly(loss_of: Loss) -> Callable[[nn.Module, str], Step]:
-    """Make the step of a plain loop."""
+    """Return a maker of a plain loop's step."""
 
     def make(model: nn.Module, device: str) -> Step:
         def step(batch: Batch) -> float:
@@ -76,17 +76,17 @@ def plainly(loss_of: Loss) -> Callable[[nn.Module, str], Step]:
 
 @dataclass(frozen=True)
 class Arm:
-    """What one of the others does."""
+    """What one of the other arms does."""
 
     make_step: Callable[[nn.Module, str], Step]
     dtype: torch.dtype = torch.bfloat16
     checkpointing: bool = False
-    """Gradient checkpointing, which MetaClaw's server has on."""
+    """Gradient checkpointing, which MetaClaw's server enables."""
     rows: int | None = None
-    """Datums in one pass, of like lengths; None: all."""
+    """Datums in one pass, of similar lengths; None: all."""
 
     def passes(self, batch: Batch) -> Iterator[Batch]:
-        """Split a batch into what goes through the model at one time."""
+        """Split a batch into passes."""
         if self.rows is not None:
             batch = sorted(batch, key=lambda datum: len(datum["model_input"]))
         rows = self.rows or len(batch)
@@ -128,7 +128,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def timed(step: Step, passes: Iterable[Batch], now: Callable[[], float], device: str) -> tuple[float, float]:
-    """Return seconds of the passes over a batch and the sum of their losses."""
+    """Return the seconds of the passes over a batch, and the sum of their losses."""
     settle(device)
     start = now()
     loss = sum(step(batch) for batch in passes)
@@ -143,7 +143,7 @@ def settle(device: str) -> None:
 
 
 def gradient_cosine(model: nn.Module, adapter: str) -> float:
-    """Cosine between this arm's gradient and the checkpoint's."""
+    """Return the cosine between this arm's gradient and the checkpoint's."""
     state = load_file(Path(adapter) / "optimizer.safetensors")
     mine = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.grad is not None}
     pairs = [(mine[name].double().flatten(), state[f"grad.{name}"].double().flatten()) for name in mine]
@@ -153,7 +153,7 @@ def gradient_cosine(model: nn.Module, adapter: str) -> float:
 
 
 def product_rate(now: Callable[[], float], device: str) -> float:
-    """FLOP/s of a square matrix product in bfloat16."""
+    """Return the FLOP/s of a square matrix product in bfloat16."""
     width, count = PRODUCTS[device]
     a, b = (torch.randn(width, width, device=device).bfloat16() for _ in range(2))
     torch.mm(a, b)
@@ -166,31 +166,31 @@ def product_rate(now: Callable[[], float], device: str) -> float:
 
 
 def peak(device: str) -> int:
-    """Most memory that this process has held, in bytes: resident on a CPU, reserved by torch on a GPU."""
+    """Return the peak memory of this process in bytes: resident on a CPU, reserved by torch on a GPU."""
     if device == "cuda":
         return torch.cuda.max_memory_reserved()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def give_back() -> int:
-    """Give free memory back to the system, for all arms do not fit beside each other; returns how many bytes."""
+    """Return free memory to the system, because the arms do not all fit at once; return the number of bytes."""
     before = resident()
     ctypes.CDLL(None).malloc_trim(0)
     return before - resident()
 
 
 def take_again(size: int) -> None:
-    """Have the allocator hold `size` bytes again, as if they had never been given back, in pieces that it keeps."""
+    """Make the allocator hold `size` bytes again, as if they had not been returned, in pieces that it keeps."""
     [torch.zeros(_PIECE, dtype=torch.uint8) for _ in range(size // _PIECE)]
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:
-    """Token ids and masks become int64."""
+    """Convert an array to a tensor; token ids and masks become int64."""
     tensor = torch.from_numpy(array)
     return tensor if tensor.is_floating_point() else tensor.long()
 
@@ -198,7 +198,7 @@ def as_tensor(array: NDArray[Any]) -> Tensor:
 def answer(
     arm: Arm, model: nn.Module, step: Step, adapter: str, clock: str, device: str, request: dict[str, Any]
 ) -> dict[str, float]:
-    """Do what a line asks for."""
+    """Execute one request."""
     now = CLOCKS[clock]
     batch = [{name: as_tensor(a) for name, a in datum.items()} for datum in load_batch(Path(request["batch"]))]
     rate = product_rate(now, device)

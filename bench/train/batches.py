@@ -16,7 +16,7 @@ LOSS_INPUTS = ("target_tokens", "mask", "logprobs", "advantages")
 
 @dataclass(frozen=True)
 class Model:
-    """A model to train, and how much of it there is."""
+    """A model to train, with its size."""
 
     name: str
     path: str
@@ -25,7 +25,7 @@ class Model:
 
 
 def load_model(name: str, path: Path) -> Model:
-    """Describe a model's directory."""
+    """Describe the model in a directory."""
     import torch  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
@@ -71,7 +71,7 @@ def make_random_model(name: str, directory: Path) -> Path:
 
 
 def draw_batch(size: int, vocab_size: int, seed: int) -> list[Datum]:
-    """Draw datums with log-uniform lengths, the second half of each labelled; the advantage is one for each datum."""
+    """Draw datums with log-uniform lengths, the second half of each labelled, with one advantage per datum."""
     rng = np.random.default_rng(seed)
     data = []
     for length in np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), size)).astype(int):
@@ -85,7 +85,7 @@ def save_batch(data: list[Datum], path: Path) -> Path:
     """Write a batch for the other arms."""
     arrays = {f"{i}.{name}": datum.loss_inputs[name] for i, datum in enumerate(data) for name in LOSS_INPUTS}
     arrays |= {f"{i}.model_input": datum.model_input for i, datum in enumerate(data)}
-    np.savez(path, **arrays)  # type: ignore[arg-type]  # numpy's stubs take any name for `allow_pickle`
+    np.savez(path, **arrays)  # type: ignore[arg-type]  # for numpy's stubs any name may be `allow_pickle`
     return path
 
 

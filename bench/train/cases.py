@@ -1,4 +1,4 @@
-"""What `python -m bench.train` measures with each model, and the budgets."""
+"""The cases that `python -m bench.train` measures with each model, and their budgets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """A model to measure with, and what the trainer must reach with it."""
+    """A model's measurements, and the budgets that the trainer must meet."""
 
     datums: int
     """Sequences in a batch."""
@@ -18,7 +18,7 @@ class Case:
     """Arms without a budget."""
     pack_tokens: int = 4096
     least_share: float | None = None
-    """Of the rate of square products."""
+    """Smallest share of the rate of square products."""
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -32,10 +32,10 @@ ON_CPU = {
     "TRL SFT, padding-free": 1.5,
     "TRL GRPO, one at a time": 1.5,
 }
-# Eight rows of up to 1,024 tokens are what the memory holds beside 8 billion weights.
+# Memory holds eight rows of up to 1,024 tokens beside 8 billion weights.
 ON_GPU = {"TRL SFT, padded, 8 rows": 1.5, "TRL GRPO, padded, 8 rows": 1.5}
 CASES = {
-    # As many datums as 24 GiB take: the padded arms hold the logits several times.
+    # As many datums as fit in 24 GiB: the padded arms hold the logits several times.
     "smollm2": Case(4, ON_CPU, ("one at a time",)),
     "qwen2.5-0.5b": Case(2, ON_CPU, ("one at a time",), least_share=0.4),
     "llama-8b": Case(

@@ -1,4 +1,4 @@
-"""Paceline's arm of `python -m bench.train`: the real trainer service in processes of its own, called over gRPC."""
+"""Paceline's arm of `python -m bench.train`: the real trainer service in its own processes, called over gRPC."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _LIMITS = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("se
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """How a trainer service is started."""
+    """Options for starting a trainer service."""
 
     model: str
     dtype: str
     device: str
     core: int
-    """Where it works, on a CPU."""
+    """Core that it runs on, if the device is a CPU."""
     clock: str
-    """wall, or cpu: processor time."""
+    """wall, or cpu for processor time."""
     pack_tokens: int = 4096
     settings: Sequence[str] = ()
-    """More of them, as name=value."""
+    """Further settings, as name=value."""
 
     def environment(self) -> dict[str, str]:
-        """Return the settings as variables."""
+        """Return the settings as environment variables."""
         settings = {
             "model": self.model,
             "dtype": self.dtype,
@@ -71,7 +71,7 @@ class Trainer:
         self._run_id = stub.CreateRun(request).run.run_id
 
     def forward_backward(self, data: list[Datum], *, forward_only: bool = False) -> tuple[float, Any]:
-        """Encode, call, decode; returns seconds and (loss, log-probabilities of each datum)."""
+        """Encode, call, decode; return seconds and (loss, log-probabilities of each datum)."""
         start = self.now()
         encoded = [codec.datum_to_proto(datum) for datum in data]
         reply = self._call("ForwardBackward", pb.ForwardBackwardRequest, data=encoded, loss_fn=LOSS,
@@ -83,14 +83,14 @@ class Trainer:
         self._call("OptimStep", pb.OptimStepRequest, adamw=pb.AdamwParams(learning_rate=learning_rate))
 
     def save_state(self, name: str) -> Path:
-        """Save weights and the waiting gradient; returns the directory."""
+        """Save weights and the pending gradient; return the directory."""
         kind = pb.CHECKPOINT_KIND_STATE
         reply = self._call("SaveCheckpoint", pb.SaveCheckpointRequest, name=name, kind=kind)
         path = CheckpointPath.parse(reply.checkpoint.path)
         return self._volume / "runs" / path.run_id / path.kind.folder / path.name
 
     def now(self) -> float:
-        """Seconds on the clock: of the wall, or of the processor, spent here, in the service and in its engine."""
+        """Return seconds: wall-clock time, or the processor time of this process, the service and its engine."""
         if self._clock == "wall":
             return time.perf_counter()
         ticks = 0
@@ -100,7 +100,7 @@ class Trainer:
         return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
     def peak(self) -> int:
-        """Most memory that the engine has held, in bytes: resident on a CPU, all that is in use on a GPU."""
+        """Return the engine's peak memory in bytes: resident on a CPU, all memory in use on a GPU."""
         if self._device == "cuda":
             query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
             return int(subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0]) * 2**20
@@ -108,7 +108,7 @@ class Trainer:
         return int(fields["VmHWM"].split()[0]) * 1024
 
     def way(self, data: list[Datum]) -> float:
-        """Seconds that a batch takes there and back: a call, and what its size adds to it."""
+        """Return the seconds of RPC and serialisation for a batch: an empty call, plus what the batch's size adds."""
         start = time.perf_counter()
         self._stub.GetRun(pb.GetRunRequest(run_id=self._run_id))
         call = time.perf_counter() - start
@@ -123,21 +123,21 @@ class Trainer:
 
 
 def one_counted(data: list[Datum]) -> list[Datum]:
-    """Make requests of the same size of which one token is computed."""
+    """Return data of the same size of which only one token is computed."""
     masks = [np.zeros_like(datum.loss_inputs["mask"]) for datum in data]
     masks[0][0] = 1
     return [Datum(d.model_input, {**d.loss_inputs, "mask": mask}) for d, mask in zip(data, masks, strict=True)]
 
 
 def first_token(data: list[Datum]) -> list[Datum]:
-    """Make a request of that token alone."""
+    """Return data of that token alone."""
     inputs = {name: values[:1] for name, values in one_counted(data)[0].loss_inputs.items()}
     return [Datum(data[0].model_input[:1], inputs)]
 
 
 @contextmanager
 def start_trainer(options: TrainerOptions, state: Path) -> Iterator[Trainer]:
-    """Run a trainer service until the block ends, on a CPU on one core."""
+    """Run a trainer service until the block ends; on a CPU, on one core."""
     state.mkdir()
     listen, health = (f"127.0.0.1:{free_port()}" for _ in range(2))
     places = {"LISTEN": listen, "HEALTH_LISTEN": health, "CHECKPOINT_DIR": str(state / "volume")}

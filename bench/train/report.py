@@ -1,4 +1,4 @@
-"""What `python -m bench.train` measured, printed as a table and as the budgets beside their figures."""
+"""Print the measurements of `python -m bench.train` as a table, with the budgets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bench.train.batches import Model
 
 OURS = "paceline bfloat16"
 FLOP_PER_WEIGHT = 4
-"""A token's forward and backward through a frozen weight: a product for the output, one for the input's gradient."""
+"""Per token and frozen weight: a multiply-add for the output (forward) and one for the input's gradient (backward)."""
 
 
 @dataclass
 class Figures:
-    """What was measured for one model."""
+    """Measurements of one model."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
@@ -27,16 +27,16 @@ class Figures:
     way_seconds: list[float] = field(default_factory=list)
 
     def add(self, arm: str, seconds: float, peak: float) -> None:
-        """Note one round of an arm."""
+        """Record one round of an arm."""
         self.seconds.setdefault(arm, []).append(seconds)
         self.peaks[arm] = max(peak, self.peaks.get(arm, 0.0))
 
     def speed(self, arm: str) -> np.ndarray[Any, Any]:
-        """Real tokens a second in each round."""
+        """Return tokens per second in each round, without padding."""
         return np.divide(self.tokens, self.seconds[arm])
 
     def share(self, arm: str, model: Model) -> float:
-        """Median speed of an arm as a share of the median rate of square products."""
+        """Return the median speed of an arm as a share of the median rate of square products."""
         rate = float(np.median(self.product_rates))
         return float(FLOP_PER_WEIGHT * model.parameters * np.median(self.speed(arm)) / rate)
 

@@ -1,12 +1,12 @@
-"""What runs that share passes gain over runs that take turns, and what they lose against one run with all the tokens.
+"""Measure what sharing passes gains over runs that take turns, and what it loses against one run with all the tokens.
 
     make bench-runs        python -m bench.train.runs [--runs 8] [--sequences 2] [--tokens 4 16 64 256]
                            [--models smollm2 qwen2.5-0.5b] [--dtypes bfloat16 float32]
 
-The engine works in this process on one thread. Each round draws new batches; every arm computes the same ones once, in
-turn: all runs in joint passes, one run after the other, and one run with the tokens of all. Optimizer steps between
-them are not timed. This is done for each length of sequences. Then: how much longer a pass takes when the run before
-was another, and how fairly runs with commands of very different sizes are served.
+The engine runs in this process on one thread. Each round draws new batches, and every arm computes them once, in turn:
+all runs in joint passes, one run after the other, and one run with the tokens of all. Optimizer steps between the arms
+are not timed. This is repeated for each sequence length. Then two more measurements: how much longer a pass takes after
+a pass of another run, and how fairly runs with commands of very different sizes are served.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def draw(rng: np.random.Generator, sequences: int, tokens: int, vocab_size: int)
 
 
 def make_engine(model: Path, dtype: str, runs: Sequence[str]) -> tuple[PeftEngine, int]:
-    """Load the model with a run for each name, their ranks mixed, and one that is to have all tokens.
+    """Load the model with one run per name, of mixed ranks, and one run for all tokens.
 
-    Returns also how many bytes more a pass over the runs moves than one over that run (see SWEEPS).
+    Also return how many more bytes a pass over the runs moves than a pass over that one run (see SWEEPS).
     """
     engine = PeftEngine(EngineOptions(str(model), "embedded", dtype=dtype, logprob_chunk=256, joint_passes=True))  # type: ignore[arg-type]
     weights = -engine.create_run(ALONE, LoraConfig(rank=16)).trainable_parameters
@@ -74,7 +74,7 @@ def make_engine(model: Path, dtype: str, runs: Sequence[str]) -> tuple[PeftEngin
 
 
 def copy_rate(clock: Clock) -> float:
-    """Bytes a second that a copy reads and writes, of memory that no cache holds."""
+    """Return the bytes per second that a copy reads and writes, of memory that is in no cache."""
     source, times = torch.ones(1 << 26), []
     target = torch.empty_like(source)
     for _ in range(7):
@@ -85,7 +85,7 @@ def copy_rate(clock: Clock) -> float:
 
 
 def train_jointly(engine: PeftEngine, batches: dict[str, list[Datum]]) -> None:
-    """Begin every run's command, then advance until all are done."""
+    """Start every run's command, then advance until all are done."""
     jobs = [engine.begin(run_id, data, ForwardBackwardSpec(LOSS)) for run_id, data in batches.items()]
     while jobs:
         done = engine.advance(lambda _: None)
@@ -95,7 +95,7 @@ def train_jointly(engine: PeftEngine, batches: dict[str, list[Datum]]) -> None:
 
 
 def train_in_turn(engine: PeftEngine, batches: dict[str, list[Datum]]) -> None:
-    """Have each run's command done before the next begins."""
+    """Finish each run's command before starting the next."""
     for run_id, data in batches.items():
         engine.forward_backward(run_id, data, ForwardBackwardSpec(LOSS))
 
@@ -130,7 +130,7 @@ def measure(
 def report(name: str, counts: Sequence[int], seconds: dict[str, list[float]], moving: float) -> None:
     """Print the speed of each arm, and the budgets.
 
-    `moving` is what it takes to move the bytes that a joint pass moves beyond those of one run, in seconds.
+    `moving` is the time in seconds to move the bytes that a joint pass moves in addition to those of one run.
     """
     speeds = {arm: np.asarray(counts) / np.asarray(times) for arm, times in seconds.items()}
     for arm, speed in speeds.items():
@@ -145,9 +145,9 @@ def report(name: str, counts: Sequence[int], seconds: dict[str, list[float]], mo
 
 
 def measure_switch(engine: PeftEngine, runs: Sequence[str], rounds: int, clock: Clock) -> None:
-    """Time small passes of one run that follow its own and that follow another's, alternately."""
+    """Time small passes of one run after its own pass and after another run's, alternating."""
     data = draw(np.random.default_rng(1), 1, 2, 1000)
-    before = {"same": runs[0], "other": runs[len(RANKS)]}  # Both of one rank.
+    before = {"same": runs[0], "other": runs[len(RANKS)]}  # Both have the same rank.
     times: dict[str, list[float]] = {name: [] for name in before}
     for turn in range(4 * rounds + 1):
         for name, run_id in before.items():
@@ -162,7 +162,7 @@ def measure_switch(engine: PeftEngine, runs: Sequence[str], rounds: int, clock: 
 
 
 def served_fairly(passes: int) -> float:
-    """Jain's index of the tokens served to eight runs that wait always (Jain et al., DEC-TR-301, 1984)."""
+    """Return Jain's index of the tokens served to eight runs that always wait (Jain et al., DEC-TR-301, 1984)."""
     rng, scheduler, served = np.random.default_rng(2), Scheduler[Demand](4096), Counter[str]()
     demands: dict[str, Demand] = {}
     for _ in range(passes):

@@ -1,4 +1,4 @@
-"""TRL's arms of `python -m bench.train`: its own trainer classes, called on batches that are given."""
+"""TRL's arms of `python -m bench.train`: its own trainer classes, called on given batches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 Batch = list[dict[str, Tensor]]
 _LABELLED = -100
-"""TRL's label of a position without a loss is this."""
+"""TRL's label of a position without a loss."""
 
 
 def sft(model: nn.Module, device: str, *, padding_free: bool) -> Callable[[Batch], float]:
-    """SFTTrainer's training step over the whole batch; its loss is cross-entropy, the mean over labelled tokens.
+    """Return SFTTrainer's training step over the whole batch; its loss is cross-entropy, the mean over labelled tokens.
 
-    bfloat16 by autocast over bfloat16 weights, its head in tiles of the vocabulary, no gradient checkpointing.
+    bfloat16 by autocast over bfloat16 weights, the head in tiles of the vocabulary, no gradient checkpointing.
     """
     from trl import SFTConfig, SFTTrainer  # noqa: PLC0415
 
@@ -38,9 +38,10 @@ def sft(model: nn.Module, device: str, *, padding_free: bool) -> Callable[[Batch
 
 
 def grpo(model: nn.Module, device: str) -> Callable[[Batch], float]:
-    """GRPOTrainer's loss and its backward pass.
+    """Return a step of GRPOTrainer's loss and its backward pass.
 
-    Clipping is out of reach, and its mean over labelled tokens is made a sum: the loss is importance_sampling's.
+    epsilon is too large for clipping, and the mean over labelled tokens is turned into a sum, so that the loss is
+    importance_sampling's.
     """
     from trl import GRPOConfig, GRPOTrainer  # noqa: PLC0415
 
@@ -74,15 +75,15 @@ def _no_reward(completions: list[str], **_unused: Any) -> list[float]:
 
 
 def _rows(**columns: list[Any]) -> Any:
-    """Make the dataset that a trainer wants to see before it is given batches."""
+    """Build the dataset that a trainer's constructor requires."""
     import pyarrow as pa  # noqa: PLC0415
     from datasets import Dataset  # noqa: PLC0415
 
-    return Dataset(pa.table(columns), fingerprint="unread")  # Finding one needs pickle, which pyarrow 26 refuses.
+    return Dataset(pa.table(columns), fingerprint="unread")  # Computing one needs pickle, which pyarrow 26 refuses.
 
 
 def _tokenizer() -> Any:
-    """Make a tokenizer that knows how to pad; the batches are tokens already."""
+    """Build a tokenizer that can pad; the batches are already tokens."""
     from tokenizers import Tokenizer, models  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -102,7 +103,7 @@ def _labelled(datum: dict[str, Tensor]) -> dict[str, list[int]]:
 
 
 def _scored(batch: Batch, device: str) -> dict[str, Tensor]:
-    """Make what GRPOTrainer's generation gives: prompts padded on the left, completions on the right."""
+    """Build what GRPOTrainer's generation returns: prompts padded on the left, completions on the right."""
     wholes = [_whole(datum) for datum in batch]
     prompts, completions = [t[:n] for t, n in wholes], [t[n:] for t, n in wholes]
     old = [datum["logprobs"][datum["mask"].bool()] for datum in batch]
@@ -117,5 +118,5 @@ def _scored(batch: Batch, device: str) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-# TRL says which versions of vLLM it knows; none is used here.
+# TRL warns about vLLM versions it does not know; vLLM is not used here.
 warnings.filterwarnings("ignore", message="TRL currently supports vLLM", category=UserWarning)

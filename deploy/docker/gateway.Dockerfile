@@ -1,6 +1,6 @@
 # The gateway: small, no torch. Build from the root of the repository:
 #   docker build --file deploy/docker/gateway.Dockerfile --tag paceline/gateway .
-# The Python of `make test-gpu`, too.
+# The same Python as `make test-gpu`.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm AS wheel
 WORKDIR /src

@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.02
 
 
 class CallTracer:
-    """Collect the calls of this process, in all of its threads."""
+    """Collects the calls of this process, in all of its threads."""
 
     def __init__(self, directory: Path, root: str) -> None:
         self._directory = directory
