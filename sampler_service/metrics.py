@@ -1,4 +1,4 @@
-"""What the sampler tells Prometheus."""
+"""The sampler's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.1, 0.3, 1, 3, 10, 60)
 
 
 class SamplerMetrics:
-    """The sampler's own metrics; those of calls are `paceline.rpc`'s."""
+    """The sampler's own metrics; `paceline.rpc` has those of calls."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.versions_loaded = Gauge("paceline_sampler_versions_loaded", "Versions in the engine", registry=registry)
@@ -86,6 +86,6 @@ class SamplerMetrics:
         )
 
     def observe_load(self, times: LoadTimes) -> None:
-        """Note where the time of loading a version went."""
+        """Record the breakdown of a version's load time."""
         self.step_wait_seconds.observe(times.step_wait_milliseconds / 1e3)
         self.slot_seconds.observe(times.apply_milliseconds / 1e3)

@@ -1,4 +1,4 @@
-"""What each tenant has of what is scarce in the sampler, and how much it may have."""
+"""Each tenant's usage and limits of the sampler's scarce resources."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sampler_service.scheduling.admission import Admission
 from sampler_service.stores.base import Versions
 
 VERSIONS = "versions"
-"""The quota's name."""
+"""Name of the quota on loaded versions."""
 
 
 class Quotas:
-    """Says them; those who count refuse what is too much."""
+    """Reports quotas. They are enforced where usage is counted."""
 
     def __init__(self, admission: Admission, versions: Versions, max_versions: int) -> None:
-        """Take how many versions a tenant may have loaded when it is alone."""
+        """`max_versions` is the number of versions that a tenant may have loaded if it is the only one."""
         self._admission = admission
         self._versions = versions
         self._max_versions = max_versions
@@ -27,7 +27,7 @@ class Quotas:
         return (*self._admission.used(tenant), Quota(VERSIONS, self._loaded()[tenant], self._max_versions))
 
     def tenants(self) -> list[str]:
-        """Return those who have something."""
+        """Return the tenants that use anything; names may repeat."""
         return [*self._admission.tenants(), *self._loaded()]
 
     def _loaded(self) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Keeps the engine alive: one that dies is built anew inside the living service."""
+"""Restarts an engine that dies, inside the running service."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.base import Versions
 
 _HEALTH_SECONDS = 1.0
-"""How often the engine is asked whether it lives."""
+"""Interval between health checks of the engine."""
 
 _PROVEN_SECONDS = 60.0
-"""An engine that lived for so long did not die of how it was built: the count of attempts begins anew."""
+"""An engine that ran longer than this did not die because of how it was built; the count of attempts starts over."""
 
 _MOST_SECONDS = 8.0
-"""Longest wait before another attempt. What the dead engine left, such as a GPU's memory, may take a while to go."""
+"""Longest wait before another attempt. Freeing the dead engine's resources, such as GPU memory, may take a while."""
 
 _log = get_logger(__name__)
 
 
 class EngineKeeper:
-    """Builds the engine anew when it dies, with its versions. The service is not ready meanwhile."""
+    """Restarts the engine with its versions when it dies. Meanwhile the service is not ready."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class EngineKeeper:
         most_attempts: int,
         metrics: SamplerMetrics,
     ) -> None:
-        """Take how often in a row it is tried, and what says whether the service can do its work."""
+        """`most_attempts` bounds consecutive attempts; `set_ready` sets the service's readiness."""
         self._engine = engine
         self._versions = versions
         self._set_ready = set_ready
@@ -42,7 +42,7 @@ class EngineKeeper:
         self._metrics = metrics
 
     async def run(self) -> None:
-        """Watch for ever. Raises EngineUnavailable when the engine died and did not stay up for any attempt."""
+        """Watch the engine until cancelled. Raises EngineUnavailable if it died and no attempt kept it running."""
         clock = asyncio.get_running_loop().time
         attempts, built, reason = 0, clock(), ""
         while True:
@@ -69,13 +69,13 @@ class EngineKeeper:
             await asyncio.sleep(_HEALTH_SECONDS)
 
     async def _revive(self) -> str:
-        """Build the engine anew; return why that did not work, to put it at a sentence's end, empty if it did."""
+        """Restart the engine; return "" or, if it failed, the reason, formatted to be appended to a sentence."""
         try:
             lost = await self._engine.revive()
         except Exception as error:
             _log.exception("engine not built")
             return f": {error}" if isinstance(error, errors.PacelineError) else ""
-        # Nothing is awaited between the engine's first breath and here.
+        # No await since the engine came back, so no request has used it before its versions are updated.
         self._versions.revived(lost)
         self._metrics.engine_restarts.inc()
         _log.info("engine built anew", versions=len(self._versions))

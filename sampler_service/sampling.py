@@ -1,4 +1,4 @@
-"""Answers sampling requests: checks them, admits them, finds their weights, runs them."""
+"""Serves sampling requests: validates and admits them, leases their weights, and runs them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Generation = tuple[Lease, AsyncIterator[TokenDelta]]
 
 
 class Sampler:
-    """One engine with its versions."""
+    """Serves requests with one engine and its versions."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Sampler:
         metrics: SamplerMetrics,
         check_standing: Callable[[ModelRef, str], None],
     ) -> None:
-        """Take `check_standing` to refuse a tenant's weights that are not computed as the trainer computes them."""
+        """`check_standing` raises if the weights' results disagree with the trainer's."""
         self._engine = engine
         self._registry = registry
         self._limits = limits
@@ -56,7 +56,7 @@ class Sampler:
         self._check_standing = check_standing
 
     async def sample(self, request: SampleRequest, tenant: str) -> SampleResult:
-        """Sample to the end. Cancelling frees the completions."""
+        """Return all completions when they have ended. Cancelling frees them."""
         async with self._generation(request, tenant, Delivery(eager=False)) as (lease, deltas):
             result = await collect(deltas, request.num_samples, lease.served, prompt_logprobs=request.prompt_logprobs)
             if request.prompt_logprobs or request.topk_prompt_logprobs:
@@ -66,10 +66,10 @@ class Sampler:
     async def stream(
         self, request: SampleRequest, tenant: str, give_up: Callable[[str], None]
     ) -> AsyncGenerator[StreamedTokens]:
-        """Yield tokens as they come, and raise what went wrong after those that came before it.
+        """Yield tokens as they are sampled. An error is raised only after the tokens that preceded it.
 
-        Closing it early frees the completions. `give_up` is called with the reason when too many tokens wait for the
-        reader; it has to close this.
+        Closing the iterator early frees the completions. `give_up` is called with the reason if too many tokens wait
+        for the reader; it must close this iterator.
         """
         most = self._limits.max_unread_tokens
         overflowed = partial(give_up, f"more than {most} tokens were left unread")
@@ -83,7 +83,7 @@ class Sampler:
                 yield StreamedTokens(delta.index, delta.tokens, delta.logprobs, delta.stop_reason, served, spans)
 
     async def compute_logprobs(self, ref: ModelRef, tokens: Array, tenant: str) -> tuple[Array, ServedModel]:
-        """Return the log-probability of each of N >= 2 tokens given those before it: float32, shape [N], NaN at 0."""
+        """Return the log-probability of each of N >= 2 tokens given the previous ones: float32, shape [N], NaN at 0."""
         check_ref(ref, self._limits.model)
         check_tokens(tokens, "tokens", self._limits.model)
         if len(tokens) < 2:
@@ -99,7 +99,7 @@ class Sampler:
     async def complete_text(
         self, ref: ModelRef, endpoint: TextEndpoint, content: bytes, tenant: str
     ) -> AsyncGenerator[tuple[ServedModel, bytes]]:
-        """Yield the answer to a call of OpenAI's API, whole or event by event, with the weights that it comes of."""
+        """Yield the response to a call of OpenAI's API, whole or event by event, with the model that it comes from."""
         check_ref(ref, self._limits.model)
         body = read_body(content, endpoint, self._limits.model.max_context_length)
         self._check_standing(ref, tenant)
@@ -144,7 +144,8 @@ class Sampler:
                     if delta.prompt_logprobs is not None:
                         check_numbers(delta.prompt_logprobs[1:].tolist(), lease.served)
 
-                # Weights and places are held while the engine needs them, not until the reader has the last token.
+                # Release the lease and the places when the engine has finished, not when the reader has every token:
+                # a slow reader must not block other requests.
                 delivery = replace(delivery, completed=places.ended, ended=ended)
                 generation = _generation_request(request, computed, lease.adapter, tenant, delivery)
                 deltas = self._engine.generate(generation)
@@ -159,12 +160,12 @@ class Sampler:
 
 
 def _num_computed(request: SampleRequest) -> int:
-    """Return how many completions are computed: greedy samples are all the same."""
+    """Return how many completions to compute: one if sampling is greedy, because all samples would be the same."""
     return request.num_samples if request.params.temperature > 0 else 1
 
 
 def _check_current(lease: Lease) -> None:
-    """See that log-probabilities of a given sequence are of one version. Raises EngineUnavailable."""
+    """Check that a sequence was scored by a single version. Raises EngineUnavailable."""
     if not lease.is_current():
         raise errors.EngineUnavailable("the weights changed meanwhile; try again")
 

@@ -1,4 +1,4 @@
-"""The sampler as `paceline.rpc.server.serve` runs it."""
+"""The sampler service, as run by `paceline.rpc.server.serve`."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ from sampler_service.watcher import VersionWatcher
 _log = get_logger(__name__)
 
 _AHEAD = 2
-"""Completions that the engine is given for each that it runs at a time, so that it never waits for one."""
+"""Completions handed to the engine per place in its batch, so that it never runs out of work."""
 
 
 class SamplerService:
-    """Holds the engine, its versions, and the watch on the trainer."""
+    """Owns the engine, its versions, and the watch on the trainer."""
 
     name = "sampler"
     service_names: Sequence[str] = (pb.DESCRIPTOR.services_by_name["SamplerService"].full_name,)
@@ -80,7 +80,7 @@ class SamplerService:
     async def start(self, readiness: Readiness) -> None:
         """Load the base model, then follow the trainer.
 
-        An engine that dies later is built anew; when that does not help, the service fails.
+        If the engine dies later it is restarted; if that does not succeed, the service fails.
         """
         settings, started = self._settings, self._started
         staging = StagingArea(settings.staging_dir)
@@ -120,7 +120,7 @@ class SamplerService:
             group=group,
         )
         self._keep_running("watcher", watcher.run(), readiness)
-        # Weights that were lent to be written go with the engine: then the trainer has to find others.
+        # Weights lent for writing are lost with the engine, so it is not restarted: the trainer needs new ones.
         attempts = settings.engine_restarts if settings.in_place == "off" else 0
         keeper = EngineKeeper(self._engine, versions, self._ready_setter(readiness), attempts, self._metrics)
         self._keep_running("engine", keeper.run(), readiness)
@@ -129,7 +129,7 @@ class SamplerService:
         add_SamplerServiceServicer_to_server(self._servicer, server)
 
     def drain(self) -> None:
-        """Leave the calls that wait: they end as those before them do."""
+        """Keep readiness off from now on. Waiting calls are left to finish as those before them end."""
         self._draining = True
 
     async def stop(self) -> None:
@@ -165,7 +165,7 @@ class SamplerService:
         return versions
 
     def _disk(self) -> DiskTier:
-        """Return where versions wait. Whole models are brought from the volume anyway."""
+        """Return the disk tier for evicted versions. It is off for whole models, which are fetched again anyway."""
         directory, most = self._settings.scratch_dir, self._settings.max_disk_versions
         scratch = StagingArea(directory) if directory else None
         if scratch is not None:
@@ -237,7 +237,7 @@ class SamplerService:
         return set_ready
 
     def _keep_running(self, what: str, work: Coroutine[None, None, None], readiness: Readiness) -> None:
-        """Run what must never end while the service does; if it does, the service fails."""
+        """Run a task that must not end before the service; if it does, the service fails."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled():

@@ -1,4 +1,4 @@
-"""Follows the trainer: loads versions as they are announced and says what became of them."""
+"""Follows the trainer: loads versions as they are announced, and acknowledges or refuses them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _FIRST_DELAY, _LAST_DELAY = 0.1, 2.0
 """Seconds between attempts to reach the trainer: doubled each time, with jitter."""
 
 _FIRST_RETRY, _LAST_RETRY = 0.2, 5.0
-"""Seconds between attempts to load a version that there is no room for: doubled each time."""
+"""Seconds between attempts to load a version for which there is no room: doubled each time."""
 
 _CONCURRENT_LOADS = 4
-"""A trainer that restarts announces every run at once."""
+"""Most announced versions loaded at a time: a trainer that restarts announces every run at once."""
 
 _log = get_logger(__name__)
 Outbox = asyncio.Queue[pb.WatchVersionsRequest]
 
 
 class VersionWatcher:
-    """Keeps a watch open for ever. Loaded versions outlive the trainer; on connecting it is told which they are."""
+    """Keeps a watch on the trainer open. Loaded versions outlive the trainer and are listed in each hello."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class VersionWatcher:
         offers: Offers | None,
         group: GroupReceiver | None,
     ) -> None:
-        """Take the place for the trainer's offers where they are of use, and the sampler's in its process group."""
+        """`offers` is None if the bridge does not prefetch, `group` is None unless the bridge is collective."""
         self._trainer = trainer
         self._registry = registry
         self._resolver = resolver
@@ -72,7 +72,7 @@ class VersionWatcher:
         self._outbox: Outbox | None = None
         self._applying = Background("version not applied")
         self._awaited: set[VersionKey] = set()
-        """Announced, and not yet acknowledged or refused."""
+        """Versions announced but not yet acknowledged or refused."""
         self._slots = asyncio.Semaphore(_CONCURRENT_LOADS)
         registry.listeners.loaded.append(self._loaded)
         registry.listeners.released.append(self._release)
@@ -152,7 +152,7 @@ class VersionWatcher:
                 _log.warning("unknown message on the watch", message=other)
 
     def _announced(self, announcement: pb.Announcement) -> None:
-        """Start loading an announced version if it can be had and was not superseded before."""
+        """Start to load an announced version if it can be fetched and is not superseded."""
         served, arrival = served_model(announcement.manifest), perf_counter()
         self._registry.displace(served)
         if self._offers is not None:
@@ -163,7 +163,7 @@ class VersionWatcher:
         if self._needs_volume and not on_volume:
             return
         self._resolver.announced(served.run_id, served.version)
-        # A version is announced again when it reaches the volume; by then a streamed one may have come and gone.
+        # A version is announced again when it reaches the volume. By then a streamed one may already be superseded.
         if on_volume and not self._needs_volume and served.version < newest:
             return
         self._awaited.add(VersionKey.of(served))
@@ -175,13 +175,13 @@ class VersionWatcher:
             self._send(pb.WatchVersionsRequest(agreement=agreement))
 
     async def _prepare(self, key: VersionKey, offers: Offers) -> None:
-        """Load a version before it exists, so that only its checksum is awaited when it does."""
+        """Load a staged version before it is announced, so that then only its checksum must be awaited."""
         try:
             async with self._slots:
                 if offers.find(key) is not None and self._registry.find(key) is None:
                     await self._registry.fetch(key)
         except errors.PacelineError as error:
-            # Its announcement makes another attempt, and a refusal of that one.
+            # Not refused: its announcement starts another attempt, which is refused if it fails.
             _log.info("version not prepared", run=key.run_id, version=key.version, reason=error.reason)
 
     async def _apply(self, served: ServedModel, arrival: float) -> None:
@@ -204,9 +204,9 @@ class VersionWatcher:
                 self._group.drop(key)
 
     async def _load(self, served: ServedModel) -> LoadedVersion:
-        """Load what was announced. Where there is no room, the trainer is told so and it is tried again.
+        """Load an announced version. If there is no room, send a temporary refusal and retry.
 
-        Raises EngineUnavailable when a newer version came before there was room, and as `fetch`.
+        Raises EngineUnavailable if a newer version arrives before there is room, and as `fetch`.
         """
         delay = _FIRST_RETRY
         while True:
@@ -222,9 +222,9 @@ class VersionWatcher:
             delay = min(2 * delay, _LAST_RETRY)
 
     async def _exactly(self, served: ServedModel) -> LoadedVersion:
-        """Load the content that was announced, and no other under its number. Raises ChecksumMismatch."""
+        """Load exactly the announced content, not other content under its number. Raises ChecksumMismatch."""
         key = VersionKey.of(served)
-        for _ in range(2):  # A fetch that began before the announcement may bring what was there then.
+        for _ in range(2):  # a shared fetch that started before the announcement may return older content
             entry = self._registry.find(key) or await self._registry.fetch(key)
             if entry.staged.sha256 == served.sha256:
                 return entry
@@ -233,7 +233,7 @@ class VersionWatcher:
         raise errors.ChecksumMismatch(message, field="model.sha256")
 
     def _loaded(self, entry: LoadedVersion) -> None:
-        """Say that a version is held that was pushed or asked for, so that the trainer keeps it as long."""
+        """Also acknowledge a version that was pushed or requested, so that the trainer keeps it while it is held."""
         if entry.served.version and VersionKey.of(entry.served) not in self._awaited:
             times = entry.times
             self._acknowledge(entry, times.step_wait_milliseconds + times.apply_milliseconds)
@@ -244,7 +244,7 @@ class VersionWatcher:
         self._send(pb.WatchVersionsRequest(acknowledgement=acknowledgement))
 
     def _refuse(self, served: ServedModel, error: errors.PacelineError, *, pending: bool = False) -> None:
-        """Say that a version is not loaded, for good or, `pending`, for now."""
+        """Tell the trainer that a version is not loaded: permanently or, with `pending`, temporarily."""
         reason, message = error.reason, str(error)
         _log.warning(
             "version refused", run=served.run_id, version=served.version, reason=reason, error=message, pending=pending
@@ -260,13 +260,13 @@ class VersionWatcher:
             self._send(pb.WatchVersionsRequest(release=held))
 
     def _send(self, message: pb.WatchVersionsRequest) -> None:
-        """Say something to the trainer; while it is away nothing need be said, since the next hello tells all."""
+        """Send a message to the trainer. While there is no watch it is dropped: the next hello lists what is held."""
         if self._outbox is not None:
             self._outbox.put_nowait(message)
 
 
 def acknowledge(entry: LoadedVersion, sampler_id: str, milliseconds: float) -> pb.Acknowledgement:
-    """Say that a version is active, with the checksum that was computed here."""
+    """Build the acknowledgement of an active version, with the checksum of the bytes that this sampler serves."""
     return pb.Acknowledgement(
         run_id=entry.served.run_id,
         version=entry.served.version,

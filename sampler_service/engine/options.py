@@ -1,4 +1,4 @@
-"""How to set an engine up. Free of torch and vllm, so that settings can be read and checked anywhere."""
+"""Options of an engine. Imports neither torch nor vllm, so that settings can be read and checked anywhere."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ NO_FLOAT32 = (
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Settings of an engine; fixed for the engine's life."""
+    """Settings of an engine, fixed for its lifetime."""
 
     model_path: Path
-    """Directory of the base model, in the layout of Hugging Face."""
+    """Directory of the base model, in Hugging Face's layout."""
     model_name: str
     """Name by which clients know the base model."""
     dtype: Dtype = "auto"
-    """dtype of the base model's arithmetic; auto takes the one that the weights are stored in, vLLM on GPUs 16 bits."""
+    """dtype of the base model's arithmetic; auto: the dtype of the stored weights, or 16 bits with vLLM on GPUs."""
     max_model_len: int | None = None
-    """Longest sequence in tokens, prompt and completion together. None means what the model was made for."""
+    """Longest sequence in tokens, prompt and completion together; None means the model's own limit."""
     max_lora_rank: int = 32
     """Largest rank of an adapter."""
     max_active_versions: int = 4
-    """Adapters that one step can mix; requests for others wait for a later step."""
+    """Adapters that one step can mix; requests for other adapters wait for a later step."""
     max_cpu_versions: int = 16
-    """Adapters kept in host memory, the active ones included."""
+    """Adapters kept in host memory, including the active ones."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory to take; unused on CPU."""
+    """Share of the GPU's memory to use; ignored on CPUs."""
     kv_cache_gib: float = 1.0
-    """Size of the KV cache on CPU in GiB; unused on GPU."""
+    """Size of the KV cache on CPUs in GiB; ignored on GPUs."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enforce_eager: bool = False
-    """Run without CUDA graphs and without compilation: starts faster, decodes slower."""
+    """Run without CUDA graphs and compilation: starts faster, decodes slower."""
     max_num_seqs: int = 64
-    """Completions that one step can advance; others wait."""
+    """Completions that one step can advance; further ones wait."""
     apply: Apply = "direct"
-    """How vLLM gets an adapter: copied straight into its slot, or by vLLM's own loading."""
+    """How vLLM gets an adapter: copied directly into its slot, or through vLLM's own loading."""
     outputs: Outputs = "direct"
-    """How tokens leave vLLM: taken where it hands them over, or by vLLM's own conversion and generators."""
+    """How tokens leave vLLM: taken from its engine process directly, or by vLLM's own conversion and generators."""
     tool_parser: str = ""
-    """vLLM's parser of the model's tool calls, for OpenAI's API; empty means that requests may have no tools."""
+    """vLLM's parser for the model's tool calls, for OpenAI's API; empty means that requests with tools are refused."""
     base_dir: Path | None = None
-    """Directory where the base weights are lent to a trainer on the same machine; None means that they are not."""
+    """Directory through which the base weights are lent to a trainer on the same machine; None: they are not lent."""
     in_place: InPlace = "off"
-    """Whether the lent weights may be written while the engine serves, and whether it pauses meanwhile."""
+    """Whether the lent weights may be written while the engine serves, and whether it pauses for that."""
 
     def __post_init__(self) -> None:
         counts = {

@@ -1,4 +1,4 @@
-"""What a sampler engine does. The service knows engines by this protocol alone; nothing here imports torch or vllm."""
+"""The protocol of sampler engines, which is all that the service uses of them. Imports neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -15,69 +15,69 @@ from paceline.types.training import Array
 
 
 class EngineUnfit(RuntimeError):
-    """The engine's library is another one than is known here. The message is a sentence that says what to do."""
+    """The engine's library is not a supported version, or cannot run as configured. The message says what to do."""
 
 
 class Contents(Protocol):
-    """What was verified of the files that an engine reads by name: others may replace those at any moment."""
+    """Guards files that an engine reads by name, because others may replace them after they were verified."""
 
     async def verified(self) -> None:
-        """Return if the files that were read are those that were verified. Asked after they were read.
+        """Return if the files are still those that were verified; called after the engine has read them.
 
-        Raises ChecksumMismatch; then nothing may be answered from what was read.
+        Raises ChecksumMismatch; then no request may be answered from what was read.
         """
         ...
 
     async def verify_again(self) -> None:
-        """Verify every byte once more, before the files are read again. Raises ChecksumMismatch, OSError."""
+        """Verify every byte again, before the files are read again. Raises ChecksumMismatch, OSError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A loaded adapter. `name` and `path` are unique for ever: engines cache by them."""
+    """A loaded adapter. `name` and `path` are never reused, because engines cache by them."""
 
     adapter_id: int
     """From 1, never reused within a process."""
     name: str
     path: Path
-    """Directory with adapter_model.safetensors and adapter_config.json; stays in place while the adapter is loaded."""
+    """Directory with adapter_model.safetensors and adapter_config.json; it exists while the adapter is loaded."""
     in_memory: bool = False
-    """Whether the files lie in memory and in nobody else's hands, so that they can be mapped instead of read."""
+    """Whether the files are in memory and nobody else can change them, so that they can be mapped instead of read."""
     contents: Contents | None = field(default=None, compare=False)
-    """What its files were verified to be; None where nobody can replace them."""
+    """Guard of its files; None if nobody can replace them."""
 
 
 def first_seed(seed: int) -> int:
-    """Return the seed of a request's first sample, sample i having this one plus i: 0 to 2^62 - 1.
+    """Return the seed of a request's first sample, 0 to 2^62 - 1; sample i has this seed plus i.
 
-    A hash spreads the seeds of requests so far apart that the samples of any two share none (64-bit seeds that follow
-    each other would share all but one).
+    The hash spreads seeds so far apart that two requests share no sample's seed (requests with consecutive seeds would
+    otherwise share all but one).
     """
     return int.from_bytes(hashlib.sha256(seed.to_bytes(8, "little")).digest()[:8], "little") >> 2
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Where the time of loading an adapter went."""
+    """Breakdown of the time that loading an adapter took."""
 
     step_wait_milliseconds: float
-    """Waiting for the step that the engine was in, and for whatever stood in line before."""
+    """Waiting for the engine's running step and for calls queued before this one."""
     apply_milliseconds: float
-    """Making the adapter usable, during which no request advances."""
+    """Making the adapter usable; meanwhile no request advances."""
     in_slot: bool = True
-    """Whether it is in place for the next step. If not, requests that run use every slot, and the first step that
-    schedules one for this adapter puts it into a slot that has become free."""
+    """Whether the adapter is in a slot. If not, running requests use every slot, and the first step that schedules a
+    request for this adapter puts it into a slot that has become free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Memory that an engine sets aside for adapters when it starts."""
+    """Memory that an engine reserves for adapters when it starts."""
 
     count: int = 0
-    """0 for an engine that takes memory for each adapter as it comes."""
+    """0 for an engine that allocates memory for each adapter when it is loaded."""
     size_bytes: int = 0
-    """Of all of them together."""
+    """Total size of all slots."""
 
 
 def _nothing() -> None: ...
@@ -85,18 +85,18 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How tokens reach their reader, who need not keep up with the engine."""
+    """How tokens reach their reader, which may be slower than the engine."""
 
     eager: bool = True
-    """Whether tokens are wanted as they come; otherwise those of some time come together."""
+    """Whether tokens are delivered as soon as possible; otherwise they are collected for a short time first."""
     max_unread: int | None = None
-    """Tokens of all completions together that may wait for the reader; None means any number."""
+    """Most tokens that may wait for the reader, over all completions; None means no limit."""
     overflowed: Callable[[], None] = _nothing
-    """Called once when more wait: the reader has to be given up, and with it the request."""
+    """Called once when more than that wait; the callee must give up the reader and cancel the request."""
     completed: Callable[[], None] = _nothing
-    """Called for each completion when its last token is sampled. Tokens may wait still."""
+    """Called for each completion when its last token is sampled. Tokens may still wait for the reader."""
     ended: Callable[[], None] = _nothing
-    """Called once when the engine has done with the request: it needs the weights no more. Tokens may wait still."""
+    """Called once when the engine has finished the request and no longer needs the weights. Tokens may still wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class GenerationRequest:
     adapter: Adapter | None = None
     """None means the base model."""
     tenant: str = ""
-    """Salt of the prefix cache: no tenant hits another's entries."""
+    """Salt of the prefix cache, so that no tenant hits another's entries."""
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_logprobs: int = 0
@@ -125,29 +125,30 @@ class TokenDelta:
     """Sample index."""
     tokens: list[int]
     logprobs: list[float]
-    """Under the distribution that was sampled from (after temperature and filters)."""
+    """Log-probabilities under the distribution that was sampled from (after temperature and filters)."""
     stop_reason: StopReason | None = None
     """Set on the completion's last delta."""
     topk_logprobs: TopkLogprobs | None = None
     """One row per token of this delta."""
     prompt_logprobs: Array | None = None
-    """float32, shape [P], NaN at 0. Set once, on the first delta of the request, when asked for."""
+    """float32, shape [P], NaN at 0. If requested, set on the first delta of the request only."""
     topk_prompt_logprobs: TopkLogprobs | None = None
     prompt_cache_hit_tokens: int = 0
     version_spans: Sequence[VersionSpan] = ()
-    """Set on the last delta of a completion where weights are written in place: which version its tokens are of."""
+    """Which version each token is of. Set on the last delta of a completion if weights are written in place."""
 
 
 class TextEndpoint(Enum):
-    """Which call of OpenAI's API is meant. The values are those of the wire."""
+    """A call of OpenAI's API. The values are those of the protobuf enum."""
 
     CHAT_COMPLETIONS = 1
     COMPLETIONS = 2
 
 
 Place = Callable[[int, int, int], AbstractAsyncContextManager[None]]
-"""Takes the tokens of a prompt, the number of completions and the most tokens of each; a context manager that waits for
-the request's turn and holds it. Raises what the service refuses."""
+"""Called with the number of prompt tokens, the number of completions and the most tokens of each. Returns a context
+manager that waits for the request's places in the engine and holds them. Raises the error with which the service
+refuses the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +157,17 @@ class TextRequest:
 
     endpoint: TextEndpoint
     body: dict[str, Any]
-    """Fields that are known, by name."""
+    """The request body's fields, checked to be supported."""
     adapter: Adapter | None
     """None means the base model."""
     tenant: str
     place: Place
     see: Callable[[Iterable[float]], None]
-    """Is shown the log-probabilities of sampled tokens, and raises where they must not be passed on."""
+    """Called with the log-probabilities of sampled tokens; raises if the tokens must not be passed on."""
 
 
 class SamplerEngine(Protocol):
-    """Runs in the service's own event loop."""
+    """An engine, called from the service's event loop."""
 
     @property
     def name(self) -> str:
@@ -179,30 +180,30 @@ class SamplerEngine(Protocol):
         ...
 
     def describe(self) -> ModelInfo:
-        """Say what base model is loaded and how large an adapter may be."""
+        """Describe the loaded base model and the largest adapter."""
         ...
 
     def slots(self) -> Slots:
-        """Say what memory is set aside for adapters."""
+        """Describe the memory reserved for adapters."""
         ...
 
     async def start(self) -> None:
-        """Load the base model. Returns when the engine can serve."""
+        """Load the base model; return when the engine can serve."""
         ...
 
     async def stop(self) -> None:
-        """End the engine and free its memory; requests in progress end with ABORTED."""
+        """Stop the engine and free its memory; requests in progress end with ABORTED."""
         ...
 
     async def check_health(self) -> None:
-        """Raise EngineUnavailable when the engine cannot serve."""
+        """Raise EngineUnavailable if the engine cannot serve."""
         ...
 
     async def add_adapter(self, adapter: Adapter) -> LoadTimes:
-        """Load an adapter; when this returns, the next scheduler step can use it. The files have been verified.
+        """Load an adapter; when this returns, the next scheduler step can use it.
 
-        Raises RankTooLarge, or InvalidShape when the adapter matches no module of the base model: it is never
-        silently left out.
+        Raises RankTooLarge, or InvalidShape if a module of the adapter is not in the base model: no part of an adapter
+        is ever silently ignored.
         """
         ...
 
@@ -213,33 +214,34 @@ class SamplerEngine(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """Yield tokens as they are sampled. Closing the iterator early frees the request within one scheduler step.
 
-        Raises InvalidArgument when no grammar can be made of `json_schema` or `regex`, and Unsupported when the engine
+        Raises InvalidArgument if no grammar can be built from `json_schema` or `regex`, and Unsupported if the engine
         has no structured outputs, both before anything is queued.
         """
         ...
 
     async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
-        """Return the log-probability of each token given those before it, at temperature 1.
+        """Return the log-probability of each token given the previous ones, at temperature 1.
 
         float32, shape [N], NaN at 0.
         """
         ...
 
     def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:
-        """Yield the answer to a call of OpenAI's API as JSON: whole, or event by event. Closing it early frees it.
+        """Yield the response to a call of OpenAI's API as JSON, whole or event by event.
 
-        Raises InvalidArgument for what the call may not have, Unsupported where the engine has no such API.
+        Closing the iterator early frees the request. Raises InvalidArgument if the call is invalid, Unsupported if the
+        engine does not serve this API.
         """
         ...
 
     def num_running(self) -> int:
-        """Return how many completions are waiting or running."""
+        """Return the number of completions that are waiting or running."""
         ...
 
 
 @runtime_checkable
 class ModelEngine(SamplerEngine, Protocol):
-    """An engine whose model can be exchanged while the service lives."""
+    """An engine whose model can be replaced while the service runs."""
 
     @property
     def model_path(self) -> Path:
@@ -247,32 +249,32 @@ class ModelEngine(SamplerEngine, Protocol):
         ...
 
     async def change_model(self, model_path: Path, contents: Contents | None = None) -> None:
-        """Serve another model of the same shape from here on; no request is in progress.
+        """Serve another model of the same shape from now on; no request may be in progress.
 
-        `contents` is what its files were just verified to be; None for the base model. Raises ModelNotLoadable when it
-        cannot be served, and ChecksumMismatch when its files were replaced; then the model before it goes on serving.
-        Raises EngineUnavailable when neither can; then the engine is dead.
+        `contents` guards its files, which were just verified; None for the base model. Raises ModelNotLoadable if it
+        cannot be loaded, and ChecksumMismatch if its files were replaced; the engine then keeps serving the previous
+        model. Raises EngineUnavailable if that is impossible too; then the engine is dead.
         """
         ...
 
 
 @runtime_checkable
 class WritableEngine(SamplerEngine, Protocol):
-    """An engine whose weights are written while it serves. Completions go on with what was written."""
+    """An engine whose weights are written while it serves. Completions continue with the new weights."""
 
     async def begin_write(self, version: int) -> None:
-        """Return when the weights may be written: no step runs, and no cached prefix will be used again.
+        """Return when the weights may be written: no step is running, and no cached prefix will be used again.
 
-        An engine that is told not to pause goes on, and marks the tokens that come meanwhile as mixed.
+        An engine configured not to pause keeps running, and marks tokens sampled during the write as mixed.
         """
         ...
 
     async def end_write(self, version: int) -> None:
-        """Go on: tokens that come from here on are of `version`."""
+        """Resume; tokens sampled from now on are of `version`."""
         ...
 
     async def write_weights(self, directory: Path) -> None:
-        """Write the weights from a Hugging Face model, which was verified, between `begin_write` and `end_write`.
+        """Write the weights of a verified Hugging Face model, between `begin_write` and `end_write`.
 
         Raises EngineUnavailable.
         """

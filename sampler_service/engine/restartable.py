@@ -1,4 +1,4 @@
-"""An engine that is built again while the service lives: with another model, or because it died."""
+"""An engine that is rebuilt while the service runs: with another model, or because it died."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ _log = get_logger(__name__)
 
 
 class RebuildingEngine:
-    """Fulfils ModelEngine by an engine that is ended and built again, by `change_model` or by `revive`.
+    """Implements ModelEngine with an inner engine that `change_model` or `revive` stops and builds again.
 
-    Two engines need not fit into memory beside each other. An engine that is built again reads files by name: what it
-    reads then was verified to be what the one before it had.
+    The old engine is stopped first, because two may not fit into memory together. A rebuilt engine reads files by name,
+    so they are verified to be those that the previous engine had.
     """
 
     def __init__(self, make: Callable[[EngineOptions], SamplerEngine], options: EngineOptions) -> None:
-        """Take what makes an engine, and the options of the first."""
+        """`make` creates an engine; `options` are those of the first one."""
         self._make = make
         self._options = self._base_options = options
         self._base = BaseFiles(options.model_path)
         self._contents: Contents = self._base
-        """Of the model that the engine was built from."""
+        """Guard of the files of the model that the engine was built from."""
         self._engine = make(options)
         self._adapters: dict[int, Adapter] = {}
         self._alive = asyncio.Event()
-        """Cleared when the engine is seen to be dead, set when another has all that it held."""
+        """Cleared when the engine is found dead, set when its replacement holds everything that it held."""
         self._changing = asyncio.Lock()
         self.is_changing_model = False
-        """Whether the model is being exchanged, which those who wait for another one wait for."""
+        """Whether the model is being replaced. Meanwhile health checks pass, and requests for another model wait."""
 
     @property
     def current(self) -> SamplerEngine:
-        """Return the engine that does the work now."""
+        """Return the current inner engine."""
         return self._engine
 
     @property
@@ -70,7 +70,7 @@ class RebuildingEngine:
 
     @property
     def base_sha256(self) -> str:
-        """Identity of the base model's weights; empty where they have none."""
+        """Identity of the base model's weights; empty if they have none."""
         return self._base.sha256
 
     def describe(self) -> ModelInfo:
@@ -80,7 +80,7 @@ class RebuildingEngine:
         return self._engine.slots()
 
     async def start(self) -> None:
-        """Load the base model. Raises ChecksumMismatch where its files were replaced meanwhile."""
+        """Load the base model. Raises ChecksumMismatch if its files were replaced meanwhile."""
         await self._base.note()
         await self._engine.start()
         await self._base.verified()
@@ -97,7 +97,7 @@ class RebuildingEngine:
         await self._engine.check_health()
 
     async def add_adapter(self, adapter: Adapter) -> LoadTimes:
-        """Load an adapter; where the engine is dead, or dies of it, into the one that takes its place."""
+        """Load an adapter. If the engine is dead or dies meanwhile, wait for its replacement and load it there."""
         while True:
             await self._alive.wait()
             engine = self._engine
@@ -106,12 +106,13 @@ class RebuildingEngine:
             except EngineUnavailable:
                 self._note_death_of(engine)
                 continue
+            # Otherwise the engine was replaced meanwhile, and the new one does not have the adapter.
             if engine is self._engine:
                 self._adapters[adapter.adapter_id] = adapter
                 return times
 
     async def remove_adapter(self, adapter: Adapter) -> None:
-        """Unload an adapter; an engine that is dead has lost it already."""
+        """Unload an adapter; a dead engine has already lost it."""
         self._adapters.pop(adapter.adapter_id, None)
         if not self._alive.is_set():
             return
@@ -134,10 +135,11 @@ class RebuildingEngine:
         return self._engine.num_running()
 
     async def change_model(self, model_path: Path, contents: Contents | None = None) -> None:
-        """Overwrite the engine's model where it can do that, or else build the engine again from another one.
+        """Overwrite the engine's model if the engine supports that, otherwise rebuild the engine from the new model.
 
-        Raises ModelNotLoadable when that cannot be, and ChecksumMismatch when its files were replaced; then the model
-        before it serves again. Raises EngineUnavailable when that one cannot either; then the engine is dead.
+        Raises ModelNotLoadable if the model cannot be loaded, and ChecksumMismatch if its files were replaced; then the
+        previous model serves again. Raises EngineUnavailable if that one cannot be loaded either; then the engine is
+        dead.
         """
         self.is_changing_model = True
         try:
@@ -153,11 +155,11 @@ class RebuildingEngine:
             self.is_changing_model = False
 
     async def revive(self) -> Sequence[Adapter]:
-        """End an engine that died and build another with the same adapters, from the model it was built from.
+        """Stop a dead engine and build another from the same model with the same adapters.
 
-        Of a model whose files are no longer those that were verified it takes the base model instead. Returns the
-        adapters that did not load again. Raises what building raises, and ChecksumMismatch where the base model's files
-        are others; then the engine stays dead.
+        If the model's files are no longer those that were verified, the base model is used instead. Returns the
+        adapters that could not be loaded again. Raises what building the engine raises, and ChecksumMismatch if the
+        base model's files changed; then the engine stays dead.
         """
         async with self._changing:
             self._alive.clear()
@@ -171,13 +173,13 @@ class RebuildingEngine:
             except BaseException:
                 await engine.stop()
                 raise
-            # Nothing is awaited between the last look at the adapters and here.
+            # No await since `_load_again` compared the adapters, so none was added or removed in between.
             self._engine = engine
             self._alive.set()
         return lost
 
     async def _verify_model(self) -> None:
-        """See that the files of the model are still those that were verified, or turn to the base model."""
+        """Verify that the model's files are unchanged; if not, switch to the base model."""
         if self._contents is not self._base:
             try:
                 await self._contents.verify_again()
@@ -188,7 +190,7 @@ class RebuildingEngine:
             await self._base.verify_again()
 
     async def _load_again(self, engine: SamplerEngine) -> Sequence[Adapter]:
-        """Load all adapters, among them those that come, and without those that go, while this works."""
+        """Load all adapters into a new engine, including changes made meanwhile; return those that did not load."""
         loaded, lost = dict[int, Adapter](), list[Adapter]()
         while differing := self._adapters.keys() ^ loaded.keys():
             number = min(differing)
@@ -222,7 +224,7 @@ class RebuildingEngine:
             await self._engine.stop()
             self._options, self._contents = before
             await self._go_back(*before)
-            await contents.verified()  # that its files were replaced explains what else went wrong
+            await contents.verified()  # if its files were replaced, raise that instead: it is the cause
             message = "the engine does not load this model; the one before it goes on serving"
             raise ModelNotLoadable(message, field="model") from error
 
@@ -241,14 +243,14 @@ class RebuildingEngine:
             raise EngineUnavailable("neither the new model nor the one before it can be loaded") from error
 
     def _check_alike(self, info: ModelInfo) -> None:
-        """Refuse a model for which requests were not checked: another context length, vocabulary or depth."""
+        """Refuse a model of another context length, vocabulary or depth: requests were validated for this model's."""
         made = replace(self.describe(), dtype=info.dtype)
         if made != info:
             raise ValueError(f"the model is {made}; this sampler serves {info}")
 
 
 async def _load_verified(engine: SamplerEngine, adapter: Adapter) -> None:
-    """Load an adapter by name once more: the bytes that were loaded before. Raises ChecksumMismatch."""
+    """Load an adapter's files again, verifying that they have not changed. Raises ChecksumMismatch."""
     if adapter.contents is None:
         await engine.add_adapter(adapter)
         return

@@ -1,1 +1,1 @@
-"""Requests and replies of sampling: read, checked, written."""
+"""Sampling requests and replies: decoding, validation, encoding."""

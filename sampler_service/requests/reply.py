@@ -1,4 +1,4 @@
-"""From the engine's deltas to what a reply holds."""
+"""Converts the engine's deltas into replies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sampler_service.engine.protocol import TokenDelta
 async def complete(
     deltas: AsyncIterator[TokenDelta], num_samples: int, see: Callable[[TokenDelta], None]
 ) -> AsyncGenerator[TokenDelta]:
-    """Pass the engine's deltas on and close the engine's iterator in the end, whatever happens.
+    """Yield the engine's deltas, and close the engine's iterator at the end in any case.
 
-    A completion that the engine left without a stop reason ends as ABORTED. `see` is shown each delta first, and raises
-    where one must not be passed on.
+    A completion that the engine left without a stop reason ends as ABORTED. `see` is called with each delta before it
+    is yielded, and raises if it must not be passed on.
     """
     unfinished = set(range(num_samples))
     async with aclosing(cast("AsyncGenerator[TokenDelta]", deltas)) as source:
@@ -36,7 +36,7 @@ async def complete(
 
 
 def check_numbers(logprobs: Iterable[float], model: ServedModel) -> None:
-    """See that tokens were computed and not drawn from NaN. Raises NonFinite."""
+    """Check that the tokens were not sampled from NaN. Raises NonFinite."""
     if isnan(sum(logprobs)):
         version = f"version {model.version} of {model.run_id}" if model.version else ""
         weights = model.checkpoint or version or model.base_model
@@ -48,7 +48,7 @@ def check_numbers(logprobs: Iterable[float], model: ServedModel) -> None:
 
 
 async def repeated(deltas: AsyncGenerator[TokenDelta], copies: int) -> AsyncGenerator[TokenDelta]:
-    """Yield the deltas; where there are several copies, those of the one completion once for each of them."""
+    """Yield the deltas; with several copies there is only one completion, and each delta is repeated for every copy."""
     async with aclosing(deltas) as source:
         async for delta in source:
             yield delta
@@ -59,7 +59,7 @@ async def repeated(deltas: AsyncGenerator[TokenDelta], copies: int) -> AsyncGene
 async def collect(
     deltas: AsyncIterator[TokenDelta], num_samples: int, model: ServedModel, *, prompt_logprobs: bool
 ) -> SampleResult:
-    """Gather the completions of one prompt; `prompt_logprobs` says whether the prompt's were asked for."""
+    """Collect the completions of one prompt; `prompt_logprobs` says whether the prompt's were requested."""
     parts: list[list[TokenDelta]] = [[] for _ in range(num_samples)]
     first: TokenDelta | None = None
     cached = 0

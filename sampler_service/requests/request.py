@@ -1,4 +1,4 @@
-"""What is asked of the sampler, decoded and not yet checked."""
+"""A sampling request, decoded but not yet validated."""
 
 from __future__ import annotations
 

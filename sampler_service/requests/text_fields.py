@@ -1,4 +1,4 @@
-"""What of OpenAI's API is served: every field that is sent is honoured, or refused by its name."""
+"""The supported fields of OpenAI's API: every field of a request is either honoured or refused by name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _FIELDS = {
        "chat_template_kwargs"},
 }  # fmt: skip
 _MEANINGLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""What the hosted service keeps for its own use; it changes no answer."""
+"""Fields for the hosted service's own use. They do not affect the response, so they are ignored."""
 _FORMATS = ("text", "json_object", "json_schema")
 _CONSTRAINTS = frozenset({"json", "regex", "choice", "json_object"})
 _SCALARS = (str, int, float, bool, type(None))
 
 
 def read_body(content: bytes, endpoint: TextEndpoint, max_context_length: int) -> dict[str, Any]:
-    """Parse a body and check what it has. Raises UnreadableMessage, UnknownField, InvalidArgument, SequenceTooLong."""
+    """Parse and check a body. Raises UnreadableMessage, UnknownField, Unsupported, InvalidArgument, SequenceTooLong."""
     body = read_chat_body(content)
     given = {name: value for name, value in body.items() if value is not None and name not in _MEANINGLESS}
     for name in given:
@@ -47,7 +47,7 @@ def read_body(content: bytes, endpoint: TextEndpoint, max_context_length: int) -
 
 
 def _check_format(given: dict[str, Any]) -> None:
-    """See that what bounds an answer is of a kind that is enforced."""
+    """Check that constraints on the response are of a kind that is enforced."""
     form = given.get("response_format", {"type": "text"})
     if not isinstance(form, dict) or form.get("type") not in _FORMATS:
         raise errors.InvalidArgument(f"takes the types {', '.join(_FORMATS)}", field="response_format")

@@ -1,4 +1,4 @@
-"""Every request is checked here, against numbers and names alone, before anything changes."""
+"""Validates every request, by its numbers and names only, before anything changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sampler_service.engine.constraints import check_constraint
 from sampler_service.requests.request import SampleRequest
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
-"""Between zero (greedy) and this, vLLM samples at 0.01 in silence; above the other it refuses."""
+"""vLLM silently raises temperatures between 0 (greedy) and the minimum to 0.01, and refuses those above the maximum."""
 _MAX_SEED = 2**64 - 1
 _MAX_STOPS = 64
 _MAX_STOP_LENGTH = 1024
@@ -22,13 +22,13 @@ _MAX_STOP_LENGTH = 1024
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one request may ask for, and leave unread."""
+    """Limits of one request."""
 
     model: ModelInfo
     max_num_samples: int
     max_topk: int
     max_unread_tokens: int
-    """Tokens of a stream that may wait for its reader."""
+    """Most tokens of a stream that may wait for its reader."""
 
 
 def check_sample(request: SampleRequest, limits: RequestLimits) -> None:
@@ -43,13 +43,13 @@ def check_sample(request: SampleRequest, limits: RequestLimits) -> None:
 
 
 def check_amounts(completions: int, limits: RequestLimits) -> None:
-    """Check how many completions one prompt may have."""
+    """Check the number of completions of one prompt. Raises OutOfRange."""
     if not 1 <= completions <= limits.max_num_samples:
         raise errors.OutOfRange(f"is {completions}; at most {limits.max_num_samples}", field="n")
 
 
 def check_ref(ref: ModelRef, model: ModelInfo) -> None:
-    """Check the name of the weights. Raises ModelNotFound, RunNotFound, InvalidPath."""
+    """Check a reference to weights. Raises ModelNotFound, RunNotFound, InvalidPath."""
     if ref.is_base and ref.base not in {"", model.name}:
         raise errors.ModelNotFound(f"only {model.name} is served here", field="model.base.name")
     if ref.run_id:
@@ -59,14 +59,14 @@ def check_ref(ref: ModelRef, model: ModelInfo) -> None:
 
 
 def check_adapter_ref(ref: ModelRef, model: ModelInfo) -> None:
-    """Check the name of an adapter, which the base model is not."""
+    """Check a reference to a version or a checkpoint; the base model is refused."""
     if ref.is_base:
         raise errors.InvalidArgument("is the base model; name a version or a checkpoint", field="model")
     check_ref(ref, model)
 
 
 def check_tokens(tokens: Array, field: str, model: ModelInfo, *, room: int = 0) -> None:
-    """Check token ids of shape [N], N >= 1, that must leave `room` tokens of the context."""
+    """Check token ids of shape [N], N >= 1, which must leave `room` tokens of the context."""
     longest = model.max_context_length - room
     if len(tokens) > longest:
         raise errors.SequenceTooLong(f"has {len(tokens)} tokens; send at most {longest}", field=field)
@@ -75,7 +75,7 @@ def check_tokens(tokens: Array, field: str, model: ModelInfo, *, room: int = 0) 
 
 
 def check_params(params: SamplingParams, prompt_length: int, model: ModelInfo) -> None:
-    """Check how tokens are chosen, for a prompt of `prompt_length` tokens."""
+    """Check sampling parameters for a prompt of `prompt_length` tokens."""
     _check_length(params, model.max_context_length - prompt_length)
     _check_temperature(params.temperature)
     _check_range(params.top_p, "params.top_p", 0.0, 1.0, low_open=True)
@@ -99,7 +99,7 @@ def _check_length(params: SamplingParams, left: int) -> None:
 
 def _check_temperature(temperature: float) -> None:
     _check_range(temperature, "params.temperature", 0.0, _MAX_TEMPERATURE)
-    # Tolerates the rounding of 0.01 to a float32 on its way.
+    # Tolerate 0.01 rounded to float32 in transit.
     if 0 < temperature < _MIN_TEMPERATURE * (1 - 1e-6):
         raise errors.OutOfRange(
             f"is {temperature}; take 0 (greedy) or at least {_MIN_TEMPERATURE}", field="params.temperature"

@@ -1,4 +1,4 @@
-"""The RPCs: decode, call, encode."""
+"""Implements the RPCs: decode, call, encode."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What GetServerInfo answers."""
+    """The constant part of GetServerInfo's response."""
 
     service_version: str
     model: ModelInfo

@@ -1,1 +1,1 @@
-"""Which requests are admitted, and whose turn it is."""
+"""Admission of requests, and fair queueing over tenants."""

@@ -1,4 +1,4 @@
-"""What is admitted at a time, shared by tenant, and when those that find no room should come again."""
+"""Limits what is in flight, shared fairly by tenants, and tells refused clients when to retry."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from paceline import errors
 from paceline.types import Quota
 
 _FIRST_SECONDS = 1.0
-"""What a completion is taken to need before one has ended."""
+"""Assumed duration of a completion until one has ended."""
 _RETURNS = 1.5
-"""Completions that are asked for again for each that ends: clients wait up to a half longer than they are told."""
+"""Retried completions scheduled for each one that ends: clients wait up to half again as long as they are told."""
 _SOONEST, _LATEST = 0.1, 30.0
-"""Bounds of the seconds that a client is told to wait."""
+"""Bounds of the retry delay, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of the sampler until it ends."""
+    """What a request uses of the sampler until it ends."""
 
     completions: int
     tokens: int
-    """Of the prompt, and the most that each completion may have."""
+    """Tokens of the prompt, plus the most that all completions together may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much of one thing may be in flight."""
+    """How much of one resource may be in flight."""
 
     limit: int
-    """In all; 0 means any number."""
+    """Limit in total; 0 means no limit."""
     tenant_limit: int = 0
-    """Of one tenant; 0 means as much as in all."""
+    """Limit per tenant; 0 means only the total limit applies."""
     setting: str = ""
-    """Which setting is the tenant's limit."""
+    """Name of the setting that holds the tenant's limit."""
 
 
 @dataclass(slots=True)
 class _Tenant:
     in_flight: list[int] = field(default_factory=lambda: [0, 0])
-    """Completions and tokens."""
+    """Completions and tokens, in this order."""
     next_return: float = 0.0
 
     @property
@@ -54,37 +54,38 @@ class _Tenant:
 class Admission:
     """Counts completions and tokens from their admission to their end.
 
-    A tenant alone may have all that is admitted. Of several each may have its share, whatever the others hold: one that
-    came first and holds more gets nothing new before it is back at its share. So there may be more in flight than the
-    limit for a while, by a half with two tenants and by the logarithm of their number with many. A tenant with nothing
-    in flight always gets its request in, how large it may be, unless it is alone and the engine is full of what was
-    left behind.
+    A single tenant may use the whole limit. Among several, each may have its share, whatever the others hold: a tenant
+    that came first and holds more gets nothing new until it is back within its share. More than the limit may therefore
+    be in flight for a while: half as much again with two tenants, growing with the logarithm of their number. A tenant
+    with nothing in flight is always admitted, however large its request, unless it is the only one and the engine is
+    still full of completions that were left behind.
 
-    Each client that is refused gets a later time to come again than the one of its tenant before it, about as far apart
-    as completions end: refusing costs as much as answering a short call, and those who all come back every second would
-    take the service's time from those it has admitted. All of it takes the same time for any number of tenants.
+    Each refused client of a tenant is told to retry later than the one refused before it, spaced about as completions
+    end. A refusal costs as much as answering a short call, and clients that all retried every second would take the
+    service's time from admitted requests. The cost is independent of the number of tenants.
     """
 
     names: Sequence[str] = ("completions", "tokens")
 
     def __init__(self, completions: Room, tokens: Room, clock: Callable[[], float] = monotonic) -> None:
-        """Take limits, of which that on completions is never 0."""
+        """Set the limits; that on completions must not be 0."""
         self._rooms = (completions, tokens)
         self._clock = clock
         self._in_flight = [0, 0]
         self._tenants: dict[str, _Tenant] = {}
         self._active = 0
         self._seconds = _FIRST_SECONDS
-        """From a completion's admission to its end, averaged over about as many as are admitted at a time."""
+        """Mean time from a completion's admission to its end, averaged over about as many as are admitted at a time."""
 
     @contextmanager
     def admit(self, tenant: str, demand: Demand, running: int) -> Iterator[None]:
-        """Count a request from here to its end; `running` are the engine's completions, which may end later.
+        """Count a request while the block runs.
 
-        Raises QuotaExceeded when the tenant would have more than it may, Overloaded when there is no room.
+        `running` is the number of completions in the engine, which may outlast their requests. Raises QuotaExceeded if
+        the tenant would exceed its own limit, Overloaded if there is no room.
         """
         mine = self._tenants.setdefault(tenant, _Tenant())
-        # One that is larger than all that is admitted takes all.
+        # A request larger than the limit counts as the whole limit.
         amounts = [
             min(amount, room.limit or amount)
             for amount, room in zip((demand.completions, demand.tokens), self._rooms, strict=True)
@@ -100,7 +101,7 @@ class Admission:
             self._seconds += (self._clock() - began - self._seconds) * amounts[0] / self._rooms[0].limit
 
     def used(self, tenant: str) -> list[Quota]:
-        """Return what a tenant has in flight."""
+        """Return what a tenant has in flight, and its limits."""
         mine = self._tenants.get(tenant, _Tenant())
         return [
             Quota(name, used, _smaller(room.limit, room.tenant_limit))
@@ -108,7 +109,7 @@ class Admission:
         ]
 
     def tenants(self) -> list[str]:
-        """Return those who have something in flight."""
+        """Return the tenants that have something in flight."""
         return [name for name, tenant in self._tenants.items() if tenant.is_active]
 
     def _check(self, index: int, mine: _Tenant, amount: int, running: int) -> None:
@@ -144,15 +145,15 @@ class Admission:
         self._active += mine.is_active
 
     def _seconds_to_wait(self, mine: _Tenant, part: float) -> float:
-        """Return when a request should come again that takes this part of what its tenant may have."""
+        """Return the retry delay of a refused request that needs this part of its tenant's share."""
         now = self._clock()
         mine.next_return = max(mine.next_return, now) + part * self._seconds / _RETURNS
-        if mine.next_return > now + _LATEST:  # Callers at the longest delay must not all retry at once.
+        if mine.next_return > now + _LATEST:  # jitter: clients at the longest delay must not all retry at once
             mine.next_return = now + _LATEST
             return random.uniform(_LATEST / 2, _LATEST)  # noqa: S311 - guards no secret
         return max(mine.next_return - now, _SOONEST)
 
 
 def _smaller(limit: int, other: int) -> int:
-    """Return the smaller of two limits, of which 0 is none."""
+    """Return the smaller of two limits; 0 means no limit."""
     return min(limit or other, other or limit)

@@ -1,7 +1,7 @@
-"""Whose completions the engine gets next: those of the tenant that has had the least of late.
+"""Fair queue in front of the engine: next is the tenant that has recently been served least.
 
-The engine takes requests in the order in which they come. It is given about as many as it can run, so that it never
-waits for one, and the rest wait here: a tenant with one request does not stand behind another's thousand.
+The engine itself runs requests in order of arrival. It gets only about as many as it can run, enough to keep it busy,
+and the rest wait here, so that a tenant with one request does not wait behind another's thousand.
 """
 
 from __future__ import annotations
@@ -16,55 +16,57 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _TenantRequests:
-    """A tenant's requests that wait, in order of arrival, with their completions."""
+    """A tenant's waiting requests."""
 
     served: float = 0.0
-    """What the tenant has had, in completions, on a clock that all tenants share."""
+    """The tenant's virtual time, in completions served, on a clock that all tenants share."""
     waiting: OrderedDict[asyncio.Future[None], int] = field(default_factory=OrderedDict)
+    """Waiting requests in order of arrival, with their numbers of completions."""
     is_queued: bool = False
 
 
 class HeldPlaces:
-    """The places of one request, which it gives back as its completions end."""
+    """The places of one request, released as its completions end."""
 
     def __init__(self, queue: TenantQueue, completions: int) -> None:
         self._queue = queue
         self._completions = completions
 
     def ended(self, completions: int = 1) -> None:
-        """Give places back, as many as it still has at most."""
+        """Release places, at most as many as are still held."""
         given = min(completions, self._completions)
         self._completions -= given
         self._queue.release(given)
 
     def end(self) -> None:
-        """Give all places back."""
+        """Release all places that are still held."""
         self.ended(self._completions)
 
 
 class TenantQueue:
     """Start-time fair queueing over tenants (Goyal, Vin, Cheng 1996), with a completion as the unit of work.
 
-    A request costs O(log tenants that wait).
+    A request costs O(log number of waiting tenants).
     """
 
     def __init__(self, places: int) -> None:
-        """Let requests in as long as fewer completions than `places` are in the engine."""
+        """Admit requests while fewer than `places` completions are in the engine."""
         self._places = places
         self._taken = 0
         self._clock = 0.0
-        """What the tenant that was served last had had before."""
+        """Virtual time: the start time of the latest request served."""
         self._tenants: dict[str, _TenantRequests] = {}
         self._order: list[tuple[float, int, _TenantRequests]] = []
-        """Lines with somebody in them, the one served least first; of two the one that came first."""
+        """Heap of tenants with waiting requests, least served first; ties go to the earlier arrival."""
         self._arrivals = 0
         self.waiting = 0
-        """Completions that wait."""
+        """Number of waiting completions."""
 
     @asynccontextmanager
     async def places(self, tenant: str, completions: int) -> AsyncIterator[HeldPlaces]:
         """Wait for a turn, and hold its places until each completion, or the block, ends."""
         requests = self._tenants.setdefault(tenant, _TenantRequests())
+        # An idle tenant must not save up credit and then starve the others.
         if not requests.waiting:
             requests.served = max(requests.served, self._clock)
         if self._order or self._taken >= self._places:
@@ -78,15 +80,15 @@ class TenantQueue:
             places.end()
 
     def release(self, completions: int) -> None:
-        """Give places back, and let in those whose turn has come."""
+        """Release places and admit the requests whose turn has come."""
         self._taken -= completions
         while self._order and self._taken < self._places:
             _, _, requests = heapq.heappop(self._order)
             requests.is_queued = False
-            if requests.waiting:  # else all who waited have left
+            if requests.waiting:  # otherwise all of its requests were cancelled
                 place, following = requests.waiting.popitem(last=False)
                 self.waiting -= following
-                # One that was cancelled in this turn of the loop has not left the line yet.
+                # A request cancelled in this iteration of the event loop has not left the queue yet.
                 if not place.cancelled():
                     self._serve(requests, following)
                     place.set_result(None)
@@ -100,7 +102,7 @@ class TenantQueue:
         try:
             await place
         except asyncio.CancelledError:
-            if not place.cancelled():  # its turn came in the same moment
+            if not place.cancelled():  # its turn came just before the cancellation: the places are taken
                 self.release(completions)
             elif requests.waiting.pop(place, None) is not None:
                 self.waiting -= completions

@@ -1,1 +1,1 @@
-"""The weights that a sampler holds: adapters, a whole model, or one model that is updated in place."""
+"""Stores for the weights that a sampler holds: adapters, a whole model, or one model updated in place."""

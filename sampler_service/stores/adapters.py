@@ -1,4 +1,4 @@
-"""Which adapters the engine holds, who uses them, and when they go."""
+"""The adapters that the engine holds: loading, leases, and eviction."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from sampler_service.transports.version_keys import VersionKey, absent
 _log = get_logger(__name__)
 
 _ROOM_SECONDS = 1.0
-"""When one that found all versions in use should come again."""
+"""Retry delay for a caller that found all versions in use."""
 
 
 class VersionRegistry:
-    """Loads versions on demand, each once, and unloads those that nothing needs.
+    """Loads versions on demand, each only once, and unloads versions that are no longer needed.
 
-    What is loaded never changes: a key stands for one content. Where the trainer has other content under a number, as
-    after its volume was restored, its content takes the place of what is here; requests in progress end on what they
-    began with. When the engine is full, the least recently used version is evicted to disk: of those of
-    the tenant that needs the room, or of one that has more than its share while that one has less.
+    A loaded version never changes: a key identifies one content. If the trainer has other content under a number, for
+    example after its volume was restored, that content replaces the one held here; requests in progress end on the
+    content that they started with. If the engine is full, the least recently used idle version is evicted to disk: one
+    of the tenant that needs room, or, if that tenant is below its share, one of a tenant above its share.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class VersionRegistry:
         self._disk = disk
         self._entries: OrderedDict[VersionKey, LoadedVersion] = OrderedDict()
         self._unverified: set[LoadedVersion] = set()
-        """In the engine, and nobody's to ask for yet."""
+        """Loaded into the engine but not verified, so no request can find them yet."""
         self._displaced: set[LoadedVersion] = set()
-        """In the engine until their last request ends, and nobody's to ask for any more."""
+        """Loaded until their last request ends, but no new request can find them."""
         self._departures = Departures()
         self._adapter_ids = count(1)
         self._changing = asyncio.Lock()
@@ -80,19 +80,19 @@ class VersionRegistry:
         return True
 
     def find(self, key: VersionKey) -> LoadedVersion | None:
-        """Return what is loaded under a key."""
+        """Return the loaded version with this key, if any."""
         return self._entries.get(key)
 
     def held(self) -> Iterator[ServedModel]:
-        """Yield what is loaded and what waits on disk."""
+        """Yield all versions and checkpoints that are loaded or wait on disk."""
         return chain((entry.served for entry in self), self._disk)
 
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
-        """Keep the weights that `ref` means loaded while the block runs, fetching them first if need be.
+        """Keep the weights that `ref` names loaded while the block runs, fetching them first if necessary.
 
-        Raises RunNotFound, VersionNotFound, CheckpointNotFound (also for another tenant's), TrainerUnavailable when
-        they do not arrive in time, EngineUnavailable, and what `install` raises.
+        Raises RunNotFound, VersionNotFound, CheckpointNotFound (also for another tenant's), TrainerUnavailable if they
+        do not arrive in time, EngineUnavailable, and what `install` raises.
         """
         await self._engine.check_health()
         if ref.is_base:
@@ -106,20 +106,20 @@ class VersionRegistry:
             yield Lease(entry.served, entry.adapter, milliseconds, held.close)
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
-        """Bring a version and load it. Calls for the same one share the work, which goes on when a caller leaves."""
+        """Fetch and load a version. Concurrent calls share one fetch, which continues if a caller is cancelled."""
         return await self._fetches.join(key, tenant, lambda: self._fetch(key, tenant))
 
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
-        """Load a staged adapter into the engine. Its files are the registry's from here on, also when this raises.
+        """Load a staged adapter into the engine. The registry owns its files from now on, even if this raises.
 
-        It goes on when the caller leaves, so that the engine never has what nobody knows of. Raises VersionExists when
-        the key is taken by other content, Overloaded when every loaded version is in use, NonFinite for weights that
-        are no numbers, and what the engine raises.
+        Loading continues if the caller is cancelled, so that the engine never holds an adapter that is not registered.
+        Raises VersionExists if the key is taken by other content, Overloaded if every loaded version is in use,
+        NonFinite for weights that are not finite, and what the engine raises.
         """
         return await self._installing.run(self._install_or_discard(staged))
 
     def unload(self, ref: ModelRef, tenant: str) -> None:
-        """Let a version go once its last request ends. Raises VersionNotFound or CheckpointNotFound."""
+        """Unload a version once its last request ends. Raises VersionNotFound or CheckpointNotFound."""
         meant = [key for key in map(VersionKey.of, self.held()) if key.ref() == ref]
         mine = {key for key in meant if (held := self._staged(key)) and is_for(held.manifest.tenant, tenant)}
         if not mine:
@@ -127,7 +127,7 @@ class VersionRegistry:
         self._retire_all(lambda served: VersionKey.of(served) in mine)
 
     def displace(self, served: ServedModel) -> None:
-        """Let go of other content than this under its number: from here on nobody begins with it."""
+        """Displace other content under the same number: no new request uses it, and it is unloaded when idle."""
         key = VersionKey.of(served)
         entry = self._entries.get(key)
         if entry is not None and entry.staged.sha256 != served.sha256:
@@ -139,13 +139,14 @@ class VersionRegistry:
             self._unloading.spawn(self._release(staged))
 
     def forget_run(self, run_id: str) -> None:
-        """Let everything of a deleted run go, as requests end."""
+        """Unload everything of a deleted run as its requests end."""
         self._retire_all(lambda served: run_of(served) == run_id)
 
     def retire_superseded(self, run_id: str) -> None:
-        """Let all but the newest versions of a run go; one that is asked for later comes back.
+        """Unload all but the newest versions of a run; one that is requested later is fetched again.
 
-        Numbers above the newest are of another time, or were pushed before it: they go first.
+        Numbers above the newest come from before the trainer's volume was restored, or were pushed earlier: they are
+        unloaded first.
         """
         newest = self._resolver.newest(run_id)
         held = {served.version for served in self.held() if served.run_id == run_id}
@@ -154,7 +155,7 @@ class VersionRegistry:
         self._retire_all(lambda served: served.run_id == run_id and served.version in superseded)
 
     def revived(self, lost: Sequence[Adapter]) -> None:
-        """Fetch the versions again that the engine could not load from their files."""
+        """Fetch again the versions that the restarted engine could not load from their files."""
         for entry in self:
             if entry.adapter in lost:
                 del self._entries[VersionKey.of(entry.served)]
@@ -163,7 +164,7 @@ class VersionRegistry:
             entry.retired = entry.retired or entry.adapter in lost
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel everything in progress and finish pending writes to disk."""
         await self._fetches.close()
         await self._installing.close()
         await self._unloading.close()
@@ -179,7 +180,7 @@ class VersionRegistry:
                     break
                 was_loaded = False
                 await self.fetch(key, tenant)
-        # Nothing is awaited between finding the entry and counting the request, so it cannot be unloaded in between.
+        # No await between finding the entry and counting the request, so it cannot be unloaded in between.
         check_owner(entry.tenant, ref, tenant)
         entry.requests_in_flight += 1
         self._entries.move_to_end(key)
@@ -189,7 +190,7 @@ class VersionRegistry:
         try:
             return await self._resolver.resolve(ref, tenant)
         except errors.TrainerUnavailable:
-            # A checkpoint that is loaded outlives the trainer; its answers name the content by its SHA-256.
+            # A loaded checkpoint is served without the trainer; responses name its content by SHA-256.
             loaded = [key for key in self._entries if ref.checkpoint and key.checkpoint == ref.checkpoint]
             if not loaded:
                 raise
@@ -253,9 +254,9 @@ class VersionRegistry:
 
     @asynccontextmanager
     async def _loading(self, staged: StagedAdapter) -> AsyncIterator[LoadedVersion]:
-        """Load an adapter, of which the last bytes may still be verified.
+        """Load an adapter whose bytes may still be being verified.
 
-        Nobody can ask for it before it is among the entries; unless it is when the block ends, the engine drops it.
+        No request can find it until it is in `_entries`. If it is not there when the block ends, it is unloaded.
         """
         async with self._changing:
             await self._make_room(staged.manifest.tenant)
@@ -278,8 +279,9 @@ class VersionRegistry:
         return LoadedVersion(served, tenant, adapter, staged, times)
 
     async def _make_room(self, tenant: str) -> None:
-        """Unload what nobody uses until a version of this tenant fits. Raises QuotaExceeded, Overloaded."""
+        """Evict idle versions until a version of this tenant fits. Raises QuotaExceeded, Overloaded."""
         while (is_full := self._taken() >= self._limits.max_loaded) or self._has_its_own(tenant):
+            # A version that is being unloaded counts until the engine has dropped it; wait rather than evict another.
             if is_full and self._departures:
                 await self._departures.next()
                 continue
@@ -289,18 +291,18 @@ class VersionRegistry:
             await self._unload(idle, may_wait=not idle.retired)
 
     def _has_its_own(self, tenant: str) -> bool:
-        """Whether a tenant has as many versions as it may, also when it is alone."""
+        """Return whether a tenant has reached its own limit, which applies even if it is the only tenant."""
         return bool(self._limits.max_per_tenant) and self._loaded_of()[tenant] >= self._limits.max_per_tenant
 
     def _loaded_of(self) -> Counter[str]:
         return Counter(entry.tenant for entry in chain(self._entries.values(), self._unverified))
 
     def _taken(self) -> int:
-        """Return how many places of the engine are taken."""
+        """Return the number of occupied places in the engine."""
         return len(self._entries) + len(self._displaced) + len(self._unverified) + len(self._departures)
 
     def _find_idle(self, tenant: str) -> LoadedVersion | None:
-        """Return the version to evict for one of this tenant; a tenant within its share loses none to another."""
+        """Return the version to evict for one of this tenant. Tenants within their share lose none to other tenants."""
         if (nobodys := next((entry for entry in self._displaced if not entry.requests_in_flight), None)) is not None:
             return nobodys
         loaded = self._loaded_of()
@@ -312,14 +314,14 @@ class VersionRegistry:
         return next((entry for entry in idle if loaded[entry.tenant] > share), mine)
 
     def _share(self, loaded: Counter[str], tenant: str) -> int:
-        """Return how many versions a tenant may have, whatever those that have some hold."""
+        """Return the number of versions that a tenant may have, whatever other tenants hold."""
         return max(1, self._limits.max_loaded // len({*loaded, tenant}))
 
     def _check_room(self, tenant: str) -> None:
-        """Refuse, before anything travels, a version that could not be loaded. Raises QuotaExceeded, Overloaded."""
+        """Refuse a version that could not be loaded, before it is fetched. Raises QuotaExceeded, Overloaded."""
         if self._taken() < self._limits.max_loaded or self._departures:
             return
-        if tenant == PEER_TENANT:  # whose it is, its manifest will say
+        if tenant == PEER_TENANT:  # the owner is known only from the manifest, once it is fetched
             is_hopeless = all(entry.requests_in_flight for entry in chain(self._displaced, self))
         else:
             is_hopeless = self._find_idle(tenant) is None
@@ -368,9 +370,9 @@ class VersionRegistry:
             await self._unload(entry)
 
     async def _unload(self, entry: LoadedVersion, *, may_wait: bool = False) -> None:
-        """Unload an entry that no request uses; it cannot be found from the first moment on.
+        """Unload an idle entry; from the start of the call no request can find it.
 
-        With `may_wait` its files wait on disk until it is asked for again.
+        With `may_wait` its files are kept on disk until it is requested again.
         """
         if entry in self._displaced:
             self._displaced.remove(entry)
@@ -389,11 +391,11 @@ class VersionRegistry:
             await staged.discard()
         finally:
             served = served_model(staged.manifest)
-            if self._staged(VersionKey.of(served)) is None:  # else other content took its place, and is held
+            if self._staged(VersionKey.of(served)) is None:  # otherwise other content under this key is held
                 self.listeners.tell_released(served)
 
     async def _bring_back(self, entry: LoadedVersion) -> None:
-        """Fetch what was lost; only when that fails is the trainer told that it is held no more."""
+        """Fetch a lost version again; only if that fails, report to the trainer that it is no longer held."""
         with suppress(FileNotFoundError):
             await entry.staged.discard()
         try:

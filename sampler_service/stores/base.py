@@ -1,4 +1,4 @@
-"""Weights that requests sample from, however many of them an engine holds."""
+"""The protocol of the stores that hold the weights which requests sample from."""
 
 from __future__ import annotations
 
@@ -15,65 +15,68 @@ from sampler_service.transports.version_keys import VersionKey
 
 
 class Versions(Protocol):
-    """What the engine holds. VersionRegistry: adapters beside each other. ModelSlot: one whole model at a time."""
+    """The weights that the engine holds.
+
+    VersionRegistry holds many adapters, ModelSlot one whole model at a time, InPlaceSlot one that is updated in place.
+    """
 
     listeners: Listeners
 
     def __len__(self) -> int:
-        """Return how many versions and checkpoints are loaded; the base model does not count."""
+        """Return the number of loaded versions and checkpoints; the base model does not count."""
         ...
 
     def __iter__(self) -> Iterator[LoadedVersion]:
-        """Yield what is loaded."""
+        """Yield the loaded versions and checkpoints."""
         ...
 
     def find(self, key: VersionKey) -> LoadedVersion | None:
-        """Return what is loaded under a key."""
+        """Return the loaded version with this key, if any."""
         ...
 
     def held(self) -> Iterator[ServedModel]:
-        """Yield what the trainer is to keep for this sampler: what is loaded, and what waits to be loaded again."""
+        """Yield what the trainer must keep for this sampler: everything that is loaded or waits on disk."""
         ...
 
     def lease(self, ref: ModelRef, tenant: str) -> AbstractAsyncContextManager[Lease]:
-        """Keep the weights that `ref` means loaded while the block runs, bringing them first if need be."""
+        """Keep the weights that `ref` names loaded while the block runs, fetching them first if necessary."""
         ...
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
-        """Bring weights and load them."""
+        """Fetch weights and load them."""
         ...
 
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
-        """Load weights that were pushed. Their files are its own from here on, also when this raises."""
+        """Load weights that were pushed. The store owns their files from now on, even if this raises."""
         ...
 
     def serves(self, ref: ModelRef) -> bool:
-        """Return whether a request for weights is answered without another's having to give way to them."""
+        """Return whether a request for these weights can be answered without replacing the loaded ones."""
         ...
 
     def displace(self, served: ServedModel) -> None:
-        """Let go of other content than this under its number: from here on nobody begins with it."""
+        """Displace other content under the same number: no new request uses it."""
         ...
 
     def unload(self, ref: ModelRef, tenant: str) -> None:
-        """Let weights go once their last request ends."""
+        """Unload weights once their last request ends."""
         ...
 
     def forget_run(self, run_id: str) -> None:
-        """Let everything of a deleted run go, as requests end."""
+        """Unload everything of a deleted run as its requests end."""
         ...
 
     def retire_superseded(self, run_id: str) -> None:
-        """Let all but the newest versions of a run go."""
+        """Unload all but the newest versions of a run."""
         ...
 
     def revived(self, lost: Sequence[Adapter]) -> None:
-        """Take note that the engine was built anew, without the adapters that were lost.
+        """Record that the engine was restarted without the `lost` adapters.
 
-        Of whole models it has the one that it was built from.
+        An engine for whole models has the model that it was built from.
         """
         ...
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel everything in progress."""
         ...

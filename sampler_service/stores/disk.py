@@ -1,4 +1,4 @@
-"""Versions that gave way to others in memory and wait on disk, from where they come back without the trainer."""
+"""Versions evicted from memory that wait on disk, from where they are loaded again without the trainer."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from sampler_service.transports.version_keys import VersionKey
 _log = get_logger(__name__)
 
 _MOST_WRITTEN = 2
-"""Versions that are written to disk at a time; they take memory until then."""
+"""Most versions being written to disk at a time; each occupies memory until it is written."""
 
 Release = Callable[[StagedAdapter], Awaitable[None]]
 
 
 class DiskTier:
-    """The files of versions that were loaded before. When it is full, the one goes that came longest ago.
+    """The files of evicted versions. If it is full, the oldest version of the tenant with the most versions is removed.
 
-    Of the tenant with the most, that is: nobody's give way to those of a tenant that has more there.
+    So no tenant's versions are removed for those of a tenant that has more.
 
-    What lies on the checkpoint volume stays where it is: the trainer keeps what a sampler holds. What lies in the
-    staging directory, which is memory, is copied into a scratch directory, and can be taken back meanwhile.
+    Files on the checkpoint volume stay in place, because the trainer keeps what a sampler holds. Files in the staging
+    directory, which is in memory, are copied to a scratch directory; a version can be taken back during the copy.
     """
 
     def __init__(self, scratch: StagingArea | None, most: int) -> None:
-        """Take up to `most` versions; without a scratch directory none from the staging directory."""
+        """Keep up to `most` versions; without a scratch directory none from the staging directory."""
         self._scratch = scratch
         self.most = most
         self._waiting: OrderedDict[VersionKey, StagedAdapter] = OrderedDict()
@@ -55,13 +55,13 @@ class DiskTier:
         return sum(staged.manifest.total_size for staged in self._waiting.values())
 
     def find(self, key: VersionKey) -> StagedAdapter | None:
-        """Return what waits under a key."""
+        """Return the waiting version with this key, if any."""
         return self._waiting.get(key)
 
     async def put(self, staged: StagedAdapter, release: Release) -> None:
-        """Take the files of a version that leaves memory; `release` gets what has to go: itself, or those before it.
+        """Keep the files of an evicted version; `release` is called with what is dropped: this version or older ones.
 
-        The files are written after this returns, unless many others still are.
+        The files are written in the background, unless many others are still being written.
         """
         if not self.most or (staged.in_memory and self._scratch is None):
             await release(staged)
@@ -75,14 +75,14 @@ class DiskTier:
             await release(self._waiting.pop(self._superfluous()))
 
     def take(self, key: VersionKey) -> StagedAdapter | None:
-        """Give up a version, whose bytes are verified again while it is loaded."""
+        """Remove and return a version; its bytes are verified again while the caller loads it."""
         staged = self._waiting.pop(key, None)
         if staged is None:
             return None
         return replace(staged, verifying=asyncio.create_task(_verify(staged)))
 
     async def replace(self, staged: StagedAdapter) -> None:
-        """Drop what waits under the key of weights that are loaded. Raises VersionExists when it has other content."""
+        """Drop the waiting copy of weights that were just loaded. Raises VersionExists if its content differs."""
         key = VersionKey.of(served_model(staged.manifest))
         if (waiting := self._waiting.get(key)) is not None:
             waiting.check_same(staged)
@@ -90,22 +90,22 @@ class DiskTier:
             await waiting.discard()
 
     def remove(self, is_meant: Callable[[ServedModel], bool]) -> Sequence[StagedAdapter]:
-        """Give up all versions that are meant."""
+        """Remove and return all versions that match."""
         keys = [VersionKey.of(served) for served in self if is_meant(served)]
         return [self._waiting.pop(key) for key in keys]
 
     def _superfluous(self) -> VersionKey:
-        """Return what has to go: of the tenants with the most versions, the one that has waited longest."""
+        """Return the version to drop: the one that has waited longest among tenants with the most versions."""
         counts = Counter(staged.manifest.tenant for staged in self._waiting.values())
         most = max(counts.values())
         return next(key for key, staged in self._waiting.items() if counts[staged.manifest.tenant] == most)
 
     async def close(self) -> None:
-        """Finish what is being written."""
+        """Wait for writes in progress."""
         await self._moves.finish()
 
     async def _move(self, key: VersionKey, staged: StagedAdapter, scratch: StagingArea, release: Release) -> None:
-        """Have a version wait on disk instead of in memory, unless somebody takes it meanwhile."""
+        """Move a waiting version from memory to disk, unless it is taken meanwhile."""
         try:
             copy = await asyncio.to_thread(_copy, staged, scratch)
         except OSError as error:
@@ -116,6 +116,7 @@ class DiskTier:
         finally:
             self._writing.release()
         superfluous = copy
+        # If the version was taken or replaced during the copy, the copy is the superfluous one.
         if self._waiting.get(key) is staged:
             self._waiting[key], superfluous = copy, staged
         await superfluous.discard()

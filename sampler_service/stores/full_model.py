@@ -1,4 +1,4 @@
-"""Whole models, one at a time: the engine's model is changed for each of them."""
+"""Store for whole models, one at a time: the engine's model is replaced for each of them."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A request, or an announced version, that waits until the engine has its weights."""
+    """A request, or an announced version, that waits until the engine has the weights it needs."""
 
     key: VersionKey
     staged: StagedAdapter | None
-    """None for the base model, and where the weights were loaded when the waiting began."""
+    """None for the base model, and if the weights were loaded when the wait started."""
     announced: bool
     turn: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Whether it was let in; if not, it has to fetch the weights and wait again."""
+    """Whether it was admitted; if not, it must fetch the weights and wait again."""
     entry: LoadedVersion | None = None
-    """What it was let in to; None for the base model."""
+    """The loaded version that it was admitted to; None for the base model."""
 
 
 class ModelSlot:
-    """Fulfils Versions for an engine that holds one whole model: a run's version, a checkpoint, or the base model.
+    """Implements Versions for an engine that holds one whole model: a run's version, a checkpoint, or the base model.
 
-    Requests are let in in their order. One for another model than the engine has waits until those before it have
-    ended; then the engine's model is changed, and all that wait for the same model are let in. A model that the engine
-    does not load is not tried again: its number stands for these weights for ever.
+    Requests are admitted in order. A request for a model that is not loaded waits until those before it have ended;
+    then the engine's model is replaced, and all requests that wait for the same model are admitted. A model that could
+    not be loaded is not tried again, because its number always means the same weights.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ModelSlot:
         set_ready: Callable[[bool], Awaitable[None]],
         metrics: SamplerMetrics,
     ) -> None:
-        """Take `set_ready` to say whether the engine has a model now."""
+        """`set_ready` sets the service's readiness, which is off while the engine has no model."""
         self._engine = engine
         self._bridge = bridge
         self._resolver = resolver
@@ -70,7 +70,7 @@ class ModelSlot:
         self._set_ready = set_ready
         self._metrics = metrics
         self._key: VersionKey | None = _BASE
-        """What the engine has; None for the model of a run that was deleted, which nobody gets."""
+        """What the engine holds; None for a model that was displaced or whose run was deleted, which nobody can use."""
         self._entry: LoadedVersion | None = None
         self._queue: deque[_Waiter] = deque()
         self._in_use = 0
@@ -78,10 +78,10 @@ class ModelSlot:
         self._idle.set()
         self._switching: asyncio.Task[None] | None = None
         self._refused: dict[VersionKey, str] = {}
-        """What the engine did not load, with its SHA-256."""
+        """Models that could not be loaded, with their SHA-256."""
         self._fetches: Singleflight[StagedAdapter] = Singleflight()
         self._wanted: Counter[VersionKey] = Counter()
-        """How many wait for weights, or change to them; until nobody does, their files stay."""
+        """Number of waiters and switches that need each model's files; at zero the files are discarded."""
         self._brought: dict[VersionKey, StagedAdapter] = {}
         self._discarding = Background("files of a model not removed")
         self._numbers = count(1)
@@ -106,7 +106,7 @@ class ModelSlot:
 
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
-        """Bring a model and keep it. Raises as `VersionRegistry.lease`, and ModelNotLoadable."""
+        """Load a model and keep it loaded. Raises as `VersionRegistry.lease`, and ModelNotLoadable."""
         await self._engine.check_health()
         start = perf_counter()
         key = _BASE if ref.is_base else await self._resolver.resolve(ref, tenant)
@@ -116,7 +116,7 @@ class ModelSlot:
             yield Lease(entry.served if entry else self._base, load_milliseconds=milliseconds, release=release)
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
-        """Load a model. Raises as `lease`, and EngineUnavailable where a newer one was announced before its turn."""
+        """Load a model. Raises as `lease`, and EngineUnavailable if a newer one was announced before its turn."""
         async with self._hold(key, tenant, announced=True) as (entry, _):
             if entry is None:
                 raise errors.InvalidArgument("the base model is no version", field="model")
@@ -127,7 +127,7 @@ class ModelSlot:
         raise errors.Unsupported("this sampler serves whole models, which are not pushed", field="model")
 
     def displace(self, served: ServedModel) -> None:
-        """Forget other content than this under its number; requests in progress end on it."""
+        """Displace other content under the same number; requests in progress end on it."""
         key = VersionKey.of(served)
         if self._refused.get(key, served.sha256) != served.sha256:
             del self._refused[key]
@@ -145,10 +145,10 @@ class ModelSlot:
             self._key = None
 
     def retire_superseded(self, run_id: str) -> None:
-        """Do nothing: the model that is loaded has taken the place of the one before it."""
+        """Do nothing: the loaded model has already replaced the previous one."""
 
     def revived(self, lost: Sequence[Adapter]) -> None:
-        """Forget a model that was written over the one that the engine was built from; who wants it brings it again."""
+        """Forget a model that had overwritten the one the engine was built from; it is fetched again on request."""
         if self._engine.model_path == self._base_path and self._key != _BASE:
             self._release()
             self._key = _BASE
@@ -165,7 +165,7 @@ class ModelSlot:
     async def _hold(
         self, key: VersionKey, tenant: str, *, announced: bool = False
     ) -> AsyncIterator[tuple[LoadedVersion | None, Callable[[], None]]]:
-        """Have the engine keep the weights of `key`; gives None for the base model, and what lets go of them early."""
+        """Keep the weights of `key` in the engine; yield their entry (None for the base model) and an early release."""
         entered = False
         while not entered:
             with self._files(key):
@@ -178,7 +178,7 @@ class ModelSlot:
             yield waiter.entry, held.close
 
     async def _stage(self, key: VersionKey, tenant: str) -> StagedAdapter | None:
-        """Verify weights that are not loaded, before anything waits for them."""
+        """Fetch and verify weights that are not loaded, before they enter the queue. Return None if none are needed."""
         if key in self._refused:
             raise _not_loadable()
         if key in {_BASE, self._key}:
@@ -194,13 +194,13 @@ class ModelSlot:
     async def _bring(self, key: VersionKey, tenant: str) -> StagedAdapter:
         staged = await self._bridge.fetch(key.ref(), tenant)
         await staged.verified()
-        with self._files(key):  # Those who wanted it may be gone.
+        with self._files(key):  # discards the files if all callers were cancelled meanwhile
             self._brought[key] = staged
         return staged
 
     @contextmanager
     def _files(self, key: VersionKey) -> Iterator[None]:
-        """Keep the files of weights that are brought while the block runs; an engine that has them needs none."""
+        """Keep the fetched files of a model while the block runs; once it is loaded the engine does not need them."""
         self._wanted[key] += 1
         try:
             yield
@@ -217,6 +217,7 @@ class ModelSlot:
         try:
             return await waiter.turn
         except asyncio.CancelledError:
+            # It may have been admitted just before the cancellation; then its place must be released.
             if not waiter.turn.cancelled() and waiter.turn.exception() is None and waiter.turn.result():
                 self._leave(waiter)
             raise
@@ -229,9 +230,10 @@ class ModelSlot:
             self._idle.set()
 
     def _advance(self) -> None:
-        """Let in who is next while the engine has what they want; then begin to change its model for the next."""
+        """Admit waiters in order while the engine has their model; then start replacing the model for the next one."""
         while self._queue and self._switching is None:
             head = self._queue[0]
+            # A waiter without files is dequeued too: it fetches them and waits again.
             if head.turn.done() or head.key == self._key or not self._can_switch(head):
                 self._queue.popleft()
                 self._let_in(head)
@@ -251,14 +253,14 @@ class ModelSlot:
         waiter.turn.set_result(is_there)
 
     def _can_switch(self, head: _Waiter) -> bool:
-        """Whether a waiter brought weights; an announced version that a newer one supersedes ends its waiting here."""
+        """Return whether a waiter has files to load. Fails the wait of an announced version that is superseded."""
         if head.announced and head.key.version and head.key.version < self._resolver.newest(head.key.run_id):
-            # Of the reasons, the one by which a publish knows that the version exists all the same.
+            # This reason tells the publish that the version exists although this sampler did not load it.
             head.turn.set_exception(errors.EngineUnavailable("a newer version came before this one was loaded"))
         return not head.turn.done() and (head.key == _BASE or head.staged is not None)
 
     async def _switch(self, head: _Waiter) -> None:
-        """Change the model when the requests in progress have ended, and let in all that wait for it."""
+        """Replace the model when the requests in progress have ended, and admit all that wait for it."""
         with self._files(head.key):
             await self._change(head)
 
@@ -301,7 +303,7 @@ class ModelSlot:
         _log.info("model loaded", weights=str(head.key.ref()))
 
     def _release(self) -> None:
-        """Give up what is loaded; its files may go."""
+        """Drop the loaded entry and report its release: the trainer may delete its files."""
         entry, self._entry = self._entry, None
         if entry is not None:
             self.listeners.tell_released(entry.served)

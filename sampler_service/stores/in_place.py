@@ -1,4 +1,4 @@
-"""Versions of one full-parameter run, each written over the one before it in the engine's own weights."""
+"""Store for the versions of one full-parameter run, each written over the previous one in the engine's own weights."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from sampler_service.transports.singleflight import Singleflight, arriving_withi
 from sampler_service.transports.version_keys import VersionKey, absent
 
 _DRAIN_SECONDS = 45.0
-"""How long the first write waits for requests to the base model; less than a writer waits for its turn."""
+"""How long the first write waits for requests to the base model to end; less than a writer waits for its turn."""
 
 _log = get_logger(__name__)
 
 
 class InPlaceSlot:
-    """Fulfils Versions for an engine whose weights are written in place.
+    """Implements Versions for an engine whose weights are written in place.
 
-    The base model is served until a run writes its first version; from then on the weights are this run's, until it is
-    deleted. Requests go on through a write, with the newer weights; which token is of which version the engine notes.
-    After a write that was broken off nothing is begun until one that was not.
+    The base model is served until a run writes its first version; from then on the weights belong to this run, until it
+    is deleted. Requests continue across a write with the newer weights; the engine records which version each token is
+    of. After an interrupted write no request starts until a complete write succeeds.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class InPlaceSlot:
         fetch_timeout_seconds: float,
         metrics: SamplerMetrics,
     ) -> None:
-        """Take the bridge by which versions come that were not written by the trainer itself."""
+        """`bridge` fetches versions that the trainer did not write itself."""
         self._engine = engine
         self._bridge = bridge
         self._resolver = resolver
@@ -68,14 +68,14 @@ class InPlaceSlot:
         return int(self._entry is not None)
 
     def __iter__(self) -> Iterator[LoadedVersion]:
-        """Yield the version that is served, once it was announced: until then the trainer is not told that it is."""
+        """Yield the served version once its manifest is known; before that it is not reported to the trainer."""
         return iter([self._entry] if self._entry and self._entry.staged.sha256 else [])
 
     def serves(self, ref: ModelRef) -> bool:
         return self._is_base if ref.is_base else self.find(VersionKey(ref.run_id, ref.version or 0)) is not None
 
     def find(self, key: VersionKey) -> LoadedVersion | None:
-        """Return the version if it is the one that is served, and its manifest is known."""
+        """Return the version if it is the served one and its manifest is known."""
         return next((entry for entry in self if VersionKey.of(entry.served) == key), None)
 
     def held(self) -> Iterator[ServedModel]:
@@ -83,10 +83,10 @@ class InPlaceSlot:
 
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
-        """Let a request begin.
+        """Admit a request.
 
-        Raises ModelNotFound for the base model that was written over, VersionNotFound for a version that was,
-        EngineUnavailable after a write that was broken off, Unsupported for a checkpoint, and as `fetch`.
+        Raises ModelNotFound if the base model was overwritten, VersionNotFound if the version was, EngineUnavailable
+        after an interrupted write, Unsupported for a checkpoint, and as `fetch`.
         """
         lease = await self._enter(ref, tenant)
         with ExitStack() as held:
@@ -94,10 +94,11 @@ class InPlaceSlot:
             yield replace(lease, release=held.close)
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
-        """Return a version that was announced, written from the volume where the trainer did not write it.
+        """Return an announced version; if the trainer did not write it, it is written from the volume.
 
-        While no run has the weights, as after a restart, the first that a request is for gets them: no announcement.
-        Raises EngineUnavailable then, and for a version that a newer one overtook; Unsupported for another run's.
+        While no run owns the weights, as after a restart, only a request can load a version, not an announcement: then
+        this raises EngineUnavailable, as it does for a version that a newer one overtook. Raises Unsupported for a
+        version of another run.
         """
         if self._entry is None:
             raise errors.EngineUnavailable("it is loaded when it is asked for")
@@ -127,7 +128,7 @@ class InPlaceSlot:
         raise errors.Unsupported("this sampler's weights are written in place; nothing is pushed to it", field="model")
 
     def displace(self, served: ServedModel) -> None:
-        """Forget other content than this under its number; what was just written has none that is known yet."""
+        """Displace other content under the same number. The SHA-256 of a version just written is not known yet."""
         entry = self._entry
         if entry is None or VersionKey.of(entry.served) != VersionKey.of(served):
             return
@@ -143,25 +144,26 @@ class InPlaceSlot:
             self._release()
 
     def retire_superseded(self, run_id: str) -> None:
-        """Do nothing: a version that is written takes the place of the one before it."""
+        """Do nothing: each version overwrites the previous one."""
 
     def revived(self, lost: Sequence[Adapter]) -> None:
-        """Do nothing: an engine whose weights are lent to be written is not built anew within a service's life."""
+        """Do nothing: an engine whose weights are lent for writing is never restarted within the service."""
 
     async def close(self) -> None:
         await self._fetches.close()
 
     @asynccontextmanager
     async def writing(self, request: WriteRequest) -> AsyncIterator[None]:
-        """Have the weights written inside the block; when it ends the version is served.
+        """Hold the turn to write the weights while the block runs; when it ends, the version is served.
 
-        Raises Unsupported while the weights are another run's, Overloaded when requests to the base model do not end,
-        EngineUnavailable where a newer version is there.
+        Raises Unsupported if the weights belong to another run, Overloaded if requests to the base model do not end,
+        EngineUnavailable if a newer version is already served.
         """
         async with self._changing:
             start = perf_counter()
             await self._take_over(request)
             await self._engine.begin_write(request.version)
+            # If the block raises, the weights stay torn: without `end_write` a paused engine stays paused.
             self._is_torn, begun = True, perf_counter()
             yield
             times = LoadTimes(1e3 * (begun - start), 1e3 * (perf_counter() - begun))
@@ -170,7 +172,7 @@ class InPlaceSlot:
             self._is_torn = False
 
     async def _take_over(self, request: WriteRequest) -> None:
-        """See that the weights are the writer's to change; requests to what was there before have ended then."""
+        """Check that the writer may change the weights; for a run's first version, wait for earlier requests to end."""
         if self._entry is not None:
             served = self._entry.served
             if served.run_id != request.run_id:
@@ -195,7 +197,7 @@ class InPlaceSlot:
 
     async def _enter(self, ref: ModelRef, tenant: str) -> Lease:
         while True:
-            # Those that wait here begin with the weights that are being written.
+            # Requests that wait here for a write start with the new weights.
             async with self._changing:
                 served = self._check(ref, tenant)
                 if served is not None:
@@ -214,7 +216,7 @@ class InPlaceSlot:
         return Lease(served, is_current=lambda: self._entry is entry and not self._is_torn)
 
     def _check(self, ref: ModelRef, tenant: str) -> ServedModel | None:
-        """Return what a request gets; None if it names weights that are not there, or not yet."""
+        """Return the model that a request gets; None if its weights are not loaded, or not yet."""
         entry = self._entry
         if self._is_torn:
             raise errors.EngineUnavailable("the writing of the weights was broken off; the next publish writes them")
@@ -231,7 +233,7 @@ class InPlaceSlot:
         return None
 
     def _holds(self, key: VersionKey) -> bool:
-        """Whether a version, or a newer one of the same run, is served."""
+        """Return whether a version, or a newer one of the same run, is served."""
         entry = self._entry
         return (
             entry is not None

@@ -1,4 +1,4 @@
-"""What a sampler holds, and what a request holds of it."""
+"""Loaded versions, and the leases that requests hold on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class LoadedVersion:
-    """An adapter that the engine holds."""
+    """An adapter, or a whole model, that the engine holds."""
 
     served: ServedModel
     tenant: str
@@ -27,7 +27,7 @@ class LoadedVersion:
     times: LoadTimes
     requests_in_flight: int = 0
     retired: bool = False
-    """Whether it goes when its last request ends."""
+    """Whether it is unloaded when its last request ends."""
 
     @property
     def size_bytes(self) -> int:
@@ -43,15 +43,15 @@ class Lease:
     adapter: Adapter | None = None
     """None for the base model."""
     load_milliseconds: float = 0.0
-    """What loading took; 0 when the weights were there."""
+    """Time that loading took; 0 if the weights were already loaded."""
     release: Callable[[], None] = lambda: None
-    """Gives the weights up before the lease ends: the engine has done with the request. May be called again."""
+    """Releases the weights before the lease ends, once the engine has finished the request. Idempotent."""
     is_current: Callable[[], bool] = lambda: True
-    """Whether the engine still computes with them: other weights may be written in their place."""
+    """Whether the engine still computes with these weights; in-place writes may have replaced them."""
 
 
 class Departures:
-    """Counts what is leaving the engine, which takes a step, and has those wait who need the room."""
+    """Counts versions being unloaded, which takes a step of the engine, so that callers can wait for their room."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -62,7 +62,7 @@ class Departures:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Count one while the block runs."""
+        """Count one departure while the block runs."""
         self._count += 1
         try:
             yield
@@ -71,27 +71,27 @@ class Departures:
             self._ended.set()
 
     async def next(self) -> None:
-        """Return when one of them has left."""
+        """Return when the next departure has ended."""
         self._ended.clear()
         await self._ended.wait()
 
 
 class Listeners:
-    """Who is to know what is loaded, and what is held no more."""
+    """Callbacks for versions that are loaded, and for those that are no longer held."""
 
     def __init__(self) -> None:
         self.loaded: list[Callable[[LoadedVersion], None]] = []
         self.released: list[Callable[[ServedModel], None]] = []
 
     def tell_loaded(self, entry: LoadedVersion) -> None:
-        """Call them after each loading."""
+        """Report that a version was loaded."""
         served = entry.served
         _log.info("version loaded", run=served.run_id, version=served.version, checkpoint=served.checkpoint)
         for listener in self.loaded:
             listener(entry)
 
     def tell_released(self, served: ServedModel) -> None:
-        """Call them when something is neither loaded nor waits on disk."""
+        """Report that a version is neither loaded nor on disk any more."""
         _log.info("version released", run=served.run_id, version=served.version, checkpoint=served.checkpoint)
         for listener in self.released:
             listener(served)
@@ -99,15 +99,15 @@ class Listeners:
 
 @dataclass(frozen=True, slots=True)
 class RegistryLimits:
-    """How much is kept, and how long a request waits."""
+    """Limits on loaded versions, and the timeout of fetches."""
 
     max_loaded: int
-    """Versions in the engine."""
+    """Most versions in the engine."""
     keep_per_run: int
-    """Newest versions of a run that stay although no request uses them."""
+    """Newest versions of each run that stay loaded even if no request uses them."""
     fetch_timeout_seconds: float
     max_per_tenant: int = 0
-    """Versions of one tenant in the engine, also when it is alone; 0 means as many as in all."""
+    """Most versions of one tenant in the engine, even if it is the only tenant; 0 means `max_loaded`."""
 
 
 def run_of(served: ServedModel) -> str:

@@ -1,4 +1,4 @@
-"""Where versions may be, how many at a time, and how many are."""
+"""Reports the memory for versions: slots, host memory and disk, with their limits and usage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = get_logger(__name__)
 def show_memory(
     settings: SamplerSettings, slots: Slots, versions: Versions, disk: DiskTier, metrics: SamplerMetrics
 ) -> None:
-    """Log the plan that the settings make: slots, host memory, disk. Have the metrics say what is used of it."""
+    """Log the limits on slots, host memory and disk that the settings imply, and export their usage as metrics."""
     _log.info(
         "memory for versions",
         slots=slots.count,

@@ -1,4 +1,4 @@
-"""Which weights a request means: the newest version of a run, or the content that a checkpoint has now."""
+"""Resolves a request's model to exact weights: a run's newest version, or a checkpoint's current content."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sampler_service.transports.version_keys import VersionKey
 
 
 class VersionResolver:
-    """Knows the newest version of every run: what the trainer announced last, or what was pushed after that.
+    """Tracks the newest version of every run: the one that the trainer announced last, or one pushed after that.
 
-    A number that was pushed from elsewhere, however high, is the newest until the trainer's next version.
+    A pushed number, however high, is the newest only until the trainer's next version.
     """
 
     def __init__(self, bridge: Bridge) -> None:
@@ -22,26 +22,26 @@ class VersionResolver:
         self._trainer = ""
 
     def welcomed(self, trainer_instance: str) -> None:
-        """Note which trainer announces from here on: the numbers of another one may be lower, and are right."""
+        """Record which trainer instance announces from now on. A new one's numbers may be lower and are still valid."""
         if trainer_instance != self._trainer:
             self._trainer = trainer_instance
             self._announced.clear()
 
     def announced(self, run_id: str, version: int) -> None:
-        """Note that the trainer says that a version exists."""
+        """Record that the trainer announced a version."""
         if version > self.last_announced(run_id):
             self._announced[run_id] = self._newest[run_id] = version
 
     def pushed(self, run_id: str, version: int) -> None:
-        """Note that a version came that the trainer did not announce."""
+        """Record that a version was pushed, which the trainer did not announce."""
         self._newest[run_id] = max(version, self.newest(run_id))
 
     def newest(self, run_id: str) -> int:
-        """Return the newest version that is known of; 0 when none is."""
+        """Return the newest known version; 0 if there is none."""
         return self._newest.get(run_id, 0)
 
     def last_announced(self, run_id: str) -> int:
-        """Return the highest version that this trainer announced; 0 when it announced none."""
+        """Return the highest version that this trainer announced; 0 if it announced none."""
         return self._announced.get(run_id, 0)
 
     def forget(self, run_id: str) -> None:
@@ -50,10 +50,10 @@ class VersionResolver:
         self._announced.pop(run_id, None)
 
     async def resolve(self, ref: ModelRef, tenant: str) -> VersionKey:
-        """Return the exact weights that `ref` means.
+        """Return the key of the exact weights that `ref` names.
 
-        What no announcement told is asked through the bridge: the newest version of a run that is not known here, and
-        what a checkpoint holds, which may have been overwritten or deleted. Errors as `Bridge.describe`.
+        The bridge is asked for what announcements do not tell: the newest version of an unknown run, and the content of
+        a checkpoint, which may have been overwritten or deleted. Raises as `Bridge.describe`.
         """
         if ref.run_id and ref.version is not None:
             return VersionKey(run_id=ref.run_id, version=ref.version)

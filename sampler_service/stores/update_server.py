@@ -1,4 +1,4 @@
-"""Where a trainer's engine asks for its turn to write the weights (bridge `shared`)."""
+"""The sampler's end of the lock with which a trainer's engine writes the weights (bridge `shared`)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from paceline.weight_sharing.update_lock import SOCKET, WriteTurn, decode_reques
 from sampler_service.stores.in_place import InPlaceSlot
 
 _WRITE_SECONDS = 60.0
-"""How long a writer may take; one that is stopped would hold up every request."""
+"""Longest duration of a write; a stopped writer would block every request."""
 
 _log = get_logger(__name__)
 
 
 class UpdateServer:
-    """Serves writers one after the other; a connection that ends early is a write that was broken off."""
+    """Serves writers one at a time; a connection that closes early is an interrupted write."""
 
     def __init__(self, slot: InPlaceSlot, directory: Path, generation: str) -> None:
-        """Listen beside the weights of a generation."""
+        """Listen in `directory`, beside the weights; accept only writers of this `generation`."""
         self._slot = slot
         self._path = directory / SOCKET
         self._generation = generation
@@ -52,7 +52,7 @@ class UpdateServer:
         except errors.PacelineError as error:
             _log.warning("write refused", reason=error.reason, error=error.message)
             _say(writer, WriteTurn(error.reason, error.message))
-        except Exception:  # the writer must not take its silence for a turn
+        except Exception:  # always answer: the writer must not mistake silence for its turn
             _log.exception("write broken off; nothing is begun until the weights are written again")
             _say(writer, WriteTurn(errors.EngineUnavailable.reason, "the write was broken off"))
         finally:

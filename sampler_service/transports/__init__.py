@@ -1,1 +1,1 @@
-"""How versions reach a sampler."""
+"""Bridges, by which versions reach a sampler."""

@@ -1,4 +1,4 @@
-"""A bridge: a way by which versions reach this sampler."""
+"""The protocol of bridges, by which versions reach this sampler, and the staged files that they return."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.transports.version_keys import foreign
 
 Files = Mapping[str, tuple[int, ...]]
-"""What tells the files of a directory from others of their names, without reading them: device, inode, size, time."""
+"""File names -> (device, inode, size, mtime), which identify the files of a directory without reading them."""
 
 
 class ReplacedError(errors.ChecksumMismatch):
-    """Other files took the place of those that were verified before an engine had loaded them."""
+    """The verified files were replaced before an engine had loaded them."""
 
 
 def files_of(directory: Path) -> Files:
-    """Tell a directory's files. Raises FileNotFoundError, NotADirectoryError."""
+    """Return the identity of a directory's files. Raises FileNotFoundError, NotADirectoryError."""
     found = ((path.name, path.stat()) for path in directory.iterdir())
-    # Not by ctime, which a new link to the file changes, too.
+    # Not ctime, which also changes when another link to the file is created.
     return {name: (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found}
 
 
@@ -36,38 +36,38 @@ def files_of(directory: Path) -> Files:
 class StagedAdapter:
     """An adapter, or a whole model, in a directory that an engine can load.
 
-    Nothing is answered from it before `verified` returns, once an engine has loaded it.
+    After an engine has loaded it, no request may be answered from it until `verified` returns.
     """
 
     manifest: pb.Manifest
     directory: Path
-    """Holds adapter_model.safetensors and adapter_config.json (PEFT layout), or a Hugging Face model, of
-    which the file with the weights alone where it was sent."""
+    """Holds adapter_model.safetensors and adapter_config.json (PEFT layout), or a Hugging Face model; of a model that
+    was sent, only the file with the weights."""
     temporary: bool
-    """Whether the directory belongs to this sampler and goes when the adapter does."""
+    """Whether the directory belongs to this sampler and is removed with the adapter."""
     verifying: asyncio.Task[pb.Manifest] | None = None
-    """Verifies the bytes while the adapter is loaded and ends with its manifest, checksums included; None when that is
-    done."""
+    """Verifies the bytes while the adapter is loaded, and returns the manifest with checksums; None if they are already
+    verified."""
     files: Files | None = None
-    """The files that were verified, of a directory that others may change; None of this sampler's own."""
+    """Identity of the verified files in a directory that others may change; None for this sampler's own directory."""
     on_disk: bool = False
-    """Whether a directory of this sampler's own lies on disk; the others are staged in memory."""
+    """Whether this sampler's own directory is on disk; otherwise it is staged in memory."""
 
     @property
     def in_memory(self) -> bool:
-        """Whether it lies in the staging directory."""
+        """Whether it is in the staging directory."""
         return self.temporary and not self.on_disk
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of the weights; empty before they are verified where the manifest came without."""
+        """Return the SHA-256 of the weights; empty if the manifest has none until they are verified."""
         return self.manifest.model.sha256
 
     async def verified(self) -> None:
         """Wait until every byte is verified. Raises ChecksumMismatch, TrainerUnavailable.
 
-        An engine reads by name what was verified by name before. Where the files are still those that were verified,
-        it has read those; else ReplacedError.
+        An engine reads the files by name after they were verified by name. If they are still the same files, the engine
+        has read the verified ones. Raises ReplacedError otherwise.
         """
         if self.verifying is not None:
             self.manifest = await self.verifying
@@ -75,9 +75,9 @@ class StagedAdapter:
             raise ReplacedError("the files were replaced while they were loaded; ask again", field="model")
 
     async def verify_again(self) -> None:
-        """Verify every byte once more, before an engine reads the files by name again.
+        """Verify every byte again, before an engine reads the files by name again.
 
-        They may be other files by now, with the same bytes. Raises ChecksumMismatch, OSError.
+        They may be different files with the same bytes. Raises ChecksumMismatch, OSError.
         """
         files = await asyncio.to_thread(self._verify_bytes)
         if self.files is not None:
@@ -107,7 +107,7 @@ class StagedAdapter:
             raise errors.VersionExists("the version exists with other content; publish a new one", field="model")
 
     async def discard(self) -> None:
-        """Remove the files if they are this sampler's own."""
+        """Remove the files if they belong to this sampler."""
         if self.verifying is not None:
             self.verifying.cancel()
         if self.temporary:
@@ -115,46 +115,46 @@ class StagedAdapter:
 
 
 class Bridge(Protocol):
-    """Brings versions and sampler checkpoints.
+    """Fetches versions and sampler checkpoints.
 
-    Errors of both calls: RunNotFound, VersionNotFound, CheckpointNotFound (also for another tenant's), ModelNotFound
-    (made for another base model), RankTooLarge, ChecksumMismatch, TrainerUnavailable.
+    Both calls raise RunNotFound, VersionNotFound, CheckpointNotFound (also for another tenant's), ModelNotFound (made
+    for another base model), RankTooLarge, ChecksumMismatch, TrainerUnavailable.
     """
 
     @property
     def name(self) -> str:
-        """Return the name by which settings know it."""
+        """Return the bridge's name in the settings."""
         ...
 
     @property
     def needs_volume(self) -> bool:
-        """Return whether a version can be fetched only when it is on the checkpoint volume."""
+        """Return whether a version can be fetched only once it is on the checkpoint volume."""
         ...
 
     async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
-        """Return the manifest of what `ref` means now. A version left open is the newest published one."""
+        """Return the manifest of what `ref` names now. Without a version, that is the newest published one."""
         ...
 
     async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
-        """Bring an adapter; every byte of it is verified, or is being verified."""
+        """Fetch an adapter or a whole model. Every byte of it is verified, or is being verified."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestRules:
-    """What this sampler takes; checked before any weight travels."""
+    """Which weights this sampler accepts; checked before any weights are transferred."""
 
     base_model: str
     max_lora_rank: int
     max_bytes: int
     """Largest safetensors file of an adapter."""
     whole_models: bool = False
-    """Whether it takes whole models, and then no adapters: those belong to the base model alone."""
+    """Whether it accepts whole models instead of adapters, which belong to the base model only."""
     base_sha256: str = ""
-    """Identity of this sampler's base weights; empty where it is not known."""
+    """Identity of this sampler's base weights; empty if unknown."""
 
     def check(self, manifest: pb.Manifest) -> None:
-        """Refuse what the engine could not load. Raises ModelNotFound, BaseMismatch, Unsupported and others."""
+        """Refuse weights that the engine cannot load. Raises ModelNotFound, BaseMismatch, Unsupported and others."""
         if is_model(manifest) and not self.whole_models:
             raise errors.Unsupported(
                 "is a whole model; a sampler that serves models takes it, or one that has it as its model",
@@ -181,7 +181,7 @@ class ManifestRules:
 
 
 def check_is(manifest: pb.Manifest, ref: ModelRef, tenant: str) -> None:
-    """Refuse a manifest of other weights than `ref` names, and one whose owner is not `tenant`.
+    """Refuse a manifest of weights other than `ref` names, and one whose owner is not `tenant`.
 
     Raises ChecksumMismatch, RunNotFound, CheckpointNotFound.
     """
@@ -197,11 +197,11 @@ def check_is(manifest: pb.Manifest, ref: ModelRef, tenant: str) -> None:
 
 
 def check_owner(owner: str, ref: ModelRef, tenant: str) -> None:
-    """Let in the owner, and services that call for themselves. Raises RunNotFound, CheckpointNotFound."""
+    """Admit the owner, and services that call for themselves. Raises RunNotFound, CheckpointNotFound."""
     if not is_for(owner, tenant):
         raise foreign(ref)
 
 
 def is_for(owner: str, tenant: str) -> bool:
-    """Return whether a tenant may know of an owner's weights."""
+    """Return whether a tenant may see an owner's weights."""
     return tenant in {PEER_TENANT, owner}

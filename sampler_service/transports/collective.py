@@ -1,4 +1,4 @@
-"""The collective bridge: versions come over a process group; whatever does not come so is fetched as a stream."""
+"""The collective bridge: receives versions over a process group, and falls back to the stream bridge."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ Arrival = asyncio.Task[StagedAdapter]
 
 
 class GroupReceiver:
-    """This sampler's member of the trainer's process group. Takes part in every broadcast that is announced to it."""
+    """This sampler's member of the trainer's process group. It takes part in every announced broadcast."""
 
     def __init__(self, staging: StagingArea, rules: ManifestRules, metrics: SamplerMetrics) -> None:
-        """Take the rules by which a file is received into nothing."""
+        """`rules` decide which broadcast files are kept; others are received and discarded."""
         self._staging = staging
         self._rules = rules
         self._metrics = metrics
         self._member: GroupMember | None = None
         self._generation = 0
-        """The one to be in; 0 for none."""
+        """The generation to be a member of; 0 for none."""
         self._arrivals: dict[VersionKey, Arrival] = {}
         self._background = Background("process group's work failed")
 
     def join(self, group: pb.Group, say: Say) -> None:
-        """Take a place in a new generation, in the background; `say` tells the trainer when that fails."""
+        """Join a new generation in the background; `say` notifies the trainer if that fails."""
         self.leave()
         self._generation = group.generation
         self._background.spawn(self._join(group, say))
 
     def expect(self, announcement: pb.Announcement, say: Say) -> None:
-        """Receive a version that is broadcast over the generation that this sampler is in."""
+        """Receive an announced version, if it is broadcast over this sampler's generation."""
         member, manifest = self._member, announcement.manifest
         if member is not None and member.generation == announcement.broadcast_generation:
             key = VersionKey.of(served_model(manifest))
@@ -54,17 +54,17 @@ class GroupReceiver:
             self._arrivals[key] = asyncio.create_task(self._receive(member, manifest, say))
 
     def take(self, key: VersionKey) -> Arrival | None:
-        """Hand over a version that is coming or has come; whoever takes it owns its files."""
+        """Return the transfer of a version, in progress or done, if any; the caller then owns its files."""
         return self._arrivals.pop(key, None)
 
     def drop(self, key: VersionKey) -> None:
-        """Let go of a version that nobody took."""
+        """Discard a version that was not taken."""
         arrival = self.take(key)
         if arrival is not None:
             self._background.spawn(_discard(arrival))
 
     def leave(self) -> None:
-        """Leave the group: the trainer is gone, or makes another one."""
+        """Leave the group: the trainer disconnected or is making another generation."""
         member, self._member, self._generation = self._member, None, 0
         for key in list(self._arrivals):
             self.drop(key)
@@ -72,13 +72,14 @@ class GroupReceiver:
             self._background.spawn(member.stop())
 
     async def close(self) -> None:
-        """End everything."""
+        """Leave the group and wait for background work."""
         self.leave()
         await self._background.finish()
 
     async def _join(self, group: pb.Group, say: Say) -> None:
         place = GroupPlace(group.backend, group.address, group.generation, group.rank, group.size, group.seconds)
         member = await GroupMember.start(place)
+        # While the process started, this sampler may have left the group or been called to another generation.
         if self._generation != group.generation:
             await member.stop()
             return
@@ -95,6 +96,7 @@ class GroupReceiver:
         directory = await asyncio.to_thread(self._staging.allocate, manifest)
         file = directory / weights_file(manifest)
         try:
+            # Take part even if the version is refused: a missing member would break the broadcast for all others.
             await member.transfer(None if refusal else file, manifest.total_size)
             if refusal:
                 raise refusal
@@ -115,7 +117,7 @@ class GroupReceiver:
         return None
 
     def _lost(self, member: GroupMember, error: errors.PeerLost, say: Say) -> None:
-        """Say once for each generation that it is of no use."""
+        """Report to the trainer, once per generation, that the group is lost."""
         if self._member is not member:
             return
         _log.warning("process group lost", generation=member.generation, reason=error.reason, error=str(error))
@@ -126,7 +128,7 @@ class GroupReceiver:
 
 
 class CollectiveBridge:
-    """Takes what the group brings. A late joiner, and a version that the group lost, are served by the stream."""
+    """Takes versions that the group delivers. If this sampler joined late or the group failed, it streams them."""
 
     name = "collective"
     needs_volume = False
@@ -160,7 +162,7 @@ async def _checked(staged: StagedAdapter, ref: ModelRef, tenant: str) -> StagedA
 
 
 async def _discard(arrival: Arrival) -> None:
-    """Remove a version's files when it has come; nobody wants it, or what became of it."""
+    """Wait for an unwanted transfer to end and remove its files; its errors are ignored."""
     (staged,) = await asyncio.gather(arrival, return_exceptions=True)
     if isinstance(staged, StagedAdapter):
         await staged.discard()

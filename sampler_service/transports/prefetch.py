@@ -1,4 +1,4 @@
-"""Versions that lie in this machine's memory and are about to exist: taken in while the trainer computes checksums."""
+"""Prefetching: loads versions staged in this machine's memory while the trainer still computes their checksums."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Offer:
     """A version's file, and its manifest once the trainer has announced it."""
 
     draft: pb.Manifest
-    """Without checksums."""
+    """The manifest without checksums."""
     path: Path
     seconds: float
     """How long the announcement may take."""
     announced: asyncio.Future[pb.Manifest] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def sealed(self) -> pb.Manifest:
-        """Wait for the manifest. Raises TrainerUnavailable when it does not come, ChecksumMismatch for another one."""
+        """Wait for the announced manifest. Raises TrainerUnavailable on timeout, ChecksumMismatch if it differs."""
         async with arriving_within(self.seconds):
             manifest = await asyncio.shield(self.announced)
         if not is_sealed(manifest, self.draft):
@@ -33,45 +33,45 @@ class Offer:
         return manifest
 
     def withdraw(self) -> None:
-        """Let nobody wait any longer: the trainer is gone, or has gone on to another version."""
+        """Fail the waiters: the trainer disconnected, offered another version, or deleted the run."""
         if not self.announced.done():
             self.announced.set_exception(errors.TrainerUnavailable("the version was not announced; try again"))
-            self.announced.exception()  # nobody need wait for it
+            self.announced.exception()  # mark it as retrieved: there may be no waiters
 
 
 class Offers:
     """The newest offer of each run."""
 
     def __init__(self, seconds: float) -> None:
-        """Take how long an announcement may take after its offer."""
+        """`seconds` is the timeout of an announcement after its offer."""
         self._seconds = seconds
         self._offers: dict[str, Offer] = {}
 
     def expect(self, staged: pb.Staged) -> VersionKey:
-        """Take an offer in, in the place of the run's one before."""
+        """Register an offer, replacing the run's previous one."""
         served = served_model(staged.manifest)
         self.drop(served.run_id)
         self._offers[served.run_id] = Offer(staged.manifest, Path(staged.staged_path), self._seconds)
         return VersionKey.of(served)
 
     def find(self, key: VersionKey) -> Offer | None:
-        """Return the offer of a version."""
+        """Return the offer of a version, if any."""
         offer = self._offers.get(key.run_id)
         return offer if offer is not None and offer.draft.model.version == key.version else None
 
     def announced(self, manifest: pb.Manifest) -> None:
-        """Hand a version's manifest to those that wait for it."""
+        """Pass a version's manifest to the waiters of its offer."""
         offer = self.find(VersionKey.of(served_model(manifest)))
         if offer is not None and not offer.announced.done():
             offer.announced.set_result(manifest)
 
     def drop(self, run_id: str) -> None:
-        """Forget a run's offer."""
+        """Drop a run's offer and fail its waiters."""
         offer = self._offers.pop(run_id, None)
         if offer is not None:
             offer.withdraw()
 
     def clear(self) -> None:
-        """Forget all: the trainer that made them is gone."""
+        """Drop all offers: the trainer that made them disconnected."""
         for run_id in list(self._offers):
             self.drop(run_id)

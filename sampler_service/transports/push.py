@@ -1,4 +1,4 @@
-"""A version that is pushed: manifest, chunks in order of offset, commit."""
+"""Receives pushed versions: a manifest, then chunks in order of offset, then a commit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Parts = AsyncIterator[pb.UpdateWeightsRequest]
 
 
 class PushReceiver:
-    """Takes in pushed versions from services, and from tenants for their own runs."""
+    """Accepts pushed versions from services, and from tenants for their own runs."""
 
     def __init__(self, staging: StagingArea, rules: ManifestRules, trainer: TrainerLink) -> None:
         self._staging = staging
@@ -29,10 +29,10 @@ class PushReceiver:
         self._trainer = trainer
 
     async def receive(self, parts: Parts, identity: Identity) -> StagedAdapter:
-        """Return the pushed adapter, verified and not yet loaded.
+        """Return the pushed adapter, verified but not yet loaded.
 
-        Raises MissingField for a part that does not come, RunNotFound for another tenant's run, ChecksumMismatch,
-        InvalidShape, RankTooLarge, ModelNotFound.
+        Raises MissingField if a part is missing, RunNotFound for another tenant's run, ChecksumMismatch, InvalidShape,
+        RankTooLarge, ModelNotFound.
         """
         manifest = await _manifest(parts)
         await self._check_owner(manifest, identity)
@@ -49,7 +49,10 @@ class PushReceiver:
         raise errors.MissingField("did not come; end the stream with it", field="commit")
 
     async def _check_owner(self, manifest: weights_pb.Manifest, identity: Identity) -> None:
-        """Services push for any tenant; a tenant only its own, where the trainer says whose run it is."""
+        """Check that the caller may push: a service for any tenant, a tenant only for its own runs.
+
+        The trainer says who owns a run. Raises RunNotFound, and as `_check_same`.
+        """
         if identity.is_peer:
             await self._check_same(manifest)
             return
@@ -65,7 +68,7 @@ class PushReceiver:
         await self._check_same(manifest)
 
     async def _check_same(self, manifest: weights_pb.Manifest) -> None:
-        """Refuse other content than the trainer has under this number; a trainer that is away has none.
+        """Refuse content other than the trainer has under this number. If the trainer is unreachable, accept any.
 
         Raises VersionExists.
         """
@@ -102,7 +105,7 @@ async def _finish(staged: StagedAdapter, committed: str) -> StagedAdapter:
 
 
 def _check_content(staged: StagedAdapter) -> None:
-    """Compare the file with its manifest, which here comes from a client."""
+    """Compare the file with its manifest, which is not trusted because it comes from a client. Raises InvalidShape."""
     if list(staged.manifest.tensors) != read_tensor_entries(staged.directory / WEIGHTS_FILE):
         raise errors.InvalidShape("are not the tensors of the file that came", field="manifest.tensors")
     rank = read_adapter_config(staged.directory / CONFIG_FILE).rank

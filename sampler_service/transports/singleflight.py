@@ -1,4 +1,4 @@
-"""Work that many wait for and that is done once."""
+"""Deduplicates concurrent fetches: callers that ask for the same key share one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def arriving_within(seconds: float) -> AsyncIterator[None]:
-    """Bound what brings a version. Raises TrainerUnavailable when the time is over."""
+    """Bound the time that a version takes to arrive. Raises TrainerUnavailable on timeout."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -25,17 +25,16 @@ async def arriving_within(seconds: float) -> AsyncIterator[None]:
 
 
 class Singleflight(Generic[T]):
-    """Fetches under way, by key and by whom they run for.
+    """Fetches in progress, by key and by the tenant that they run for.
 
-    A fetch for a tenant may fail where one for another tenant would not, so a tenant shares only its own and the
-    sampler's.
+    A fetch may fail for one tenant and succeed for another, so a tenant shares only its own fetches and the sampler's.
     """
 
     def __init__(self) -> None:
         self._tasks: dict[tuple[VersionKey, str], asyncio.Task[T]] = {}
 
     async def join(self, key: VersionKey, tenant: str, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Wait for the fetch that is under way, or for a new one."""
+        """Wait for the fetch in progress, or start one. The fetch continues if a caller is cancelled."""
         task = self._tasks.get((key, PEER_TENANT)) or self._tasks.get((key, tenant))
         if task is None:
             task = self._tasks[key, tenant] = asyncio.create_task(start())
@@ -43,7 +42,7 @@ class Singleflight(Generic[T]):
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Cancel everything."""
+        """Cancel all fetches."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -52,4 +51,4 @@ class Singleflight(Generic[T]):
     def _landed(self, key: VersionKey, tenant: str, task: asyncio.Task[T]) -> None:
         del self._tasks[key, tenant]
         if not task.cancelled():
-            task.exception()  # whoever still waits has it; unasked for, asyncio would report it as lost
+            task.exception()  # waiters raise it; if there are none, asyncio must not report it as never retrieved

@@ -1,4 +1,4 @@
-"""Where adapters are put together that arrive in chunks: a directory of this process, in memory where possible."""
+"""The staging directory, where weights that arrive in chunks are assembled: private, and in memory if possible."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from sampler_service.transports.base import StagedAdapter
 
 Sealed = Callable[[], Awaitable[pb.Manifest]]
 _MOST_WAITING = 1
-"""Chunks that wait while the thread writes those before; then the sender has to, and memory stays at two chunks."""
+"""Chunks buffered while the thread writes the previous ones. More block the sender, so memory stays at two chunks."""
 
 
 class NotLinked(Exception):
-    """A file of the trainer's cannot be linked from here."""
+    """The trainer's file cannot be linked from this sampler."""
 
     def __init__(self, *, is_shared: bool) -> None:
-        """Say whether the trainer's staging directory is seen from here all the same."""
+        """`is_shared` says whether this sampler nevertheless sees the trainer's staging directory."""
         super().__init__()
         self.is_shared = is_shared
 
 
 class StagingArea:
-    """A directory that this process alone can read; it goes with the process, or when the next sampler starts."""
+    """A private directory of this process, removed when it ends or when the next sampler starts."""
 
     def __init__(self, root: Path) -> None:
-        """Remove what samplers left in `root` that did not end well, and make a new directory there."""
+        """Remove what crashed samplers left in `root`, and create a new directory there."""
         self._own = OwnDirectory(root, "paceline-sampler")
         self._clearing = Background("staged files not removed")
 
     def close(self) -> None:
-        """Remove the directory with all that is in it."""
+        """Remove the directory and its contents."""
         self._own.close()
 
     def allocate(self, manifest: pb.Manifest) -> Path:
-        """Make a directory for weights, with an adapter's configuration and not yet with them; it is the caller's.
+        """Create a directory for weights, with the configuration if they are an adapter's; the caller owns it.
 
-        Raises DiskFull; then there is none.
+        Raises DiskFull, and then leaves no directory.
         """
         directory = self._own.path / uuid4().hex
         directory.mkdir()
@@ -64,17 +64,18 @@ class StagingArea:
 
     @asynccontextmanager
     async def receive(self, manifest: pb.Manifest) -> AsyncIterator[AdapterReceiver]:
-        """Give a reception for one adapter or whole model; unless it finishes, its files vanish when the block ends."""
+        """Yield a receiver for one adapter or whole model. Unless it finishes, its files are removed afterwards."""
         making = asyncio.ensure_future(asyncio.to_thread(lambda: AdapterReceiver(self.allocate(manifest), manifest)))
         try:
             yield await asyncio.shield(making)
         finally:
-            # A caller may leave at any moment, and again while it is leaving: the thread makes the files all the same.
+            # The caller may be cancelled at any moment, even twice, but the thread creates the files nevertheless. So a
+            # separate task removes them.
             await asyncio.shield(self._clearing.spawn(_close(making)))
 
 
 class AdapterReceiver:
-    """Puts one adapter together. A thread verifies and writes what has come while more is coming."""
+    """Assembles one adapter or whole model. A thread verifies and writes chunks while more arrive."""
 
     def __init__(self, directory: Path, manifest: pb.Manifest) -> None:
         self._directory = directory
@@ -86,7 +87,7 @@ class AdapterReceiver:
         self._finished = False
 
     async def write(self, chunk: Piece) -> None:
-        """Take the next chunk. Raises ChecksumMismatch, InvalidShape or DiskFull, for this one or one before it."""
+        """Accept the next chunk. Raises ChecksumMismatch, InvalidShape or DiskFull, for this or an earlier chunk."""
         self._waiting.append(chunk)
         if self._writing is not None and (self._writing.done() or len(self._waiting) >= _MOST_WAITING):
             await self._settle()
@@ -95,9 +96,9 @@ class AdapterReceiver:
             self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, chunks))
 
     async def adopt(self, file: Path, sealed: Sealed) -> StagedAdapter:
-        """Link a file staged by the trainer instead of taking chunks, and begin to verify it.
+        """Link a file staged by the trainer instead of receiving chunks, and start to verify it.
 
-        `sealed` brings the manifest with its checksums. Raises NotLinked where the file cannot be linked,
+        `sealed` returns the manifest with its checksums. Raises NotLinked if the file cannot be linked,
         ChecksumMismatch unless it has the manifest's tensors.
         """
         await asyncio.to_thread(self._link, file)
@@ -106,14 +107,14 @@ class AdapterReceiver:
         return StagedAdapter(self._manifest, self._directory, temporary=True, verifying=verifying)
 
     async def finish(self) -> StagedAdapter:
-        """Verify the whole. Raises as `write`, and ChecksumMismatch unless it is what the manifest describes."""
+        """Verify the whole file. Raises as `write`, and ChecksumMismatch if it does not match the manifest."""
         await self._settle()
         await asyncio.to_thread(self._verify)
         self._finished = True
         return StagedAdapter(self._manifest, self._directory, temporary=True)
 
     async def close(self) -> None:
-        """Remove the files unless they were handed on by `finish`."""
+        """Remove the files unless `finish` or `adopt` handed them over."""
         if self._finished:
             return
         if self._writing is not None:
@@ -128,7 +129,7 @@ class AdapterReceiver:
         try:
             os.link(file, weights, follow_symlinks=False)
         except OSError as error:
-            # A version that has left the directory leaves it as it was: DIRECTORY / run / version / file.
+            # The path is DIRECTORY / run / version / file. If DIRECTORY exists, only the version was removed from it.
             raise NotLinked(is_shared=error.errno == errno.ENOENT and file.parents[2].is_dir()) from error
         if not stat.S_ISREG(weights.lstat().st_mode) or read_tensor_entries(weights) != list(self._manifest.tensors):
             raise errors.ChecksumMismatch("the staged file has other tensors than its manifest")
@@ -156,10 +157,10 @@ async def _close(making: asyncio.Future[AdapterReceiver]) -> None:
 
 
 async def _verify_linked(weights: Path, sealed: Sealed) -> pb.Manifest:
-    """Return the manifest of the trainer's own file.
+    """Verify a file that is linked from the trainer's staging directory, and return its manifest.
 
-    What lies in one memory for both is verified by CRC-32C: it finds damage as SHA-256 does, which the trainer computed
-    over these bytes, at a fraction of the time. Nobody else can write there.
+    The file is the same memory for both, so CRC-32C suffices: it detects damage as well as SHA-256, which the trainer
+    computed over these bytes, in a fraction of the time. Nobody else can write there.
     """
     computed = await asyncio.to_thread(crc32c_of, weights)
     manifest = await sealed()

@@ -1,4 +1,4 @@
-"""The stream bridge: the trainer sends versions in chunks; the volume is the way out when it cannot be reached."""
+"""The stream bridge: the trainer sends versions in chunks; if it is unreachable, they are read from the volume."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _log = get_logger(__name__)
 
 
 class StreamBridge:
-    """Receives adapters into the staging area, verifying each chunk and then the whole.
+    """Receives adapters into the staging directory, verifying each chunk and then the whole.
 
-    Versions in the trainer's staging directory are linked instead, where this sampler sees it, and verified as a whole.
+    If this sampler sees the trainer's staging directory, it links versions from there and verifies them as a whole.
     """
 
     name = "stream"
@@ -32,14 +32,14 @@ class StreamBridge:
     def __init__(
         self, trainer: TrainerLink, staging: StagingArea, rules: ManifestRules, volume: VolumeBridge, offers: Offers
     ) -> None:
-        """Take the place where the trainer's offers come in."""
+        """`offers` holds the trainer's offers of versions that it has staged but not announced."""
         self._trainer = trainer
         self._staging = staging
         self._rules = rules
         self._volume = volume
         self._offers = offers
         self._shares_memory = True
-        """Until it turns out that the trainer's staged files cannot be linked from here."""
+        """True until linking one of the trainer's staged files shows that it is not possible."""
 
     async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
         try:
@@ -71,7 +71,7 @@ class StreamBridge:
                 self._shares_memory = error.is_shared
                 _log.info("version not linked; it is streamed", weights=str(ref), error=str(error.__cause__))
         if offer is not None:
-            await offer.sealed()  # Before, the trainer knows of no such version.
+            await offer.sealed()  # until it is announced, the trainer answers that the version does not exist
         return await self._receive(ref, tenant, accept_staged_path=False)
 
     async def _adopt(self, offer: Offer, ref: ModelRef, tenant: str) -> StagedAdapter:
@@ -92,7 +92,7 @@ class StreamBridge:
                         return await receiver.adopt(Path(part.staged_path), partial(_known, manifest))
                     else:
                         raise errors.ChecksumMismatch("the trainer's answer has neither a chunk nor a path in it")
-                    del part  # before the next one comes: each is a MiB
+                    del part  # free its MiB before the next one arrives
                 return await receiver.finish()
 
 

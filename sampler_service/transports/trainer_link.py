@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Watch = grpc.aio.StreamStreamCall[pb.WatchVersionsRequest, pb.WatchVersionsResponse]
 
 _DESCRIBE_SECONDS = 5.0
-"""Longest wait for a manifest, which the trainer answers at once."""
+"""Timeout for a manifest, which the trainer returns at once."""
 
 _log = get_logger(__name__)
 
@@ -42,7 +42,7 @@ class TrainerLink:
         return self._stub.WatchVersions(messages, metadata=peer_metadata(self._credential))
 
     async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
-        """Return the manifest of what `ref` means now. Errors as `fetch`."""
+        """Return the manifest of what `ref` names now. Raises as `fetch`."""
         async with self._open(ref, tenant, _DESCRIBE_SECONDS) as parts:
             return await _first(parts)
 
@@ -50,9 +50,9 @@ class TrainerLink:
     async def fetch(
         self, ref: ModelRef, tenant: str, *, accept_staged_path: bool
     ) -> AsyncIterator[tuple[pb.Manifest, AsyncIterator[Part]]]:
-        """Give the manifest of a version or checkpoint, then its chunks or the path of its file in shared memory.
+        """Yield the manifest of a version or checkpoint, and its chunks or the path of its file in shared memory.
 
-        Raises what the trainer answers (NotFound, DataLoss, InvalidArgument), TrainerUnavailable for everything else.
+        Raises the trainer's error (NotFound, DataLoss, InvalidArgument), TrainerUnavailable for everything else.
         """
         async with self._open(ref, tenant, self._fetch_timeout, accept_staged_path=accept_staged_path) as parts:
             yield await _first(parts), parts
@@ -68,7 +68,7 @@ class TrainerLink:
         except grpc.aio.AioRpcError as failure:
             raise _translate(failure, ref) from failure
         finally:
-            # Leaving a stream early does not end it.
+            # Abandoning a stream does not cancel it.
             call.cancel()
 
 
@@ -82,7 +82,7 @@ async def _first(parts: AsyncIterator[Part]) -> pb.Manifest:
 def _translate(failure: grpc.aio.AioRpcError, ref: ModelRef) -> errors.PacelineError:
     error = error_from_rpc(failure)
     if isinstance(error, errors.RunNotFound | errors.CheckpointNotFound):
-        return foreign(ref)  # in the same words as where the weights are here: nobody can tell the one from the other
+        return foreign(ref)  # the same message as for loaded weights, so that callers cannot tell which are loaded
     if isinstance(error, errors.NotFound | errors.DataLoss | errors.InvalidArgument):
         return error
     _log.warning("trainer did not answer", code=failure.code().name, reason=error.reason)

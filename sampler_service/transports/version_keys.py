@@ -1,4 +1,4 @@
-"""What names a set of weights on this sampler."""
+"""Keys that identify sets of weights on this sampler."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class VersionKey:
     version: int = 0
     checkpoint: str = ""
     sha256: str = ""
-    """Set for checkpoints alone: their path can be overwritten, so the content is part of the key."""
+    """Set for checkpoints only: their path can be overwritten, so the content is part of the key."""
 
     @classmethod
     def of(cls, model: ServedModel) -> VersionKey:
-        """Return the key of a described adapter."""
+        """Return the key of a served model."""
         if model.checkpoint:
             return cls(checkpoint=model.checkpoint, sha256=model.sha256)
         return cls(run_id=model.run_id, version=model.version)
 
     def ref(self) -> ModelRef:
-        """Return how to ask for these weights."""
+        """Return a reference to these weights."""
         if self.checkpoint:
             return ModelRef(checkpoint=self.checkpoint)
         return ModelRef(run_id=self.run_id, version=self.version)

@@ -1,4 +1,4 @@
-"""The bridges volume and restart: versions and checkpoints are read where the trainer put them."""
+"""The bridges volume and restart: read versions and checkpoints from the volume where the trainer wrote them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sampler_service.transports.trainer_link import TrainerLink
 from sampler_service.transports.version_keys import absent, foreign
 
 _POLL_SECONDS = 0.01
-"""Between looks for a version that is being written; the caller bounds the whole wait."""
+"""Polling interval for a version that is being written; the caller bounds the whole wait."""
 
 
 class VolumeBridge:
@@ -32,7 +32,7 @@ class VolumeBridge:
         self._rules = rules
 
     async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
-        """Read the manifest; which version is the newest, only the trainer knows."""
+        """Return the manifest. Only the trainer knows which version is the newest; others are read from the volume."""
         if ref.run_id and ref.version is None:
             manifest = await self._trainer.describe(ref, tenant)
             check_is(manifest, ref, tenant)
@@ -49,16 +49,16 @@ class VolumeBridge:
         return (ref.checkpoint != "" or ref.version is not None) and self._directory(ref).is_dir()
 
     async def _wait_for(self, ref: ModelRef, tenant: str) -> None:
-        """Wait for a version that the trainer has published and not yet written here.
+        """Wait for a version that the trainer has published but not yet written to the volume.
 
-        Raises what the trainer answers when there is no such version, TrainerUnavailable when it does not answer.
+        Raises the trainer's error if there is no such version, TrainerUnavailable if the trainer does not answer.
         """
         check_is(await self._trainer.describe(ref, tenant), ref, tenant)
         while not self.holds(ref):  # noqa: ASYNC110 - a volume that hosts share has no events
             await asyncio.sleep(_POLL_SECONDS)
 
     def _fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
-        """Verify what lies there, all of one save: a checkpoint may be overwritten at any moment."""
+        """Verify the files, all from a single save: a checkpoint may be overwritten at any moment."""
         directory = self._directory(ref)
         while True:
             with self._opened(ref) as pinned:

@@ -140,7 +140,7 @@ class HfEngine:
         return [*self._waiting, *self._running.values()]
 
     async def _drive(self, batcher: Batcher) -> None:
-        """Step while there is work. A step that fails ends the engine: its state can no longer be trusted."""
+        """Run steps while there is work. A failed step ends the engine, because its state can no longer be trusted."""
         loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()

@@ -1,1 +1,1 @@
-"""The engine over vLLM."""
+"""The engine built on vLLM."""

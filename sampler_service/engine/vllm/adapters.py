@@ -1,4 +1,4 @@
-"""Loads adapters into vLLM's workers: in the middle of a step where they can look aside, or else between two."""
+"""Loads adapters into vLLM's workers: during a step if the workers can poll between layers, else between steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sampler_service.engine.vllm.worker.side_channel import Load, Loaded, MidSte
 
 
 class AdapterLoader:
-    """Has all workers of one engine load adapters."""
+    """Loads adapters into all workers of one engine."""
 
     def __init__(self, llm: AsyncLLM, options: EngineOptions) -> None:
         self._llm = llm
@@ -26,23 +26,23 @@ class AdapterLoader:
         self._mid_step = MidStepCalls()
         self._numbers = count(1)
         self._calls = Background("adapter.load_failed")
-        """vLLM's calls that have not ended, though their adapters may be loaded."""
+        """Calls through vLLM's RPC that have not ended, although their adapters may already be loaded."""
         self._served: set[frozenset[str]] = set()
-        """Sets of modules that vLLM takes an adapter on."""
+        """Sets of modules on which vLLM is known to serve adapters."""
 
     async def start(self) -> Sequence[int]:
-        """Get the workers ready; return the bytes of each one's slots."""
+        """Prepare the workers; return the size of each one's slots in bytes."""
         await self._mid_step.start()
         known = {"direct": self._direct, "mid_step": self._mid_step.address}
         sizes: list[int] = await self._llm.collective_rpc("prepare_adapters", kwargs=known)
         return sizes
 
     async def close(self) -> None:
-        """Let go of the workers."""
+        """Disconnect from the workers."""
         await self._mid_step.close()
 
     async def load(self, adapter: Adapter, modules: frozenset[str]) -> LoadTimes:
-        """Make an adapter on `modules` usable from the next step on. Raises InvalidShape when vLLM takes none there."""
+        """Make an adapter on `modules` usable from the next step on. Raises InvalidShape if vLLM cannot serve it."""
         await self._check_served(modules)
         start = perf_counter()
         loaded = await self._load(
@@ -53,6 +53,7 @@ class AdapterLoader:
         return LoadTimes(1e3 * waited, 1e3 * seconds, all(one.in_slot for one in loaded))
 
     async def _load(self, load: Load) -> Sequence[Loaded]:
+        # Both ways are tried at once: the side channel answers during a step, vLLM's RPC between steps.
         early = asyncio.create_task(self._mid_step.load(load, self._num_workers))
         call = self._calls.start(self._call(load))
         try:
@@ -65,7 +66,7 @@ class AdapterLoader:
         return [Loaded(*answer) for answer in await self._llm.collective_rpc("load_adapter", args=tuple(load))]
 
     async def _check_served(self, modules: frozenset[str]) -> None:
-        """Refuse an adapter of which vLLM would leave a part out. Each choice of modules is asked about once."""
+        """Refuse an adapter that vLLM would apply only in part. Each set of modules is checked once."""
         if modules in self._served:
             return
         left_out = await self._llm.collective_rpc("unmatched_adapter_modules", args=(sorted(modules),))

@@ -1,4 +1,4 @@
-"""The sampler engine over vLLM's AsyncLLM, in the caller's event loop; vLLM runs the model in processes of its own."""
+"""The sampler engine built on vLLM's AsyncLLM. It runs in the caller's event loop; vLLM runs the model in processes."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM takes for its max_lora_rank."""
+"""Values that vLLM accepts as its max_lora_rank."""
 
 MAX_TOPK = 1024
-"""Most likeliest tokens per position that a request may ask for; the service sets the limit that users see."""
+"""Most top log-probabilities per position that a request may ask for; the service's own limit is what users see."""
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
 CPU_BLOCK_SIZE = 32
-"""Tokens per block of the KV cache on CPU: the smallest that vLLM takes there, so that short prompts are shared too."""
+"""Tokens per block of the KV cache on CPUs: the smallest that vLLM accepts, so that short prompts are shared too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Started:
 
 
 class VllmEngine:
-    """Fulfils SamplerEngine."""
+    """Implements SamplerEngine."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
@@ -116,7 +116,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         _prepare_environment()
-        # In a thread, as all that takes long here: other models are loaded while the service lives.
+        # Slow work here runs in threads, because models are also loaded while the service is running.
         config = await asyncio.to_thread(engine_args(self._options).create_engine_config)
         if config.use_v2_model_runner:
             _log.warning("model runner V2 is used, with which nothing here was tested", variable=RUNNER_VARIABLE)
@@ -131,14 +131,14 @@ class VllmEngine:
             max_lora_rank=self._options.max_lora_rank,
             num_layers=model.get_total_num_hidden_layers(),
         )
-        # vLLM samples a token after every prompt. Room for it lets a sequence as long as the context be scored; its
-        # position is never computed.
+        # vLLM samples a token after every prompt. Room for one more lets sequences of the full context length be
+        # scored; that position is never computed.
         model.max_model_len += 1
         linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
         if current_platform.is_cpu():
             clear_new_blocks(config)
             if model.is_moe and config.lora_config is not None:
-                # Else vLLM has experts wait for adapters, too, and computes them by Triton in every request.
+                # Otherwise vLLM prepares experts for adapters too, and computes them with Triton in every request.
                 config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         loader = AdapterLoader(llm, self._options)
@@ -210,7 +210,7 @@ class VllmEngine:
                     yield part
 
     async def _text_server(self, engine: _Started) -> TextServer:
-        """Return what answers calls of OpenAI's API, made when the first comes: its libraries take a second."""
+        """Return the server of OpenAI's API, created at the first call: importing its libraries takes a second."""
 
         def make() -> TextServer:
             from sampler_service.engine.vllm.openai_text import TextServer  # noqa: PLC0415
@@ -230,7 +230,7 @@ class VllmEngine:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[None]:
-        """Note a request as one that `stop` ends."""
+        """Register a request, so that `stop` aborts it."""
         self._open.add(name)
         try:
             yield
@@ -238,7 +238,7 @@ class VllmEngine:
             self._open.discard(name)
 
     async def _prompt_score(self, request: GenerationRequest) -> tuple[Array, TopkLogprobs | None] | None:
-        """Score the prompt once for all samples, which then find it in the prefix cache."""
+        """Score the prompt once for all samples, which then hit it in the prefix cache."""
         if not request.prompt_logprobs and not request.topk_prompt_logprobs:
             return None
         return await self._score(request.prompt, request.adapter, request.tenant, request.topk_prompt_logprobs)
@@ -263,14 +263,14 @@ class VllmEngine:
 def _feeding(llm: AsyncLLM, options: EngineOptions) -> FedLlm | StockLlm:
     if options.outputs == "stock":
         return StockLlm(llm)
-    # Not imported otherwise: of a vLLM that hands tokens out in another way its parts may be gone.
+    # Imported only here: in a vLLM with another output path, what this module imports may not exist.
     from sampler_service.engine.vllm.output_collector import FedLlm  # noqa: PLC0415
 
     return FedLlm.of(llm)
 
 
 def engine_args(options: EngineOptions) -> AsyncEngineArgs:
-    """Map the options; what vLLM decides better by itself is left to it."""
+    """Map the options to vLLM's arguments. What vLLM decides better itself is left to its defaults."""
     rank = min((rank for rank in RANKS if rank >= options.max_lora_rank), default=options.max_lora_rank)
     args = AsyncEngineArgs(
         model=str(options.model_path),
@@ -287,7 +287,7 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
         pipeline_parallel_size=options.pipeline_parallel_size,
         enforce_eager=options.enforce_eager,
         max_num_seqs=options.max_num_seqs,
-        # Not vLLM's constant: an engine that starts again would sample the same completions again.
+        # Not vLLM's constant default, with which a restarted engine would sample the same completions again.
         seed=secrets.randbits(31),
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
@@ -300,10 +300,10 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
     if options.base_dir is not None:
         args.load_format = LOAD_FORMAT
         args.model_loader_extra_config = extra_config(options)
-        # Steps that are prepared ahead would be marked with a version that came after they were computed.
+        # With steps prepared ahead, tokens could be marked with a version that was written after they were computed.
         args.async_scheduling = False if options.in_place == "hogwild" else None
     if options.pipeline_parallel_size > 1:
-        # The model runner that is used prepares no steps ahead there.
+        # With pipeline parallelism this model runner does not support asynchronous scheduling.
         args.async_scheduling = False
     if current_platform.is_cpu():
         _set_cpu_args(args, options)
@@ -311,9 +311,9 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
 
 
 def _dtype(options: EngineOptions) -> Dtype:
-    """Return the dtype to compute in. On CPUs vLLM would take bfloat16 by itself for what is stored in float32.
+    """Return the dtype to compute in. For weights stored in float32, vLLM would choose bfloat16 on CPUs.
 
-    On GPUs it does that, too, where it computes adapters in 16 bits only.
+    It does so on GPUs too; that stands, because vLLM computes adapters there in 16 bits only.
     """
     if options.dtype == "auto" and current_platform.is_cpu() and stored_dtype(options.model_path) is torch.float32:
         return "float32"
@@ -326,22 +326,22 @@ def _set_cpu_args(args: AsyncEngineArgs, options: EngineOptions) -> None:
     args.worker_cls = "sampler_service.engine.vllm.cpu.lora.GroupedLoraCpuWorker"
     alone = options.tensor_parallel_size * options.pipeline_parallel_size == 1
     if alone and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
-        # The worker needs a process of its own only for its threads to be bound to cores. Without one, starting takes
-        # half as long and steps do not wait for messages.
+        # The worker needs its own process only to bind its threads to cores. Without one, starting takes half as long
+        # and steps do not wait for messages.
         args.distributed_executor_backend = UniProcExecutor
 
 
 def _prepare_environment() -> None:
-    """Set what vLLM reads from the environment only: no usage reports, processes by spawn."""
+    """Set options that vLLM reads only from the environment: no usage reports, processes by spawn."""
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") != "0":
         raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION lets anyone who reaches vLLM's sockets run code; unset it")
     os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_WORKER_MULTIPROC_METHOD="spawn")
-    # vLLM has two model runners and takes the second where it finds Triton. What is done here with adapters, seeds,
-    # filters and log-probabilities was tested with the first.
+    # vLLM has two model runners and uses the second if it finds Triton. The handling of adapters, seeds, filters and
+    # log-probabilities here was tested with the first.
     os.environ.setdefault(RUNNER_VARIABLE, "0")
     if current_platform.is_cpu():
-        # With adapters vLLM runs eagerly on CPU; the few functions that it compiles all the same need a C++ compiler,
-        # which a machine that only serves does not have.
+        # With adapters vLLM runs eagerly on CPUs. The few functions that it compiles anyway need a C++ compiler, which
+        # a machine that only serves does not have.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 

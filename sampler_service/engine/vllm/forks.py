@@ -1,12 +1,12 @@
-"""vLLM's engine process as a fork of this one, so that it starts with everything imported.
+"""Starts vLLM's engine process as a fork, so that it starts with everything imported.
 
-vLLM starts its engine as a new interpreter, which imports torch, transformers and vLLM a second time: most of what the
-start of a small model takes, and of what building an engine again takes. On a CPU nothing but threads stands in the way
-of a fork. So a copy of this process is made while it has one thread, and Python's own fork server, run in that copy,
-makes the engine processes. On GPUs, whose drivers no fork survives, vLLM starts its processes as ever.
+vLLM starts its engine as a new interpreter, which imports torch, transformers and vLLM a second time. That is most of
+the time that a small model, or a restarted engine, takes to start. On a CPU only threads prevent a fork. So this
+process is forked while it has a single thread, and Python's own fork server, running in that copy, forks the engine
+processes. On GPUs, whose drivers do not survive a fork, vLLM starts its processes in its usual way.
 """
 
-# ruff: noqa: SLF001 - Python starts its fork server as a new interpreter only; here a copy of this process is one
+# ruff: noqa: SLF001 - Python starts its fork server only as a new interpreter; here a copy of this process becomes one
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NEEDED = [
     "sampler_service.engine.vllm.cpu.lora",
     "sampler_service.engine.vllm.worker.extension",
 ]
-"""What an engine process imports."""
+"""Modules that an engine process imports."""
 _PR_SET_PDEATHSIG = 1
 
 
 class _EngineProcess(ForkServerProcess):
-    """A fork that ends with the process it was forked from, in the environment of the process that asked for it."""
+    """A fork that ends with its parent process, and has the environment of the process that requested it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,12 +45,13 @@ class _EngineProcess(ForkServerProcess):
 
     def run(self) -> None:
         _end_with_parent()
-        # Titles are written over a process's arguments and environment, which are found while these are as they were.
+        # Setting the title overwrites the process's arguments and environment in memory, and can find them only while
+        # they are unchanged. So it is done first.
         set_process_title("Engine")
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
         os.environ.update(self._environment)
-        # torch read this variable when it was imported, which may have been before it was set.
+        # torch read this variable when it was imported, possibly before it was set.
         import torch._dynamo.config as dynamo  # noqa: PLC0415
 
         dynamo.disable = os.environ.get("TORCH_COMPILE_DISABLE", "0") == "1"
@@ -62,9 +63,9 @@ class _Context(ForkServerContext):
 
 
 def start_fork_server() -> None:
-    """Have vLLM fork its engine processes from a copy of this process as it is now; on a CPU under Linux.
+    """Make vLLM fork its engine processes from a copy of the current process; only on CPUs under Linux.
 
-    Call it once, before this process has threads. The copy ends with this process, and its forks with the copy.
+    Call it once, before this process has threads. The copy ends with this process, and its forks end with the copy.
     """
     if sys.platform != "linux" or not current_platform.is_cpu():
         return
@@ -84,7 +85,7 @@ def start_fork_server() -> None:
     server._forkserver_address = address
     server._forkserver_alive_fd = alive_write
     server._forkserver_pid = pid
-    # One that dies is replaced by Python with a new interpreter, which imports these.
+    # If the fork server dies, Python replaces it with a new interpreter, which imports these.
     server.set_forkserver_preload(_NEEDED)
     utils.get_mp_context = _Context  # type: ignore[attr-defined]
 
@@ -92,7 +93,7 @@ def start_fork_server() -> None:
 def _serve(listener: int, alive: int) -> None:
     try:
         _end_with_parent()
-        gc.freeze()  # what forks share stays shared when one looks for garbage
+        gc.freeze()  # keeps pages shared between forks: garbage collection would write to them
         set_process_title("ForkServer")
         forkserver.main(listener, alive, [])
     finally:
@@ -100,5 +101,5 @@ def _serve(listener: int, alive: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when the one that forked it ends."""
+    """Make the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

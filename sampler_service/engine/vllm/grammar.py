@@ -1,4 +1,4 @@
-"""Structured outputs: vLLM masks tokens that would break a JSON Schema or a regular expression, through xgrammar."""
+"""Structured outputs: vLLM masks tokens that would violate a JSON Schema or regular expression, using xgrammar."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from sampler_service.engine.constraints import check_constraint, check_length
 
 
 def grammar_config() -> StructuredOutputsConfig:
-    """Return vLLM's settings: one backend for all.
+    """Return vLLM's settings, with one backend for all requests.
 
-    By itself vLLM looks for a backend that takes the request, and then serves every request by that of the first.
+    By default vLLM picks a backend that supports the first request, and then uses it for every request.
     """
     return StructuredOutputsConfig(backend="xgrammar")
 
 
 def structured_outputs(params: SamplingParams) -> StructuredOutputsParams | None:
-    """Return vLLM's form of a request's constraint, if it has one."""
+    """Convert a request's constraint, if any, to vLLM's parameters."""
     if params.json_schema:
         return StructuredOutputsParams(json=params.json_schema)
     return StructuredOutputsParams(regex=params.regex) if params.regex else None
 
 
 async def check_constraint_of(params: VllmSamplingParams) -> None:
-    """Refuse a constraint of vLLM's own parameters that is none of ours. Raises InvalidArgument, OutOfRange."""
+    """Refuse a constraint in vLLM's parameters that is not supported here. Raises InvalidArgument, OutOfRange."""
     constraint = params.structured_outputs
     if constraint is None or constraint.json_object:
         return
@@ -43,7 +43,7 @@ async def check_constraint_of(params: VllmSamplingParams) -> None:
     else:
         choices = "|".join(re.escape(str(choice)) for choice in constraint.choice or ())
         given = SamplingParams(regex=constraint.regex or choices)
-    if constraint.structural_tag:  # it comes of tools, whose calls have to be of their schemas
+    if constraint.structural_tag:  # generated from tools, whose calls must match their schemas
         check_length(constraint.structural_tag, "tools")
     elif given.json_schema or given.regex:
         check_constraint(given)
@@ -53,9 +53,9 @@ async def check_constraint_of(params: VllmSamplingParams) -> None:
 
 
 async def check_grammar(params: SamplingParams) -> None:
-    """Refuse a constraint that no grammar can be made of. Raises InvalidArgument.
+    """Refuse a constraint from which no grammar can be built. Raises InvalidArgument.
 
-    vLLM checks it too, but in the event loop and only after the prompt was scored.
+    vLLM checks this too, but in the event loop and only after the prompt was scored.
     """
     constraint = structured_outputs(params)
     if constraint is not None:
@@ -70,5 +70,5 @@ async def _check_enforced(constraint: StructuredOutputsParams, field: str) -> No
 
 
 def _reason(error: Exception) -> str:
-    """Return what xgrammar found, without the place in its source that it puts first."""
+    """Return xgrammar's message without the source location in front."""
     return str(error).rpartition(".cc:")[2].partition(": ")[2].strip() or str(error)

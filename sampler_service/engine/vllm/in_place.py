@@ -1,7 +1,7 @@
 """A vLLM engine whose weights are written while it serves, by a trainer or from a file.
 
-Everything is vLLM's own: it pauses between two steps with its requests kept, forgets every cached key and value, those
-of running requests too, so that they are computed again, and notes with each step which weights it was computed with.
+It uses vLLM's own features: vLLM pauses between two steps and keeps its requests; it drops all cached keys and values,
+including those of running requests, which are then recomputed; and it records which weights computed each step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sampler_service.engine.vllm.params import MIXED
 
 
 class InPlaceEngine(VllmEngine):
-    """Fulfils WritableEngine."""
+    """Implements WritableEngine."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -30,7 +30,7 @@ class InPlaceEngine(VllmEngine):
         await self._live().llm.update_weight_version("0")
 
     async def begin_write(self, version: int) -> None:
-        """See WritableEngine. Unpaused, tokens are marked from before the first byte changes."""
+        """See WritableEngine. Without a pause, tokens are marked from before the first byte changes."""
         llm = self._live().llm
         self._epoch += 1
         if self._pauses:
@@ -56,5 +56,5 @@ class InPlaceEngine(VllmEngine):
         return await super().compute_logprobs(tokens, adapter, self._salt(tenant))
 
     def _salt(self, tenant: str) -> str:
-        """Keep cached prefixes of requests that began before a write from those that begin after it."""
+        """Return a cache salt that changes with each write, so that later requests share no earlier cached prefix."""
         return f"{tenant}/{self._epoch}"

@@ -1,7 +1,7 @@
-"""OpenAI's API by vLLM's own serving layer, whose requests take their turn, their tenant and their weights here.
+"""OpenAI's API through vLLM's own serving layer, with this sampler's queueing, tenants and leased weights.
 
-The layer knows vLLM as an engine client. It is given one that passes everything on but `generate`: there a request gets
-the adapter that was leased for it, the tenant's salt for the prefix cache, and a place among those that wait.
+The layer accesses vLLM through an engine client. It is given a client that forwards everything except `generate`: there
+each request gets the adapter that was leased for it, the tenant's salt for the prefix cache, and places in the queue.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class _Call:
 
     request: TextRequest
     model: str
-    """What the answer has as its model."""
+    """Model name in the response."""
     failure: BaseException | None = None
-    """What went wrong in the engine, which the layer tells in words of its own."""
+    """The original error from the engine, which the layer replaces by its own wording."""
 
 
 _CALL: ContextVar[_Call] = ContextVar("paceline_text_call")
 
 
 class TextServer:
-    """Answers calls."""
+    """Serves calls of OpenAI's API."""
 
     def __init__(self, llm: AsyncLLM, info: ModelInfo, tool_parser: str) -> None:
-        """Take the name of vLLM's parser of the model's tool calls; empty means that there are none."""
+        """`tool_parser` names vLLM's parser for the model's tool calls; empty means that tools are off."""
         engine: Any = _Engine(llm, info)
         models = _Models(engine, [BaseModelPath(name=info.name, model_path=info.name)])
         self._info = info
@@ -72,7 +72,7 @@ class TextServer:
         )
 
     async def complete(self, request: TextRequest) -> AsyncGenerator[bytes]:
-        """Yield the answer, whole or event by event, as JSON. Raises InvalidArgument for what the layer refuses."""
+        """Yield the response as JSON, whole or event by event. Raises InvalidArgument if the layer refuses the call."""
         call = _Call(request, str(request.body.get("model") or self._info.name))
         body = {**request.body, "model": self._info.name}
         token = _CALL.set(call)
@@ -111,7 +111,7 @@ class TextServer:
 
 
 async def _in_context(answer: AsyncGenerator[str], call: _Call) -> AsyncGenerator[bytes]:
-    """Yield the data of server-sent events. Each step of the layer's generator knows its call."""
+    """Yield the data of server-sent events. Each step of the layer's generator runs with its call in the context."""
     async with aclosing(answer):
         while True:
             token = _CALL.set(call)
@@ -128,19 +128,19 @@ async def _in_context(answer: AsyncGenerator[str], call: _Call) -> AsyncGenerato
 
 
 class _Models(OpenAIServingModels):
-    """Names the model as the caller did."""
+    """Reports the model by the name that the caller used."""
 
     def model_name(self, lora_request: LoRARequest | None = None) -> str:
         return _CALL.get().model
 
 
 class _Engine:
-    """vLLM, of which every request is one of a call."""
+    """vLLM's engine client, in which every request belongs to a call."""
 
     def __init__(self, llm: AsyncLLM, info: ModelInfo) -> None:
         self._llm = llm
         self._info = info
-        # The engine's context has room for one token more, by which it scores sequences of the full length.
+        # The engine's own limit is one token longer, so that it can score sequences of the full length.
         self.model_config = copy.copy(llm.model_config)
         self.model_config.max_model_len = info.max_context_length
 
@@ -150,7 +150,7 @@ class _Engine:
     def generate(
         self, prompt: Any, sampling_params: VllmSamplingParams, request_id: str, **others: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Sample for the call of this context."""
+        """Sample for the call in the current context."""
         return self._generate(_CALL.get(), prompt, sampling_params, request_id)
 
     async def _generate(
@@ -160,7 +160,7 @@ class _Engine:
         try:
             check_tokens(self._info, tokens, "prompt", room=1)
             await check_constraint_of(params)
-            params.logprobs = params.logprobs or 0  # of what is sampled, so that NaN is seen
+            params.logprobs = params.logprobs or 0  # at least of sampled tokens, so that NaN is detected
             lora = lora_request(request.adapter) if request.adapter else None
             prompt["cache_salt"] = request.tenant or None
             async with request.place(len(tokens), params.n, params.max_tokens or 1):
@@ -178,7 +178,7 @@ class _Engine:
 
 
 def _check(output: RequestOutput, request: TextRequest) -> None:
-    """See that tokens came of numbers, and that the engine did not end them. Raises NonFinite, EngineUnavailable."""
+    """Check that no token was sampled from NaN and none was aborted. Raises NonFinite, EngineUnavailable."""
     for completion in output.outputs:
         if completion.finish_reason == "abort":
             raise errors.EngineUnavailable("the engine stopped before the answer was whole; try again")
@@ -188,7 +188,7 @@ def _check(output: RequestOutput, request: TextRequest) -> None:
 
 
 def _refusal(error: Exception) -> errors.PacelineError:
-    """Say what the layer does not take."""
+    """Convert an error of the serving layer into InvalidArgument."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return errors.InvalidArgument(str(first["msg"]), field=".".join(str(part) for part in first["loc"]))

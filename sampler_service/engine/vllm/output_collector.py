@@ -1,8 +1,8 @@
-"""What vLLM samples for a request, taken where vLLM hands it over.
+"""Takes a request's tokens directly from vLLM's output processor.
 
-vLLM makes several objects of every token of every request and wakes a task, which passes them on through generators of
-its own. A feed takes a token and its log-probability as they come from the engine's process, and the reader's task
-wakes when the coalescer says so. What else may come with tokens goes through vLLM's own conversion.
+vLLM creates several objects for every token of every request and wakes a task, which forwards them through generators.
+A feed takes a token and its log-probability as they arrive from the engine's process, and the coalescer decides when
+the reader's task wakes. Anything else that comes with tokens goes through vLLM's own conversion.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from sampler_service.engine.vllm.stock_output import put_tokens
 
 
 class Feed(RequestOutputCollector):
-    """Stands in for the collector that vLLM makes for each request."""
+    """Replaces the collector that vLLM creates for each request."""
 
     def __init__(self, request: GenerationRequest, params: SamplingParams, tokens: Coalescer) -> None:
         super().__init__(params.output_kind, request.request_id)
         self._tokens, self._topk = tokens, request.topk_logprobs
         self.ended = False
-        """Whether vLLM knows the request no more."""
+        """Whether vLLM has already dropped the request."""
 
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
-        """Take the new tokens of a step. Raises nothing: vLLM's caller serves every request."""
+        """Accept the new tokens of a step. Never raises, because vLLM's caller serves all requests."""
         if isinstance(output, RequestOutput):
             self._take(output)
         elif isinstance(output, Exception):
@@ -47,14 +47,14 @@ class Feed(RequestOutputCollector):
             self._tokens.close(output)
 
     def take_plain(self, state: RequestState, output: EngineCoreOutput) -> bool:
-        """Take new tokens of a completion that goes on, unless there is more to them than log-probabilities."""
+        """Accept an unfinished completion's new tokens if they carry only log-probabilities; return whether they do."""
         logprobs = output.new_logprobs
         if (
             logprobs is None
             or output.finish_reason is not None
             or state.is_prefilling
             or self._topk
-            # Others look for stop strings.
+            # Other detokenizers look for stop strings.
             or type(state.detokenizer) is not IncrementalDetokenizer
         ):
             return False
@@ -65,7 +65,7 @@ class Feed(RequestOutputCollector):
     def _take(self, output: RequestOutput) -> None:
         try:
             put_tokens(output, self._topk, self._tokens)
-        except Exception as error:  # the reader raises it
+        except Exception as error:  # raised by the reader instead
             self._tokens.close(error)
         if output.finished:
             self.ended = True
@@ -73,10 +73,10 @@ class Feed(RequestOutputCollector):
 
 
 class FeedingProcessor(OutputProcessor):
-    """vLLM's conversion of what its engine sends, past which plain tokens go."""
+    """vLLM's output processor, which plain tokens bypass."""
 
     def __init__(self, replaced: OutputProcessor) -> None:
-        """Take the place of one that has had no requests, with all that it was made with, known here or not."""
+        """Copy all attributes of the processor to replace, known or not. It must not have had any requests."""
         vars(self).update(vars(replaced))
         self._feeds: dict[str, Feed] = {}
 
@@ -112,7 +112,7 @@ class FeedingProcessor(OutputProcessor):
         *others: Any,
         **named: Any,
     ) -> OutputProcessorOutput:
-        """Hand a step's tokens to whom they belong."""
+        """Pass a step's tokens to their requests."""
         rest = [output for output in engine_core_outputs if not self._feed(output, weight_version)]
         return super().process_outputs(rest, engine_core_timestamp, iteration_stats, weight_version, *others, **named)
 
@@ -120,7 +120,7 @@ class FeedingProcessor(OutputProcessor):
         state = self.request_states.get(output.request_id)
         if state is None or not isinstance(state.queue, Feed) or not state.queue.take_plain(state, output):
             return False
-        # Of these vLLM's conversion of later tokens makes use.
+        # vLLM's conversion of later tokens needs this state.
         if weight_version is not None:
             state.track_weight_version(weight_version)
         if state.detokenizer is not None:
@@ -130,14 +130,14 @@ class FeedingProcessor(OutputProcessor):
 
 @dataclass(frozen=True, slots=True)
 class FedLlm:
-    """vLLM with feeds."""
+    """vLLM with a feed for each request."""
 
     llm: AsyncLLM
     processor: FeedingProcessor
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> FedLlm:
-        """Take over what vLLM hands out. Raises EngineUnfit when this vLLM does that in another way."""
+        """Replace vLLM's output processor. Raises EngineUnfit if this vLLM delivers its output in another way."""
         if type(llm.output_processor) is not OutputProcessor or llm.output_handler is not None:
             raise EngineUnfit(
                 f"vLLM {vllm.__version__} hands tokens out by another OutputProcessor than its own, or has begun to; "
@@ -150,7 +150,7 @@ class FedLlm:
     async def generate(
         self, request: GenerationRequest, params: SamplingParams, tokens: Coalescer
     ) -> AsyncIterator[Coalescer]:
-        """Have a request's tokens put into the coalescer. Left early, it is freed before the engine's next step."""
+        """Start a request whose tokens go into the coalescer. Leaving early frees it before the engine's next step."""
         prompt = prompt_input(request.prompt, request.tenant)
         lora = lora_request(request.adapter) if request.adapter else None
         feed = Feed(request, params, tokens)

@@ -20,29 +20,29 @@ from sampler_service.engine.protocol import Adapter, GenerationRequest, TokenDel
 from sampler_service.engine.vllm.grammar import structured_outputs
 
 Position = Mapping[int, Logprob]
-"""Token id -> log-probability at one position: the token that is there, and the likeliest ones when asked for."""
+"""Token id -> log-probability at one position: of the actual token, and of the likeliest ones if requested."""
 
 MIXED = "~"
-"""Ends vLLM's name of a version that is being written."""
+"""Suffix of vLLM's name for a version that is being written."""
 
 STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 """vLLM's other reasons (abort, error) are ABORTED, never LENGTH."""
 
 
 def prompt_input(tokens: list[int], tenant: str) -> TokensInput:
-    """Return the prompt with the tenant as the salt of its prefix-cache entries."""
+    """Return vLLM's prompt, with the tenant as the salt of its prefix-cache entries."""
     return tokens_input(tokens, cache_salt=tenant or None)
 
 
 def lora_request(adapter: Adapter) -> LoRARequest:
-    """Return vLLM's handle of an adapter. `load_inplace` stays off: with it the files are read again at every step."""
+    """Return vLLM's handle of an adapter. `load_inplace` stays off; it would read the files again at every step."""
     return LoRARequest(lora_name=adapter.name, lora_int_id=adapter.adapter_id, lora_path=str(adapter.path))
 
 
 def sampling_params(request: GenerationRequest, budget: int) -> VllmSamplingParams:
-    """Map the request's parameters; `budget` is the number of tokens that may be sampled.
+    """Map the request's parameters; `budget` is the most tokens that may be sampled.
 
-    vLLM gives sample i the first sample's seed plus i, and detokenizes only for stop strings, whose tokens it keeps.
+    vLLM gives sample i the first sample's seed plus i. It detokenizes only for stop strings, whose tokens it keeps.
     """
     params = request.params
     return VllmSamplingParams(
@@ -63,14 +63,14 @@ def sampling_params(request: GenerationRequest, budget: int) -> VllmSamplingPara
         skip_special_tokens=False,
         structured_outputs=structured_outputs(params),
         output_kind=RequestOutputKind.DELTA,
-        skip_clone=True,  # made for this request alone
+        skip_clone=True,  # not shared with other requests
     )
 
 
 def scoring_params(k: int) -> VllmSamplingParams:
-    """Return parameters that read a sequence's log-probabilities at temperature 1. One token is sampled and dropped.
+    """Return parameters that yield a sequence's log-probabilities at temperature 1. One token is sampled and dropped.
 
-    vLLM computes such a request whole, without what the prefix cache holds of it.
+    vLLM computes the whole sequence of such a request, without using the prefix cache.
     """
     return VllmSamplingParams(
         max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
@@ -78,7 +78,7 @@ def scoring_params(k: int) -> VllmSamplingParams:
 
 
 def token_delta(completion: CompletionOutput, k: int) -> TokenDelta:
-    """Convert a completion's new tokens; the log-probability of each is looked up by its id."""
+    """Convert a completion's new tokens; each one's log-probability is looked up by its id."""
     tokens = list(completion.token_ids)
     positions: list[Position] = [*(completion.logprobs or ())]
     reason = completion.finish_reason
@@ -93,7 +93,7 @@ def token_delta(completion: CompletionOutput, k: int) -> TokenDelta:
 
 
 def version_spans(completion: CompletionOutput) -> tuple[VersionSpan, ...]:
-    """Return which version each token of a finished completion is of; nothing where weights have no version."""
+    """Return which version each token of a finished completion is of; empty if the weights have no version."""
     spans = [(span.version.removesuffix(MIXED), span) for span in completion.weight_versions or ()]
     return tuple(
         VersionSpan(int(number), span.start, mixed=span.version.endswith(MIXED))
@@ -112,7 +112,7 @@ def prompt_logprobs(tokens: Sequence[int], positions: Sequence[Position | None])
 
 
 def topk_rows(positions: Iterable[Position | None], k: int) -> TopkLogprobs:
-    """Return the k likeliest tokens of each position; tokens that the filters removed are not among them."""
+    """Return the k likeliest tokens of each position, without those removed by filters, padded with -1 and NaN."""
     ids: list[list[int]] = []
     values: list[list[float]] = []
     for position in positions:

@@ -1,4 +1,4 @@
-"""vLLM with a model that is overwritten in place: one whole model after the other in an engine that goes on."""
+"""vLLM with a model that is overwritten in place: the engine keeps running while whole models replace each other."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sampler_service.engine.vllm.engine import VllmEngine
 
 _log = get_logger(__name__)
 _HEAD = "lm_head.weight"
-"""Where it is tied to the embedding, files may have it all the same."""
+"""Output head. Files may contain it even if it is tied to the embedding."""
 
 
 class InPlaceVllmEngine(VllmEngine):
-    """Fulfils ModelEngine. Requests of the model before have ended; none begins before the next one is whole."""
+    """Implements ModelEngine. During a change no request runs: earlier ones have ended, and later ones wait."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self._torn = False
-        """Whether a change ended halfway: what vLLM has is no model of anybody's."""
+        """Whether a change failed halfway, so that vLLM's weights are not those of any model."""
 
     @property
     def model_path(self) -> Path:
@@ -37,7 +37,7 @@ class InPlaceVllmEngine(VllmEngine):
         await super().check_health()
 
     async def change_model(self, model_path: Path, contents: Contents | None = None) -> None:
-        """Write the weights of a model between two steps, over those that are there; then empty the prefix cache."""
+        """Overwrite the weights with those of a model between two steps, then empty the prefix cache."""
         if model_path != self.model_path:
             await asyncio.to_thread(_check_weights, model_path / MODEL_FILE, self.model_path)
         llm = self._live().llm
@@ -54,7 +54,7 @@ class InPlaceVllmEngine(VllmEngine):
 
 
 def _check_weights(file: Path, base: Path) -> None:
-    """Refuse a file of other parameters than the base model's before anything is written. Raises ModelNotLoadable."""
+    """Refuse a file whose parameters differ from the base model's, before any write. Raises ModelNotLoadable."""
     try:
         given = {entry.name: tuple(entry.shape) for entry in read_tensor_entries(file)}
     except (ChecksumMismatch, OSError) as error:

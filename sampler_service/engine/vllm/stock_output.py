@@ -1,4 +1,4 @@
-"""What vLLM samples for a request, by its own conversion and its own generators (the other way: `output_collector`)."""
+"""Takes a request's tokens from vLLM's own conversion and generators (the alternative to `output_collector`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sampler_service.engine.vllm.params import lora_request, prompt_input, token
 
 @dataclass(frozen=True, slots=True)
 class StockLlm:
-    """vLLM as it is: its own conversion and its own generators."""
+    """vLLM with its own output conversion and generators."""
 
     llm: AsyncLLM
 
@@ -26,7 +26,7 @@ class StockLlm:
     async def generate(
         self, request: GenerationRequest, params: SamplingParams, tokens: Coalescer
     ) -> AsyncIterator[Coalescer]:
-        """Have a request's tokens put into the coalescer. Left early, it is freed before the engine's next step."""
+        """Start a request whose tokens go into the coalescer. Leaving early frees it before the engine's next step."""
         prompt = prompt_input(request.prompt, request.tenant)
         lora = lora_request(request.adapter) if request.adapter else None
         outputs = self.llm.generate(prompt, params, request.request_id, lora_request=lora)
@@ -43,14 +43,14 @@ async def _pass_on(outputs: AsyncGenerator[RequestOutput], topk: int, tokens: Co
         async with aclosing(outputs):
             async for output in outputs:
                 put_tokens(output, topk, tokens)
-    except Exception as error:  # the reader raises it
+    except Exception as error:  # raised by the reader instead
         tokens.close(error)
     else:
         tokens.close()
 
 
 def put_tokens(output: RequestOutput, topk: int, tokens: Coalescer) -> None:
-    """Put what vLLM made of a step's tokens into the coalescer."""
+    """Put a step's tokens, as converted by vLLM, into the coalescer."""
     for completion in output.outputs:
         delta = token_delta(completion, topk)
         delta.prompt_cache_hit_tokens = output.num_cached_tokens or 0

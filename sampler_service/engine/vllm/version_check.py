@@ -1,7 +1,7 @@
-"""What is used of vLLM beside its public interface, compared with the vLLM that is installed before anything starts.
+"""Checks the installed vLLM for the non-public interfaces that this package uses, before anything starts.
 
-vLLM may change any of this in a minor release. Then the engine does not start, and says which part is another one, in
-which vLLM, and what to do. What one worker's objects hold is looked at in the worker (`worker.internals`).
+vLLM may change any of them in a minor release. Then the engine does not start, and reports which part differs, in which
+vLLM version, and what to do. The attributes of a worker's objects are checked in the worker (`worker.internals`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _STOCK_LOADING = "PACELINE_SAMPLER_APPLY=stock"
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A function that is called, or a class that is made, with so many values by position and these by name."""
+    """A function or class that is called with this many positional arguments and these keyword arguments."""
 
     path: str
     """module:qualified name"""
     positional: int
-    """`self` of methods included."""
+    """Includes `self` of methods."""
     named: tuple[str, ...] = ()
 
     def differs(self) -> str:
-        """Say how the function differs; empty where it takes the call."""
+        """Return how the function differs; empty if it accepts the call."""
         try:
             inspect.signature(_found(self.path)).bind(*range(self.positional), **dict.fromkeys(self.named))
         except TypeError as problem:
@@ -46,14 +46,14 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A method that a class of ours overrides: these parameters come first, and what follows them is passed on."""
+    """A method that this package overrides: its first parameters must be these; further ones are passed on."""
 
     path: str
     parameters: tuple[str, ...]
     """Without `self`."""
 
     def differs(self) -> str:
-        """Say how the method differs; empty where it is as it is known."""
+        """Return how the method differs; empty if it matches."""
         names = tuple(inspect.signature(_found(self.path)).parameters)[1:]
         known = self.parameters
         return "" if names[: len(known)] == known else f"it takes {', '.join(names)}, not {', '.join(known)}"
@@ -67,7 +67,7 @@ class Has:
     names: tuple[str, ...]
 
     def differs(self) -> str:
-        """Say what is missing; empty where nothing is."""
+        """Return which names are missing; empty if none are."""
         thing = _found(self.path)
         fields = {*getattr(thing, "__struct_fields__", ()), *getattr(thing, "__dataclass_fields__", ())}
         missing = [name for name in self.names if name not in fields and not hasattr(thing, name)]
@@ -173,7 +173,7 @@ LENDING: tuple[Internal, ...] = (
 
 
 def check_vllm(options: EngineOptions) -> None:
-    """Compare what these options make use of. Raises EngineUnfit with a sentence that says what to do."""
+    """Check the interfaces that these options use. Raises EngineUnfit, whose message says what to do."""
     for internals, stock in _used(options):
         for internal in internals:
             if problem := _problem(internal):
@@ -185,7 +185,7 @@ def check_vllm(options: EngineOptions) -> None:
 
 
 def check_text() -> None:
-    """Compare what OpenAI's API is served by, when it is first asked for. Raises Unsupported."""
+    """Check the interfaces that serve OpenAI's API; called at its first use. Raises Unsupported."""
     for internal in TEXT:
         if problem := _problem(internal):
             raise Unsupported(

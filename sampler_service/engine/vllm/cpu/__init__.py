@@ -1,1 +1,1 @@
-"""What vLLM needs on a CPU alone."""
+"""Extensions of vLLM that are used only on CPUs."""

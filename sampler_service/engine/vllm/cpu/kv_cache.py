@@ -1,11 +1,11 @@
 """A KV cache for CPUs whose blocks are cleared before another sequence gets them.
 
-vLLM's attention for CPUs multiplies by zero what lies behind a sequence's end in its last block. NaN and infinity,
-which an adapter that overflowed leaves there, come through that, and would be in the answers to whoever gets the block
-next. vLLM clears blocks for some kinds of models; here it does for all.
+vLLM's CPU attention multiplies the values after a sequence's end in its last block by zero. NaN and infinity, which an
+adapter that overflowed leaves there, survive that and would get into the results of the next sequence in this block.
+vLLM clears blocks for some kinds of models; this module makes it do so for all.
 """
 
-# ruff: noqa: SLF001 - vLLM asks its model runner by a private name to clear blocks
+# ruff: noqa: SLF001 - vLLM calls a private method of its model runner to clear blocks
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 @dataclass
 class ClearedKVCacheConfig(KVCacheConfig):
-    """Has the scheduler name each step's new blocks, for the worker to clear."""
+    """Makes the scheduler list each step's new blocks for the worker to clear."""
 
     @property
     def needs_kv_cache_zeroing(self) -> bool:
@@ -32,27 +32,27 @@ def _cleared(config: KVCacheConfig) -> ClearedKVCacheConfig:
 
 
 class ClearingScheduler(Scheduler):
-    """vLLM's scheduler."""
+    """vLLM's scheduler with this configuration."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, _cleared(kv_cache_config), *args, **kwargs)
 
 
 class ClearingAsyncScheduler(AsyncScheduler):
-    """vLLM's scheduler where it prepares a step while the one before is computed."""
+    """vLLM's asynchronous scheduler, which prepares a step while the previous one runs, with this configuration."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, _cleared(kv_cache_config), *args, **kwargs)
 
 
 def clear_new_blocks(config: Any) -> None:
-    """Have an engine of this configuration name its new blocks; set before the engine is made."""
+    """Make an engine of this configuration list its new blocks; call it before the engine is created."""
     scheduler = ClearingAsyncScheduler if config.scheduler_config.async_scheduling else ClearingScheduler
     config.scheduler_config.scheduler_cls = f"{scheduler.__module__}.{scheduler.__name__}"
 
 
 def clear_on(model_runner: Any) -> None:
-    """Have a worker clear the blocks that are named, of every kind of attention."""
+    """Make a worker clear the listed blocks in the KV caches of all attention layers."""
 
     def clear(block_ids: list[int]) -> None:
         layers = model_runner.compilation_config.static_forward_context

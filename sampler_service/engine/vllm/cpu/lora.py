@@ -1,8 +1,8 @@
 """LoRA on vLLM's CPU backend: one pair of GEMMs per adapter in the batch.
 
 vLLM's own CPU operators copy the matrices A and B for every single token before they multiply, which makes a prefill
-with an adapter many times slower than one without. They also take tokens without an adapter for tokens of the last slot
-while decoding, so that requests to the base model are answered with somebody's adapter once all slots are in use.
+with an adapter many times slower than one without. When decoding they also treat tokens without an adapter as tokens of
+the last slot, so that once all slots are in use, requests to the base model are answered with somebody's adapter.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from sampler_service.engine.vllm.cpu.lora_slots import FEW_ROWS, Expansion, Pair
 _EVERY = slice(None)
 
 Rows = slice | Tensor
-"""Rows of a batch: those that lie together, or int64 [N]."""
+"""Rows of a batch: a slice of adjacent rows, or their indices as int64 [N]."""
 Groups = list[tuple[int, Rows]]
-"""Slot of an adapter and the rows that use it. Rows without an adapter are in no group."""
+"""Pairs of an adapter's slot and the rows that use it. Rows without an adapter are in no group."""
 
 
 def group_rows(slots: Tensor) -> Groups:
     """Group the rows of a batch by slot; `slots` has shape [T], -1 for no adapter."""
     present = sorted(set(slots.tolist()))
-    if len(present) == 1:  # also of more rows than the mapping has: those of a prompt that is scored
+    if len(present) == 1:  # also covers rows beyond the mapping, which exist when a prompt is scored
         return [(present[0], _EVERY)] if present[0] >= 0 else []
     return [(slot, _together((slots == slot).nonzero()[:, 0])) for slot in present if slot >= 0]
 
@@ -46,23 +46,23 @@ def _together(rows: Tensor) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """The rows of a small batch of several adapters, as many for each slot, so that one product serves all slots.
+    """The rows of a small batch with several adapters, padded to the same number per slot, for one batched product.
 
-    Slots between the first and the last that no row uses are computed, too, and dropped. No row's numbers meet those of
-    another slot, so that an adapter with values that are not finite harms its own rows alone.
+    Unused slots between the first and the last used one are computed too, and their results dropped. Rows of different
+    slots never mix, so that an adapter with non-finite values affects only its own rows.
     """
 
     slots: slice
     gathered: Tensor
-    """int64 [slots * rows each]: the row of the batch at each place; any row at places that stay empty."""
+    """int64 [slots * rows per slot]: the batch row at each place; an arbitrary row at empty places."""
     places: Tensor
-    """int64 [N]: the places that are taken."""
+    """int64 [N]: the occupied places."""
     rows: Tensor | None
-    """int64 [N]: the rows of the batch that they go back to; None for all in order."""
+    """int64 [N]: the batch rows that these results belong to; None for all rows in order."""
 
     @classmethod
     def of(cls, slots: Tensor) -> Padded:
-        """Place the rows; `slots` has shape [T], -1 for no adapter, and two adapters or more."""
+        """Place the rows; `slots` has shape [T], -1 for no adapter, and names at least two adapters."""
         rows = (slots >= 0).nonzero()[:, 0]
         rows = rows[slots[rows].argsort(stable=True)]
         own = slots[rows] - slots[rows[0]]
@@ -77,7 +77,7 @@ class Padded:
         return cls(taken, gathered, torch.empty_like(places).index_copy_(0, rows, places), None)
 
     def add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
-        """Add B A x of each row's slot to y in place; shapes as of `GroupedPunicaWrapper._add`."""
+        """Add B A x of each row's slot to y in place; shapes as in `GroupedPunicaWrapper._add`."""
         count = self.slots.stop - self.slots.start
         placed = x.index_select(0, self.gathered).view(count, -1, x.size(1))
         delta = pair.product(placed, self.slots).view(-1, y.size(1)).index_select(0, self.places)
@@ -90,23 +90,23 @@ class Padded:
 class GroupedPunicaWrapper(PunicaWrapperCPU):
     """Replaces the operators of linear layers, the output head and the embedding.
 
-    Products are rounded where vLLM's operators round them, A x once to the weights' dtype and B A x once more; in large
-    batches B A x is added to y in float32 and rounded with it. Within a product the CPU's GEMM accumulates in float32.
+    Results are rounded where vLLM's operators round them: A x once to the weights' dtype, and B A x once more. In large
+    batches B A x is added to y in float32 and rounded with it. Within a product, the CPU's GEMM accumulates in float32.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._token_groups: Groups = []
         self._used: list[int] = []
-        """The slots of these groups."""
+        """The slots in `_token_groups`."""
         self._sampler_groups: Groups = []
         self._padded: Padded | None = None
-        """Of batches of few rows and several adapters."""
+        """The padded rows, for batches of few rows and several adapters."""
         self.between_layers: Callable[[], None] = _nothing
-        """Called before the operators of a linear layer; may change slots that the batch does not use."""
+        """Called before the operators of each linear layer; it may write slots that the batch does not use."""
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """Take over the batch's mapping; called before each step whose mapping differs from the last one's."""
+        """Read the batch's mapping; called before each step whose mapping differs from the previous one's."""
         super().update_metadata(*args, **kwargs)
         slots = self.token_lora_indices
         self._token_groups = group_rows(slots)
@@ -168,7 +168,7 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
     def add_lora_embedding(
         self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, add_inputs: bool = True, **_: Any
     ) -> None:
-        """Add B x to y in place, or put it there without `add_inputs`; x holds rows of A.
+        """Add B x to y in place, or overwrite y if not `add_inputs`; x holds rows of A.
 
         Shapes: y [T, out], x [T, r], B [slots, 1, out, r].
         """
@@ -182,7 +182,7 @@ def _nothing() -> None:
 
 
 def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair | Expansion, scale: float) -> None:
-    """Add each group's own product of its rows of x to its rows of y in place."""
+    """Add the product of each group's rows of x and its slot to the same rows of y in place."""
     for slot, rows in groups:
         if rows == _EVERY:
             pair.add(y, x, slot, scale)
@@ -196,9 +196,9 @@ def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair | Expansion, sc
 
 @contextmanager
 def _experts_for_cpus() -> Iterator[None]:
-    """Have experts computed by the kernels for CPUs. They get no adapter: `VllmEngine` leaves them out.
+    """Make vLLM compute experts with its CPU kernels. They get no adapters: `VllmEngine` excludes them.
 
-    Where a model may have adapters vLLM chooses Triton's kernels, which a CPU has not, and dies of the first request.
+    For models with adapters vLLM selects Triton's kernels, which a CPU does not have, and crashes at the first request.
     """
     layer: Any = moe_layer
     made = layer.FusedMoEConfig
@@ -210,10 +210,10 @@ def _experts_for_cpus() -> Iterator[None]:
 
 
 class GroupedLoraCpuWorker(CPUWorker):
-    """vLLM's CPU worker with these operators; chosen through `worker_cls`."""
+    """vLLM's CPU worker with these operators; selected through `worker_cls`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, whose LoRA layers ask the platform for their operators, and lay out its slots."""
+        """Load the model with these operators, which its LoRA layers get from the platform, and lay out its slots."""
         name = f"{GroupedPunicaWrapper.__module__}.{GroupedPunicaWrapper.__name__}"
         current_platform.get_punica_wrapper = lambda: name  # type: ignore[method-assign]
         with _experts_for_cpus():

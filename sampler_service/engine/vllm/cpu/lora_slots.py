@@ -1,11 +1,11 @@
-"""The slots of vLLM's LoRA layers on a CPU, in the layouts that the products want.
+"""The slots of vLLM's LoRA layers on a CPU, in the layouts that the matrix products need.
 
-PyTorch's bfloat16 products prepare oneDNN anew at each call, which takes several times as long as multiplying a few
-rows by a low-rank factor does. vLLM has kernels for AMX that take weights in a layout of their own and do without:
-where they serve, each slot has a second copy in that layout, made when the slot is first used after it was written.
+PyTorch's bfloat16 products set up oneDNN at each call, which takes several times as long as multiplying a few rows by a
+low-rank factor. vLLM has AMX kernels that avoid this and take weights in a layout of their own. If they are available,
+each slot has a second copy in that layout, made when the slot is first used after it was written.
 """
 
-# ruff: noqa: SLF001 - vLLM's kernels and PyTorch's counts of writes have private names; they are used here alone
+# ruff: noqa: SLF001 - vLLM's kernels and PyTorch's write counters have private names; only this module uses them
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 
 _MOST_JOINED_RANKS = 96
-"""Ranks of all parts together above which multiplying the zeros between the blocks takes longer than more calls."""
+"""Total rank of all parts above which multiplying the zeros between the blocks takes longer than more calls."""
 _TILE = 32
-"""Rows and columns of packed weights are multiples of it."""
+"""Rows and columns of packed weights are multiples of this."""
 FEW_ROWS = 64
 """Rows up to which reading the weights takes longer than multiplying."""
 _Array = np.ndarray[tuple[int, int, int], np.dtype[np.int32]]
@@ -38,7 +38,7 @@ def add_product(y: Tensor, x: Tensor, weight: Tensor, scale: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """B of every slot, where A x is there already."""
+    """B of every slot, for layers whose A x is already computed."""
 
     b: Tensor
     """[slots, out, ranks]"""
@@ -52,17 +52,17 @@ class Pair:
     """A and B of every slot for one pair of products: those of one part of a layer, or of several parts joined."""
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
-        """Take a [slots, ranks, in] and b [slots, out, ranks]."""
+        """Shapes: a [slots, ranks, in], b [slots, out, ranks]."""
         self.a, self.b = a, b
         self.out = b.size(1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """Size of all slots in bytes."""
         return self.a.nbytes + self.b.nbytes
 
     def prepare(self, slots: Iterable[int]) -> None:
-        """Get slots ready that products are about to read."""
+        """Prepare slots that products are about to read."""
 
     def add(self, y: Tensor, x: Tensor, slot: int, scale: float) -> None:
         """Add B A x of a slot to y in place; y has shape [N, out], x [N, in]."""
@@ -74,30 +74,30 @@ class Pair:
 
 
 class PackedPair(Pair):
-    """The same by vLLM's kernels for AMX. Ranks, heights of parts, and a's columns are multiples of the tile.
+    """A pair computed by vLLM's AMX kernels. Ranks, heights of parts, and a's columns are multiples of the tile.
 
-    Each part's b is written on its own, in one piece. Packed, they lie on a diagonal of blocks.
+    Each part's b is written separately, as one contiguous tensor. The packed copies form a block diagonal.
 
-    A step of few rows calls this a hundred times and more: what Python does here takes as long as the products.
+    A step of few rows calls this a hundred times or more, so Python overhead here weighs as much as the products.
     """
 
     def __init__(self, a: Tensor, parts: Sequence[Tensor]) -> None:
-        """Take a [slots, ranks, in] and for each part b [slots, out, ranks of the part], an even number of ranks."""
+        """Shapes: a [slots, ranks, in], and b [slots, out, ranks of the part] for each part, with an even rank."""
         slots, self._ranks, _ = a.shape
         self.out = sum(part.size(1) for part in parts)
         self.a, self.parts = a, parts
         self._a, self._b = torch.empty_like(a), a.new_zeros(slots, self.out, self._ranks)
         self._slots = list(zip(self._a, self._b, strict=True))
         self._blocks = [self._blocks_of(slot) for slot in range(slots)]
-        # An alias made by `data` counts the writes to it and to its views, and to no others.
+        # An alias made by `data` has a version counter of its own, which counts only writes to it and its views.
         self.written = [tuple(one.data[slot] for one in (a, *parts)) for slot in range(slots)]
-        """Each slot of a and of every part's b, as it is written."""
+        """The tensors of each slot that are written: its a, and every part's b."""
         self._whole = (a, *parts)
-        """Their counters see writes to a whole tensor. None is expected; after one, every slot is packed again."""
+        """Their counters detect writes to a whole tensor. None are expected; after one, every slot is packed again."""
         self._packed: list[tuple[int, ...]] = [()] * slots
-        """The writes that were counted when each slot was packed."""
+        """The write counts of each slot when it was last packed."""
 
-    # vLLM's build for CPUs with AVX2 alone lacks these kernels, so they are looked up when they are first used.
+    # vLLM's AVX2-only build lacks these kernels, so they are looked up on first use.
     @cached_property
     def _multiply(self) -> Any:
         return torch.ops._C.weight_packed_linear.default
@@ -107,7 +107,7 @@ class PackedPair(Pair):
         return torch.ops._C.bmm_cpu.default
 
     def _blocks_of(self, slot: int) -> list[tuple[_Array, _Array]]:
-        """Return views of a packed slot and of what goes there, of the same shapes [rows / tile, tile, columns / 2]."""
+        """Return views of a packed slot and of its sources, paired, with shape [rows / tile, tile, columns / 2]."""
         blocks = [(_packed_blocks(self._a[slot]), _blocks(self.a[slot]))]
         b, row, column = _packed_blocks(self._b[slot]), 0, 0
         for part in self.parts:
@@ -157,19 +157,19 @@ class PackedPair(Pair):
 
 
 def _blocks(matrix: Tensor) -> _Array:
-    """Return pairs of neighbours in each row of a bfloat16 matrix: int32 [rows / tile, tile, columns / 2], a view."""
+    """View a bfloat16 matrix as pairs of neighbours in each row: int32 [rows / tile, tile, columns / 2]."""
     pairs: _Array = matrix.view(torch.int32).view(-1, _TILE, matrix.size(1) // 2).numpy()
     return pairs
 
 
 def _packed_blocks(matrix: Tensor) -> _Array:
-    """Return the same of a packed matrix, where a pair of columns lies together for all rows of a tile."""
+    """Return the same view of a packed matrix, which stores a pair of columns contiguously for all rows of a tile."""
     pairs: _Array = matrix.view(-1, 2).view(torch.int32).view(-1, matrix.size(1) // 2, _TILE).numpy()
     return pairs.transpose(0, 2, 1)
 
 
 class _Slots(Tensor):
-    """A part's slots [slots, 1, rows, columns] as vLLM writes them: one at a time, so that each counts its writes."""
+    """A part's slots [slots, 1, rows, columns], which vLLM writes one at a time; each slot counts its own writes."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     slots: list[Tensor]
@@ -184,17 +184,17 @@ class _Slots(Tensor):
 
 
 class Slots(tuple[Tensor, ...]):
-    """What vLLM keeps as a layer's A or B: each part's slots [slots, 1, rows, columns], which are views of pairs'."""
+    """A layer's A or B as vLLM holds them: each part's slots [slots, 1, rows, columns], views of the pairs' tensors."""
 
     pairs: tuple[Pair, ...]
-    """Of consecutive parts."""
+    """Pairs, each of consecutive parts."""
 
 
 def lay_out(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Slots, Slots]:
-    """Take over a layer's A and B, for each part [slots, 1, ranks, in] and [slots, 1, out, ranks].
+    """Copy a layer's A and B into new layouts; each part's are [slots, 1, ranks, in] and [slots, 1, out, ranks].
 
-    One pair serves all parts, which see the same x, where that takes less time than a pair for each: their A are put
-    below each other and their B on a diagonal of blocks, so that each sees its own part of A x.
+    All parts have the same x. If one pair for all is faster than a pair for each, their A are stacked and their B form
+    a block diagonal, so that each B sees its own part of A x.
     """
     joined = sum(part.shape[2] for part in a) <= _MOST_JOINED_RANKS
     groups = [(a, b)] if joined else [([one], [other]) for one, other in zip(a, b, strict=True)]
@@ -216,15 +216,15 @@ def _can_pack(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 def _onednn_may_use_amx() -> bool:
-    """Whether DNNL_MAX_CPU_ISA leaves AMX to oneDNN, which vLLM's kernels call. Where it does not, they abort.
+    """Return whether DNNL_MAX_CPU_ISA permits AMX in oneDNN, which vLLM's kernels call; they abort otherwise.
 
-    oneDNN tells of float16 alone, which every CPU with AMX computes: it is refused where the limit is below AMX's.
+    oneDNN reports only its support of float16, which every CPU with AMX has; it reports none if the limit is below AMX.
     """
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 _Views = list[tuple[Tensor, Tensor]]
-"""For each part where its A and its B are written: [slots, 1, ranks, in] and [slots, 1, out, ranks]."""
+"""For each part, the views where its A and B are written: [slots, 1, ranks, in] and [slots, 1, out, ranks]."""
 
 
 def _plain_pair(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Pair, _Views]:

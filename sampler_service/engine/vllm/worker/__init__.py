@@ -1,1 +1,1 @@
-"""What runs in vLLM's worker processes."""
+"""Code that runs in vLLM's worker processes."""

@@ -1,4 +1,4 @@
-"""A GPU's memory for another process on the same GPU, by CUDA IPC."""
+"""Shares GPU memory with another process on the same GPU, by CUDA IPC."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from paceline.weight_sharing.export import CudaStorage, SharedStorage
 
 
 def share_cuda(tensor: Tensor) -> SharedStorage:
-    """Describe the memory of a GPU that a tensor lies in, for another process on the same GPU.
+    """Describe the GPU memory of a tensor for another process on the same GPU.
 
-    The values are those that torch.multiprocessing sends (torch/multiprocessing/reductions.py), which pickles them.
+    The values are those that torch.multiprocessing pickles and sends (torch/multiprocessing/reductions.py).
     """
     storage = tensor.untyped_storage()
     _, handle, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()  # type: ignore[no-untyped-call]

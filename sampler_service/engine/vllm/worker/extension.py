@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes, called by name over vLLM's own RPC."""
+"""Methods added to vLLM's worker processes, called by name over vLLM's own RPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from sampler_service.engine.vllm.worker.internals import VllmInternals
 from sampler_service.engine.vllm.worker.side_channel import Load, Loaded, MidStepInbox
 
-# Imported here, in the process that loads the model, it also registers its loader with vLLM.
+# This import also registers the module's loader with vLLM, in the process that loads the model.
 from sampler_service.engine.vllm.worker.weight_export import write_model
 
 if TYPE_CHECKING:
@@ -27,23 +27,22 @@ class WorkerExtension:
 
     model_runner: Any
     reload_weights: Callable[..., None]
-    """vLLM's worker's."""
+    """Method of vLLM's worker."""
     internals: VllmInternals
     slot_writer: SlotWriter | None = None
     inbox: MidStepInbox | None = None
 
     def prepare_adapters(self, *, direct: bool, mid_step: str) -> int:
-        """Get ready for adapters, once the model is there; return the bytes of this worker's slots.
+        """Prepare for adapters once the model is loaded; return the size of this worker's slots in bytes.
 
-        Raises RuntimeError when this vLLM is another one inside.
-
-        With `direct` adapters are copied into slots from here on; without, vLLM loads them. Where this worker can look
-        aside between layers it listens at the `side_channel`, too.
+        With `direct`, adapters are copied into slots from now on; otherwise vLLM loads them. If this worker can poll
+        between layers, it also connects to the `side_channel` at address `mid_step`. Raises RuntimeError if this vLLM's
+        internals differ.
         """
         self.internals = VllmInternals(self.model_runner, direct=direct)
         self.internals.score_prompts_by_token()
         if direct:
-            # Not imported otherwise: of a vLLM that keeps adapters in another way its parts may be gone.
+            # Imported only here: in a vLLM that manages adapters differently, what this module imports may not exist.
             from sampler_service.engine.vllm.worker.slots import SlotWriter  # noqa: PLC0415
 
             self.slot_writer = SlotWriter(self.internals)
@@ -53,18 +52,18 @@ class WorkerExtension:
         return self.internals.slot_bytes
 
     def unmatched_adapter_modules(self, modules: list[str]) -> list[str]:
-        """Return those of an adapter's modules (PEFT's names) that this worker would leave out.
+        """Return those of an adapter's modules (PEFT's names) that this worker would ignore.
 
-        vLLM loads an adapter that matches nothing without a word and then serves the base model.
+        vLLM silently loads an adapter that matches nothing, and then serves the base model.
         """
         packed, rename = self.internals.packed, self.internals.rename
         served = {part for name in self.internals.layers for part in packed.get(name, [name])}
         return [name for name in modules if rename(name) not in served]
 
     def load_adapter(self, *values: Any) -> Loaded:
-        """Make an adapter usable from the next step on; `values` are those of a Load.
+        """Make an adapter usable from the next step on; `values` are the fields of a Load.
 
-        Adapters on the experts of a mixture are always loaded by vLLM, which has layouts of its own for them.
+        Adapters on a mixture's experts are always loaded by vLLM itself, which has its own layouts for them.
         """
         load, start = Load(*values), perf_counter()
         if self.inbox is not None:
@@ -75,7 +74,7 @@ class WorkerExtension:
         return Loaded(perf_counter() - start, in_slot=True)
 
     def _load_mid_step(self, load: Load) -> Loaded | None:
-        """Load an adapter between two layers: the step's requests use other slots than the one that is written."""
+        """Load an adapter between two layers. This is safe: the step's requests do not use the slot that is written."""
         if self.slot_writer is None or not self.slot_writer.takes(Path(load.directory)):
             return None
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -89,11 +88,11 @@ class WorkerExtension:
         return Loaded(perf_counter() - start, in_slot)
 
     def change_model(self, directory: str) -> None:
-        """Write the weights of a model of the same shape over those that are there.
+        """Overwrite the weights with those of a model of the same shape.
 
-        vLLM goes through the layers, lays each one's weights out as its kernels want them, and copies the result to
-        where the weights were, so that graphs stay valid. Heads that share the embedding's weights are not loaded by
-        themselves; on a CPU they have a packed copy of them all the same, which is made anew here.
+        For each layer vLLM lays the weights out as its kernels need them and copies the result into the existing
+        tensors, so that graphs stay valid. Heads that share the embedding's weights are not loaded separately, but on a
+        CPU they have a packed copy of them, which is made again here.
         """
         self.reload_weights(weights_path=directory)
         for layer in self.model_runner.get_model().modules():
@@ -101,6 +100,6 @@ class WorkerExtension:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def write_weights(self, directory: str) -> None:
-        """Write the model's weights from a Hugging Face model. Raises ValueError when that is another model."""
+        """Overwrite the weights with those of a Hugging Face model. Raises ValueError if it is a different model."""
         with gpu_sync_allowed():
             write_model(self.model_runner.get_model(), Path(directory))

@@ -1,10 +1,10 @@
-"""What is used of a vLLM worker's adapters without being vLLM's public interface, looked for when the engine starts.
+"""Access to the private state of a vLLM worker's LoRA manager, checked when the engine starts.
 
-vLLM has no way in for an adapter that is not read from a directory of its own reading. What is relied on here is how
-its LoRA manager keeps account of adapters and slots; another vLLM may do that in another way, and then nothing starts.
+vLLM has no public interface for adding an adapter that it does not read from a directory itself. This module relies on
+how its LoRA manager tracks adapters and slots. If a vLLM version does that differently, the engine does not start.
 """
 
-# ruff: noqa: SLF001 - private names are used here so that they are used nowhere else
+# ruff: noqa: SLF001 - all uses of private names are collected here
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _DIRECT = (
     f"{_MANAGER}.remove_oldest_adapter",
     f"{_MANAGER}._last_slot_layout",
 )
-"""The last one says that vLLM notices when a slot changes hands between two steps of the same requests."""
+"""The last one shows that vLLM detects a slot that gets another adapter between two steps of the same requests."""
 _RUNNING = ("lora_state.lora_requests", "input_batch.lora_id_to_lora_request")
-"""Where vLLM's model runners, of which there are two, keep the adapters of requests in the batch: one is enough."""
+"""Where vLLM's two model runners keep the adapters of requests in the batch; one of the two must exist."""
 
 _SCORING = ("_get_prompt_logprobs_dict", "prompt_logprobs_worker.compute_prompt_logprobs")
-"""Where the two score prompts."""
+"""Where the two model runners score prompts; one of the two must exist."""
 
 
 class VllmInternals:
-    """The account that one worker keeps of its adapters; used in the worker's own thread, between two steps."""
+    """One worker's adapters and slots, as vLLM tracks them. Use it only in the worker's own thread."""
 
     def __init__(self, model_runner: Any, *, direct: bool) -> None:
-        """Look for what is used; `direct` adds what slots need. Raises EngineUnfit when something is missing."""
+        """Check for the attributes in use; `direct` adds those for slots. Raises EngineUnfit if any are missing."""
         missing = [path for path in (_EVERY_WAY + _DIRECT if direct else _EVERY_WAY) if not _has(model_runner, path)]
         for either in (_RUNNING, _SCORING) if direct else (_SCORING,):
             missing += [] if any(_has(model_runner, path) for path in either) else [" or ".join(either)]
@@ -64,19 +64,19 @@ class VllmInternals:
 
     @property
     def layers(self) -> Mapping[str, Any]:
-        """Layers that take an adapter, by vLLM's name."""
+        """Layers that can have adapters, by vLLM's name."""
         layers: Mapping[str, Any] = self._manager.modules
         return layers
 
     def score_prompts_by_token(self) -> None:
-        """Have prompts scored with the adapter of each token's own request, where the head may have adapters."""
+        """Make prompts be scored with the adapter of each token's own request, if the output head may have adapters."""
         heads = [layer for layer in self.layers.values() if isinstance(layer, LogitsProcessorWithLoRA)]
         for layer in heads:
             PromptLogits(self._runner, layer.punica_wrapper)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the slots' matrices in all layers."""
+        """Size of the slots' matrices in all layers, in bytes."""
         names = ("lora_a_stacked", "lora_b_stacked")
         stacks = [getattr(layer, name, ()) for layer in self.layers.values() for name in names]
         laid_out = {pair for stack in stacks if isinstance(stack, Slots) for pair in stack.pairs}
@@ -92,43 +92,43 @@ class VllmInternals:
 
     @property
     def rename(self) -> Callable[[str], str]:
-        """What turns Hugging Face's name of a module into vLLM's."""
+        """Function that maps Hugging Face's name of a module to vLLM's."""
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         return mapper.get_rename_mapper()._map_name if mapper else str
 
     @property
     def device(self) -> torch.device:
-        """Where the slots are."""
+        """Device of the slots."""
         return torch.device(self._manager.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The slots' dtype."""
+        """Data type of the slots."""
         dtype: torch.dtype = self._manager.lora_config.lora_dtype
         return dtype
 
     @property
     def can_look_aside(self) -> bool:
-        """Whether the operators of the layers call back while a step is computed: those for CPUs do."""
+        """Whether the layers' operators call back during a step, as those for CPUs do."""
         return all(_has(layer, "punica_wrapper.between_layers") for layer in self.layers.values())
 
     def look_aside(self, look: Callable[[], None]) -> None:
-        """Have `look` called between layers."""
+        """Call `look` between layers from now on."""
         for layer in self.layers.values():
             layer.punica_wrapper.between_layers = look
 
     def read_config(self, directory: Path) -> PEFTHelper:
-        """Read an adapter's configuration as vLLM does. Raises ValueError when vLLM serves no adapter like it."""
+        """Read an adapter's configuration as vLLM does. Raises ValueError if vLLM does not support such adapters."""
         peft = PEFTHelper.from_local_dir(str(directory), self._runner.lora_manager.max_position_embeddings)
         peft.validate_legal(self._manager.lora_config)
         return peft
 
     def holds(self, adapter_id: int) -> bool:
-        """Return whether an adapter is here, in a slot or not."""
+        """Return whether this worker has an adapter, in a slot or not."""
         return adapter_id in self._manager._registered_adapters
 
     def empty_a_slot(self) -> int | None:
-        """Return an empty slot, or else that of the adapter used longest ago of those that no request runs with."""
+        """Return an empty slot, evicting the least recently used idle adapter if needed; None if all are in use."""
         manager, active = self._manager, self._manager._active_adapters
         if None not in manager.lora_index_to_id:
             running = self._running()
@@ -140,7 +140,7 @@ class VllmInternals:
         return slot
 
     def register(self, adapter: LoRAModel, slot: int | None) -> None:
-        """Take an adapter into the account, as one that is in a slot, or as one that vLLM has yet to put into one."""
+        """Register an adapter with vLLM, in its slot; with None, vLLM puts it into one when it first needs it."""
         manager = self._manager
         if len(manager._registered_adapters) >= manager.capacity:
             manager.remove_oldest_adapter()
@@ -150,7 +150,7 @@ class VllmInternals:
             manager.lora_index_to_id[slot] = adapter.id
 
     def _running(self) -> set[int]:
-        """Ids of the adapters of requests that are in the batch."""
+        """Return the ids of adapters used by requests in the batch."""
         if hasattr(self._runner, "lora_state"):
             return {request.lora_int_id for request in self._runner.lora_state.lora_requests.values()}
         return set(self._runner.input_batch.lora_id_to_lora_request)

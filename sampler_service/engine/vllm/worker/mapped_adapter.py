@@ -1,4 +1,4 @@
-"""An adapter whose tensors stay where they were staged: views of its safetensors file, scaled only on their way out."""
+"""An adapter whose tensors are views of its staged safetensors file and are scaled only when they are read."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a matrix lies in the file."""
+    """Location of a matrix in the file."""
 
     dtype: torch.dtype
     offset: int
-    """In bytes."""
+    """Offset in bytes."""
     shape: tuple[int, int]
 
     def of(self, typed: TypedViews) -> Tensor:
-        """Return the matrix in a mapped file; a copy of it where it does not lie at a multiple of its dtype's size."""
+        """Return the matrix in a mapped file; a copy if its offset is not a multiple of its dtype's size."""
         index, rest = divmod(self.offset, self.dtype.itemsize)
         if rest:
             size = self.shape[0] * self.shape[1] * self.dtype.itemsize
@@ -44,7 +44,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where A [r, in] and B [out, r] of one of the base model's modules lie, and alpha / r (or alpha / sqrt(r))."""
+    """Locations of A [r, in] and B [out, r] for one module of the base model, and alpha / r (or alpha / sqrt(r))."""
 
     a: View
     b: View
@@ -53,7 +53,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The same as tensors; B is not scaled."""
+    """A and B of one module as tensors; B is not scaled."""
 
     a: Tensor
     b: Tensor
@@ -62,12 +62,12 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """How an adapter's file is laid out: the same for all versions of a run, so that it is read once."""
+    """Layout of an adapter's file. It is the same for all versions of a run, so it is read only once."""
 
     rank: int
     size: int
     modules: Mapping[str, Sequence[Stored | None]]
-    """vLLM's name of a layer -> one entry, or one for each of the modules that vLLM packed into it."""
+    """vLLM's name of a layer -> one entry, or one for each module that vLLM packed into it."""
     packed: frozenset[str]
     """The layers that vLLM packed."""
 
@@ -81,8 +81,8 @@ def read_layout(
 ) -> Layout:
     """Read the header of an adapter's file.
 
-    `layers` are vLLM's layers that take an adapter, `packed` names the modules of those that vLLM packed, `rename`
-    turns Hugging Face's names into vLLM's.
+    `layers` are vLLM's layers that can have adapters, `packed` lists the modules of each packed layer, and `rename`
+    maps Hugging Face's names to vLLM's.
     """
     path = directory / WEIGHTS_FILE
     sides: tuple[dict[str, View], dict[str, View]] = ({}, {})
@@ -100,21 +100,21 @@ def read_layout(
 
 
 class MappedAdapter(LoRAModel):
-    """Takes the place of vLLM's own copy in host memory; what vLLM asks for is made when it asks.
+    """Replaces vLLM's own copy in host memory; the weights that vLLM requests are built on demand.
 
-    B is scaled on its way out, never in place, so that the staged tensors stay what was published and alpha / r is
-    applied once however often the adapter goes into a slot.
+    B is scaled when it is read, never in place. So the staged tensors stay as published, and alpha / r is applied once,
+    however often the adapter is put into a slot.
     """
 
     def __init__(self, adapter_id: int, layout: Layout, data: Tensor, dtype: torch.dtype) -> None:
-        """Take the bytes of the file as `data`, uint8 [size]; `dtype` is that of vLLM's slots."""
+        """Wrap the bytes of the file, `data`, uint8 [size]; `dtype` is that of vLLM's slots."""
         super().__init__(adapter_id, layout.rank, {})
         self.layout = layout
         self.data = data
         self._dtype = dtype
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
-        """Return a layer's weights as vLLM holds them, B scaled; None when the adapter does not touch the layer."""
+        """Return a layer's weights as vLLM holds them, with B scaled; None if the adapter has none for this layer."""
         if module_name not in self.layout.modules:
             return None
         parts = matrices(self.layout.modules[module_name], TypedViews(self.data))
@@ -127,10 +127,10 @@ class MappedAdapter(LoRAModel):
 
 
 class TypedViews(dict[torch.dtype, Tensor]):
-    """The bytes of a file seen as each dtype that is asked for."""
+    """Views of a file's bytes, by dtype, created on demand."""
 
     def __init__(self, data: Tensor) -> None:
-        """Take uint8 [size]."""
+        """Wrap `data`, uint8 [size]."""
         super().__init__()
         self.data = data
 
@@ -146,12 +146,12 @@ def matrices(parts: Sequence[Stored | None], typed: TypedViews) -> list[Matrices
 
 
 def map_file(path: Path, size: int) -> Tensor:
-    """Map a file of `size` bytes: uint8 [size]. Nothing is copied; writing to the tensor does not reach the file."""
+    """Map a file of `size` bytes as uint8 [size], without copying. Writes to the tensor do not reach the file."""
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
 
 def read_file(path: Path, size: int) -> Tensor:
-    """Read a file of `size` bytes that may go away or be cut while it is in use: uint8 [size]."""
+    """Read a file of `size` bytes as uint8 [size], for files that may be removed or truncated while in use."""
     data = torch.empty(size, dtype=torch.uint8)
     with path.open("rb", buffering=0) as file:
         view, done = data.numpy().data, 0

@@ -1,8 +1,8 @@
-"""The logits of prompts, each token's with its own request's adapter on the output head.
+"""Computes the logits of prompts with each token's own adapter on the output head.
 
-vLLM computes a step's logits twice: of the tokens that the next ones are sampled from, and of prompts whose
-log-probabilities were asked for. It knows the adapter of each row of the first kind only, and takes the rows of the
-second for those: a prompt in a batch with an adapter on the head is scored with another request's.
+vLLM computes logits twice in a step: for the positions to sample from, and for prompts whose log-probabilities were
+requested. It maps only rows of the first kind to adapters, and uses that mapping for the second kind too. So a prompt
+in a batch with an adapter on the head would be scored with another request's adapter.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 class PromptLogits:
-    """Stands between vLLM's model runner, of which there are two, and the operator of the output head."""
+    """Wraps the output head's LoRA operator, and the prompt scoring of either of vLLM's two model runners."""
 
     def __init__(self, model_runner: Any, head: Any) -> None:
-        """Take the runner, and the operators of the output head's adapters (vLLM's punica wrapper)."""
+        """`head` has the LoRA operators of the output head (vLLM's punica wrapper)."""
         self._tokens: Tensor | None = None
-        """The step's hidden states while prompts are scored: [T, hidden]."""
+        """The step's hidden states [T, hidden] while prompts are scored; otherwise None."""
         self._first = 0
-        """The row of these that the logits begin with."""
+        """First row of the hidden states whose logits are being computed."""
         self._head = head
         self._add_sampled: Callable[..., Any] = head.add_lora_logits
         self._compute: Callable[..., Any] = model_runner.model.compute_logits
@@ -68,7 +68,7 @@ class PromptLogits:
 
 
 def _first_row(part: Tensor, whole: Tensor) -> int:
-    """Return where rows that were cut from a matrix begin in it."""
+    """Return the index in `whole` of the first row of `part`, a slice of its rows."""
     if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
         raise RuntimeError("vLLM scores prompts from other hidden states than the step's")
     return (part.storage_offset() - whole.storage_offset()) // whole.stride(0)

@@ -1,8 +1,8 @@
-"""A way to vLLM's workers that is open while they compute a step.
+"""A channel to vLLM's workers that they poll while they compute a step.
 
-vLLM answers calls between two steps, and on a CPU a step takes tens of milliseconds. A worker there computes one layer
-after the other in Python and can look aside between two. What it is told this way vLLM's own call tells it as well,
-which is answered where no step runs: whichever answer comes first counts.
+vLLM answers RPCs only between two steps, and on a CPU a step takes tens of milliseconds. A CPU worker computes layer by
+layer in Python and can poll between two layers. Each request is also sent by vLLM's RPC, which is answered if no step
+is running; the first answer counts.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from uuid import uuid4
 from paceline.background import Background
 
 _EVERY_SECONDS = 1e-3
-"""Layers follow each other faster than that, and looking aside is a system call."""
+"""Minimum time between two polls: layers are shorter than this, and a poll is a system call."""
 _RECEIVED_BYTES = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of whoever has the other end."""
+"""Process, user and group ids of the peer."""
 
 
 class Load(NamedTuple):
-    """An adapter that a worker is to load."""
+    """Request to a worker to load an adapter."""
 
     call: int
-    """Larger than that of every call before."""
+    """Number of the call, larger than every previous one."""
     adapter_id: int
     name: str
     directory: str
@@ -39,34 +39,34 @@ class Load(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a worker answers."""
+    """A worker's answer."""
 
     seconds: float
     in_slot: bool
 
 
 class MidStepCalls:
-    """The service's end: a name in Linux's abstract namespace, which goes with the process."""
+    """The service's end: a socket in Linux's abstract namespace, which vanishes with the process."""
 
     def __init__(self) -> None:
         self.address = f"paceline-{uuid4().hex}"
         self._workers: dict[asyncio.StreamWriter, dict[int, asyncio.Future[Loaded]]] = {}
-        """What each worker was asked and has not answered yet."""
+        """The unanswered calls of each worker."""
         self._serving = Background("worker not listened to")
 
     async def start(self) -> None:
-        """Let workers connect; others are turned away."""
+        """Start to accept workers; connections from other users are refused."""
         self._server = await asyncio.start_unix_server(self._connected, path=f"\0{self.address}")
 
     async def close(self) -> None:
-        """Let go of the workers. Answers that are awaited do not come."""
+        """Disconnect the workers. Pending calls are never answered."""
         self._server.close()
         for worker in self._workers:
             worker.close()
         await self._serving.finish()
 
     async def load(self, load: Load, workers: int) -> Sequence[Loaded]:
-        """Return what all workers answer: never, unless as many as `workers` listen."""
+        """Return the answers of all workers. Waits for ever unless exactly `workers` workers are connected."""
         loop = asyncio.get_running_loop()
         answers: dict[asyncio.StreamWriter, asyncio.Future[Loaded]] = {
             worker: loop.create_future() for worker in self._workers
@@ -104,9 +104,9 @@ class MidStepInbox:
     """A worker's end, used in the worker's own thread."""
 
     def __init__(self, address: str, load: Callable[[Load], Loaded | None]) -> None:
-        """Connect. What `load` returns None for, or raises at, is left to vLLM's call, which raises it to the service.
+        """Connect to the service. If `load` returns None or raises, vLLM's RPC does the work and reports the error.
 
-        Raises OSError when nobody listens at the address, PermissionError when it is another user.
+        Raises OSError if nobody listens at the address, PermissionError if another user does.
         """
         self._load = load
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -119,7 +119,7 @@ class MidStepInbox:
         self._last_call = 0
 
     def look(self) -> None:
-        """Do what came since the last look, which may be a moment ago."""
+        """Execute calls that arrived since the last poll; do nothing if that was less than a millisecond ago."""
         now = perf_counter()
         if now < self._next_look:
             return
@@ -127,24 +127,24 @@ class MidStepInbox:
         *lines, self._received = (self._received + self._receive()).split(b"\n")
         for line in lines:
             load = Load(*json.loads(line))
-            # One that vLLM's call was first with may be gone by now, and must not come back.
+            # If vLLM's RPC already loaded it, it may have been unloaded since and must not come back.
             if load.call > self._last_call:
                 self._answer(load)
 
     def called(self, call: int) -> None:
-        """Note a call of vLLM's."""
+        """Record a call that vLLM's RPC executes."""
         self._last_call = max(self._last_call, call)
 
     def _receive(self) -> bytes:
         try:
             return self._socket.recv(_RECEIVED_BYTES)
-        except OSError:  # nothing came; or the service has gone, and this process goes, too
+        except OSError:  # nothing arrived, or the service has ended and this process is about to end too
             return b""
 
     def _answer(self, load: Load) -> None:
         try:
             loaded = self._load(load)
-        except Exception:  # The step's requests have no part in it; vLLM's call raises it where somebody waits.
+        except Exception:  # must not fail the step's requests; vLLM's RPC raises it again, to the caller
             return
         if loaded is not None:
             with suppress(OSError):
@@ -156,6 +156,6 @@ def _line(values: Sequence[Any]) -> bytes:
 
 
 def _owner(connection: socket.socket) -> int:
-    """Return the user that has the other end."""
+    """Return the user id of the peer."""
     _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(user)

@@ -1,8 +1,8 @@
-"""Puts adapters straight into vLLM's slots: one copy from the staged file, between two steps or two layers of one.
+"""Puts adapters directly into vLLM's slots: one copy from the staged file, between two steps or two layers of one.
 
-vLLM's own way reads the file into tensors, scales them in a copy of its own, clears the slot and copies again. What
-stays vLLM's is everything after: which adapter is in which slot, which goes when all are taken, and how one that went
-comes back, for which vLLM asks the adapter for its weights.
+vLLM itself would read the file into tensors, scale them in a copy, clear the slot and copy again. Everything after that
+remains vLLM's: which adapter is in which slot, which one is evicted if all are taken, and how an evicted one returns,
+for which vLLM asks the adapter for its weights.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from sampler_service.engine.vllm.worker.mapped_adapter import (
 from sampler_service.engine.vllm.worker.upload import Uploader
 
 _MOST_LAYOUTS = 64
-"""Layouts that are remembered: one for each rank, choice of modules, alpha and dtype."""
+"""Most cached layouts; there is one for each combination of rank, modules, alpha and dtype."""
 
 _LAYERS = (BaseLinearLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA)
-"""Layers whose weights are an A and a B for each part. Experts of a mixture are stacked in ways of their own."""
+"""Layers whose weights are an A and a B for each part. A mixture's experts are stacked in other ways."""
 
 _PLAIN = (BaseLinearLayerWithLoRA.set_lora, MergedColumnParallelLinearWithLoRA.set_lora)
-"""How layers are set that keep A and B as they come, each part in slot tensors of its own."""
+"""`set_lora` of layers that store A and B unchanged, each part in slot tensors of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where an adapter's matrices go in a slot: the same for all that are laid out alike."""
+    """Where an adapter's matrices go in a slot; it is the same for all adapters of one layout."""
 
     plain: list[str] = field(default_factory=list)
-    """Layers that are written here; the other layers are vLLM's to set and to clear."""
+    """Layers that are written here; vLLM sets and clears the others."""
     a: list[Tensor] = field(default_factory=list)
     b: list[Tensor] = field(default_factory=list)
     rest: list[Tensor] = field(default_factory=list)
-    """What the matrices leave of the slot in those layers."""
+    """The parts of the slot in those layers that the matrices do not cover."""
 
 
 class SlotWriter:
@@ -67,18 +67,18 @@ class SlotWriter:
         self._layouts: dict[tuple[bytes, bytes], Layout] = {}
         self._plans: dict[tuple[int, Layout], _Plan] = {}
         self._touched: set[str] = set()
-        """Layers that some adapter has changed: in the others every slot is as it began, zero."""
+        """Layers that some adapter has written; in all others every slot is still zero."""
 
     def takes(self, directory: Path) -> bool:
-        """Return whether every layer that an adapter touches is of a kind that is written here."""
+        """Return whether this class can write every layer that an adapter touches."""
         layers = self._internals.layers
         return all(isinstance(layers[name], _LAYERS) for name in self._layout(directory).modules)
 
     def add(self, adapter_id: int, directory: Path, *, in_memory: bool) -> bool:
-        """Take an adapter in and put it into a slot; return whether there was one that no running request uses.
+        """Register an adapter and put it into a slot; return False if running requests use every slot.
 
-        Where there was none, vLLM finds one when it first schedules a request for the adapter. `in_memory` says that
-        the file lies in memory and stays as it is, so that it need not be read.
+        In that case vLLM finds a slot when it first schedules a request for the adapter. `in_memory` means that the
+        file is in memory and never changes, so that it can be mapped instead of read.
         """
         if self._internals.holds(adapter_id):
             return True
@@ -105,7 +105,7 @@ class SlotWriter:
         return self._layouts[key]
 
     def _write(self, slot: int, adapter: MappedAdapter) -> None:
-        """Write every layer of a slot, so that nothing stays of what was there, whoever put it there."""
+        """Write every layer of a slot, so that nothing of its previous adapter remains."""
         views, sources = TypedViews(self._uploader.upload(adapter.data)), list[Matrices]()
         plan = self._plans.get((slot, adapter.layout)) or self._plan(slot, adapter.layout)
         for name in plan.plain:
@@ -140,7 +140,7 @@ class SlotWriter:
         return plan
 
     def _of_this_rank(self, name: str, layout: Layout, views: TypedViews) -> Sequence[Matrices | None]:
-        """Return a layer's matrices, cut to what this worker holds of them under tensor parallelism."""
+        """Return a layer's matrices, cut to this worker's shard under tensor parallelism."""
         layer: Any = self._internals.layers[name]
         parts = matrices(layout.modules[name], views)
         if layer.tp_size == 1:
@@ -156,7 +156,7 @@ class SlotWriter:
 
 
 def _place(slot: Tensor, matrix: Tensor | None, into: list[Tensor], rest: list[Tensor]) -> None:
-    """Note where a matrix goes in a slot's, which is at least as large, and what it leaves there."""
+    """Record which part of a slot's matrix an adapter's matrix fills, and which parts remain."""
     rows, columns = (0, 0) if matrix is None else matrix.shape
     if matrix is not None:
         into.append(slot[:rows, :columns])
@@ -164,13 +164,13 @@ def _place(slot: Tensor, matrix: Tensor | None, into: list[Tensor], rest: list[T
 
 
 def _copy_all(into: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy matrices in one call; an adapter on the output head alone has none here."""
+    """Copy matrices in one call; an adapter that has only the output head has none here."""
     if into:
         torch._foreach_copy_(into, sources)
 
 
 def _copy_scaled(into: Tensor, source: Matrices) -> None:
-    """Round to the slot's dtype, then scale, as vLLM does: the same bits."""
+    """Round to the slot's dtype, then scale, in the same order as vLLM, which gives the same bits."""
     if source.b.dtype == into.dtype:
         torch.mul(source.b, source.scaling, out=into)
     else:

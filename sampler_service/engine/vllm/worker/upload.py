@@ -1,7 +1,7 @@
-"""Brings an adapter's bytes to the device where the slots are.
+"""Copies an adapter's bytes to the device of the slots.
 
-A GPU copies from memory that may be paged out only through a buffer of the driver's, while the process waits. Here they
-go through two pinned buffers, in pieces, on a stream of their own: beside the step that the GPU is computing.
+A GPU copies pageable memory only through a buffer of the driver, while the process waits. Here the bytes go through two
+pinned buffers, in pieces, on a separate stream, beside the step that the GPU is computing.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 16 << 20
-"""Bytes of a pinned buffer: enough for the bus, and little to hold for ever."""
+"""Size of a pinned buffer: large enough to saturate the bus, and small enough to keep."""
 _BUFFERS = 2
-"""One is filled while the other is sent."""
+"""Number of buffers: one is filled while the other is sent."""
 
 Wait = Callable[[], object]
 Send = Callable[[Tensor, Tensor], Wait]
-"""Begins to copy a buffer to its place on the device; returns what waits until that has ended."""
+"""Starts to copy a buffer to its place on the device; returns a function that waits for the copy."""
 
 
 def _at_once() -> None: ...
 
 
 class Pieces:
-    """Copies bytes through buffers, each of which is filled again when what it held has been sent."""
+    """Copies bytes through buffers, each of which is refilled once its content has been sent."""
 
     def __init__(self, buffers: Sequence[Tensor], send: Send) -> None:
-        """Take uint8 buffers of one size."""
+        """`buffers` are uint8 tensors of the same size."""
         self._buffers = buffers
         self._send = send
         self._sent: list[Wait] = [_at_once] * len(buffers)
-        """They outlast a call: the last pieces are still on their way when it returns."""
+        """Waits for each buffer's last copy. They outlast a call, which returns while the last pieces are in flight."""
 
     def copy(self, data: Tensor, into: Tensor) -> None:
-        """Begin to copy all of `data` into `into`, both uint8 [N]; returns when the last piece is under way."""
+        """Copy `data` into `into`, both uint8 [N]; return when the last piece is in flight."""
         size = len(self._buffers[0])
         for number, start in enumerate(range(0, len(data), size)):
             which, piece = number % len(self._buffers), data[start : start + size]
@@ -46,10 +46,10 @@ class Pieces:
 
 
 class Uploader:
-    """For one worker, in its own thread. Where the slots are in the host's memory the bytes stay where they are."""
+    """Uploads for one worker, in its own thread. If the slots are in host memory, nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take the device of the slots."""
+        """`device` is that of the slots."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -58,7 +58,7 @@ class Uploader:
             self._pieces = Pieces(buffers, self._send)
 
     def upload(self, data: Tensor) -> Tensor:
-        """Return the bytes, uint8 [N], on the device, for work that is queued on the current stream from here on."""
+        """Return the bytes, uint8 [N], on the device, for work queued on the current stream from now on."""
         if self._stream is None:
             return data.to(self._device)
         current = torch.cuda.current_stream(self._device)
@@ -66,7 +66,7 @@ class Uploader:
             into = torch.empty(len(data), dtype=torch.uint8, device=self._device)
             self._pieces.copy(data, into)
         current.wait_stream(self._stream)
-        # It was allocated on the other stream, which must not give it away while this one reads it.
+        # The tensor was allocated on the other stream, which must not reuse its memory while this one reads it.
         into.record_stream(current)
         return into
 

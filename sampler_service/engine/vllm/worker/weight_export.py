@@ -1,8 +1,8 @@
-"""Base weights lent to a trainer on the same machine: vLLM's own model, its weights where another process maps them.
+"""Lends base weights to a trainer on the same machine: vLLM's own model, with weights that another process can map.
 
-On CPUs they are loaded straight into one segment of shared memory. There vLLM packs the weights of linear layers into
-layouts of its own and drops the originals; a model that is lent keeps these and multiplies with them as they are. On
-GPUs the weights stay where vLLM put them and are shared by CUDA IPC.
+On CPUs they are loaded directly into one segment of shared memory. vLLM would pack the weights of linear layers there
+into layouts of its own and drop the originals; a lent model keeps the originals and multiplies with them as they are.
+On GPUs the weights stay where vLLM put them and are shared by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.vllm.worker.cuda_sharing import share_cuda
 
 LOAD_FORMAT = "paceline_lent"
-"""vLLM's load_format by which a model is lent; `extra_config` makes its model_loader_extra_config."""
+"""vLLM's load_format for lending a model; `extra_config` builds its model_loader_extra_config."""
 
 _ALIGNMENT = 64
-"""Bytes, as torch aligns what it allocates."""
+"""In bytes; the alignment of torch's own allocations."""
 
 
 def extra_config(options: EngineOptions) -> dict[str, Any]:
-    """Return where to lend the weights, the base model's name for clients, and whether the weights are written."""
+    """Return the directory for lending, the base model's name for clients, and whether the weights are writable."""
     return {
         "directory": str(options.base_dir),
         "model_name": options.model_name,
@@ -50,7 +50,7 @@ def extra_config(options: EngineOptions) -> dict[str, Any]:
 
 
 class PlainLinearMethod(UnquantizedLinearMethod):
-    """A linear layer whose weight stays as it was loaded."""
+    """A linear layer that keeps its weight as loaded."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Pack nothing."""
@@ -61,7 +61,7 @@ class PlainLinearMethod(UnquantizedLinearMethod):
 
 
 class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """An embedding or output head whose weight is there once."""
+    """An embedding or output head that keeps a single copy of its weight."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Pack nothing."""
@@ -73,7 +73,7 @@ class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
 
 @register_model_loader(LOAD_FORMAT)
 class LendingLoader(BaseModelLoader):
-    """Loads a model as vLLM does and lends its weights from then on, while the process lives."""
+    """Loads a model as vLLM does, and lends its weights until the process ends."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
@@ -87,13 +87,13 @@ class LendingLoader(BaseModelLoader):
         self._files.download_model(model_config)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Make room for the weights where they are to stay, then load them.
+        """Allocate the weights' final memory, then load them.
 
-        Raises RuntimeError for a model whose weights vLLM changes, BlockingIOError where another sampler lends in the
-        same directory, OSError where shared memory does not suffice.
+        Raises RuntimeError for a model whose weights vLLM changes, BlockingIOError if another sampler lends in the same
+        directory, OSError if there is not enough shared memory.
         """
         keep_plain(model)
-        # Held by this process until it ends, however it ends.
+        # The lock is held until this process ends, in whatever way.
         claim(self._directory)
         if next(model.parameters()).is_cuda:
             self._places = _Places()
@@ -109,14 +109,14 @@ class LendingLoader(BaseModelLoader):
 
 @dataclass(slots=True)
 class _Places:
-    """Where weights lie."""
+    """Memory locations of the weights."""
 
     generation: str = field(default_factory=lambda: uuid4().hex)
     storages: dict[int, tuple[int, SharedStorage]] = field(default_factory=dict)
-    """Address of a storage -> its index, and what opens it elsewhere."""
+    """Address of a storage -> its index, and the description with which other processes open it."""
 
     def manifest(self, model: nn.Module, model_name: str, *, writable: bool) -> BaseManifest:
-        """Describe a model's weights. Raises RuntimeError when one is not where others could find it."""
+        """Describe a model's weights. Raises RuntimeError if one is not in shared memory."""
         tensors = [self._describe(name, view) for name, view in hugging_face_views(model)]
         storages = sorted(self.storages.values(), key=itemgetter(0))
         return BaseManifest(self.generation, model_name, writable, [storage for _, storage in storages], tensors)
@@ -134,9 +134,9 @@ class _Places:
 
 
 def keep_plain(model: nn.Module) -> None:
-    """See that vLLM leaves every weight as it is in the files. Raises RuntimeError naming the first that it does not.
+    """Make vLLM keep every weight as it is in the files. Raises RuntimeError naming the first layer where it cannot.
 
-    On CPUs this takes methods that pack nothing in the place of vLLM's.
+    On CPUs this replaces vLLM's methods with ones that do not pack weights.
     """
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -153,10 +153,10 @@ def keep_plain(model: nn.Module) -> None:
 
 
 def hugging_face_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter by its name in the checkpoint: what vLLM fused in parts, what it padded cut to size."""
+    """Yield every parameter by its name in the checkpoint; fused parameters are split, and padding is cut off."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for place, module in model.named_modules(remove_duplicate=False):
-        path = place.removesuffix(".base_layer")  # as vLLM calls what it put an adapter's layer around
+        path = place.removesuffix(".base_layer")  # vLLM's name for a layer that a LoRA layer wraps
         parent, _, last = path.rpartition(".")
         for kind, parameter in module.named_parameters(recurse=False):
             whole, names = parameter.detach(), packed.get(last, [])
@@ -171,9 +171,9 @@ def hugging_face_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def write_model(model: nn.Module, directory: Path) -> None:
-    """Write every parameter from a checkpoint's file.
+    """Overwrite every parameter from a checkpoint's file.
 
-    Raises ValueError, before anything is written, on one that the other lacks or that has another shape.
+    Raises ValueError, before anything is written, if model and file do not have the same parameters and shapes.
     """
     views, written = dict(hugging_face_views(model)), set[int]()
     with safe_open(directory / MODEL_FILE, framework="pt") as file:
@@ -189,13 +189,13 @@ def write_model(model: nn.Module, directory: Path) -> None:
 
 
 def _place_in_segment(model: nn.Module, directory: Path) -> _Places:
-    """Give every parameter its memory in a new segment; the values stay."""
+    """Move every parameter into a new shared memory segment, keeping its values."""
     places, parameters = _Places(), list(model.parameters())
     size = sum(_aligned(parameter) for parameter in parameters)
     path = directory / f"{SEGMENT}{places.generation}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        # All of it now: memory that runs out later would end whoever touches it.
+        # Allocate everything now: if memory ran out later, any process that touches it would be killed.
         os.posix_fallocate(descriptor, 0, size)
     finally:
         os.close(descriptor)
