@@ -253,7 +253,7 @@ class ModelEngine(SamplerEngine, Protocol):
 
         `contents` guards its files, which were just verified; None for the base model. Raises ModelNotLoadable if it
         cannot be loaded, and ChecksumMismatch if its files were replaced; the engine then keeps serving the previous
-        model. Raises EngineUnavailable if that is impossible too; then the engine is dead.
+        model. Raises EngineUnavailable if it cannot, as after writing in place from replaced files; then it is dead.
         """
         ...
 

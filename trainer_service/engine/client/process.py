@@ -71,11 +71,11 @@ class EngineProcess:
 
     async def start(self) -> ModelInfo:
         """Start the process and load the model. Raises what loading raised, or EngineUnavailable."""
-        link = self._connection = await EngineConnection.open(
+        connection = self._connection = await EngineConnection.open(
             self._options.ranks, self._on_exit, self._suspects, self._patience
         )
         try:
-            self._info = await link.call(messages.Start(self._options), ModelInfo)
+            self._info = await connection.call(messages.Start(self._options), ModelInfo)
         except BaseException:
             await self.close()
             raise
@@ -89,9 +89,9 @@ class EngineProcess:
 
     async def close(self) -> None:
         """End the process, at once; waiting calls raise EngineUnavailable."""
-        link, self._connection = self._connection, None
-        if link is not None:
-            await link.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
 
     def describe(self) -> ModelInfo:
         """Say what base model is loaded."""

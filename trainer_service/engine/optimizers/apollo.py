@@ -18,7 +18,7 @@ Params = ApolloParams | ApolloMiniParams
 
 
 class Apollo(Optimizer[Params]):
-    """Algorithm 1 of the paper, for a gradient G of shape [L, S] with L >= S; transposed where it is wider than high.
+    """Algorithm 1 of the paper, for a gradient G of shape [L, S]; G is transposed first if L < S.
 
     R = G P with P of N(0, 1/r), shape [S, r]; M and V are Adam's moments of R, and R' = M / (sqrt(V) + eps). G is
     multiplied by |R'| / |R|, of each row (APOLLO) or of the whole (APOLLO-Mini), then the growth of its norm is limited

@@ -121,7 +121,7 @@ class RunOffloader:
 
 
 def make_offloader(options: EngineOptions, ranks: Ranks) -> RunOffloader:
-    """Make a rank's pager, in a directory of its own where there are several; all ranks do this together."""
+    """Create a rank's offloader, with its own directory if there are several ranks. All ranks call this together."""
     scratch = Path(options.scratch_dir)
     if options.run_memory_bytes is not None and ranks.size > 1:
         ranks.together(lambda: shutil.rmtree(scratch, ignore_errors=True) if ranks.leads else None)
