@@ -1,4 +1,4 @@
-"""What tests of every folder start from."""
+"""Hooks and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.machine import count_gpus
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have the processes that services are forked from ready, once for all of xdist's workers; time no examples."""
+    """Start the processes that services are forked from, once for all xdist workers; disable hypothesis deadlines."""
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
-    if hasattr(config, "workerinput") or count_gpus():  # no GPU's driver survives a fork
+    if hasattr(config, "workerinput") or count_gpus():  # GPU drivers do not survive a fork
         return
     directory = TemporaryDirectory()
     warm = OwnWarmProcesses(Path(directory.name))
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file on one worker, and all of tests/contract, whose engines each worker has once."""
+    """Keep each file on one worker, and all of tests/contract on one, because every worker starts its own engines."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -50,7 +50,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def vllm_here() -> Iterator[None]:
-    """vLLM starts in this process: in a second or two, by a fork, and with one thread."""
+    """Let vLLM start from this process: by a fork, in a second or two, with one thread."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -58,11 +58,11 @@ def vllm_here() -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start what vLLM's engines are forked from, where a test needs one, before tests start threads."""
+    """Start the server that vLLM's engines are forked from, if a test needs it, before tests start threads."""
     if any("vllm_here" in getattr(item, "fixturenames", ()) for item in session.items):
         from sampler_service.engine.vllm.forks import start_fork_server
 
         capture = session.config.pluginmanager.getplugin("capturemanager")
-        capture.resume_global_capture()  # which takes what engines write, too
+        capture.resume_global_capture()  # it also captures what engines write
         start_fork_server()
         capture.suspend_global_capture()

@@ -1,1 +1,1 @@
-"""The trainer: holds gradients and optimizer state, owns runs, checkpoints and versions."""
+"""The trainer service: owns runs, checkpoints and versions, and holds gradients and optimizer state."""

@@ -11,7 +11,7 @@ from trainer_service.settings import TrainerSettings
 
 
 def main() -> None:
-    """Serve until told to stop."""
+    """Run the service until it is told to stop."""
     settings = load_settings(TrainerSettings)
     metrics = CollectorRegistry()
     asyncio.run(serve(TrainerService(settings, metrics), settings, metrics))

@@ -1,4 +1,4 @@
-"""The base model's certificate for Prometheus."""
+"""Prometheus metrics of the base model's certificate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paceline.types import ModelCertificate, ModelInfo, PackingMode
 
 
 class CertificateMetrics(Collector):
-    """Reads, whenever Prometheus asks, what GetServerInfo says; until an engine has loaded a model there is nothing."""
+    """Reads at each scrape the certificate that GetServerInfo returns; empty until an engine has loaded a model."""
 
     def __init__(self, describe: Callable[[], ModelInfo], registry: CollectorRegistry) -> None:
-        """Take what describes the model that is loaded; it raises EngineUnavailable while there is none."""
+        """`describe` returns the loaded model, and raises EngineUnavailable while there is none."""
         self._describe = describe
         registry.register(self)
 

@@ -1,10 +1,10 @@
-"""Named points at which tests let a process die, as a power cut or the kernel would: SIGKILL, without warning.
+"""Named points at which tests kill a process with SIGKILL, without warning, as a power cut or the kernel would.
 
-`PACELINE_TRAINER_FAILPOINTS="after_sync:3"` kills the service's process the third time it comes to that point;
-`engine_OptimStep:2` kills the engine's process when its second OptimStep has been executed and not yet answered, and
-`engine_OptimStep:2+` also every time after that, in every engine that is started; `engine_pass_<run_id>:1` when it
-begins a pass that the run has a part in. Several are separated by commas.
-Unset, as it is outside tests, a point costs a look into an empty table.
+`PACELINE_TRAINER_FAILPOINTS="after_sync:3"` kills the service process the third time it reaches that point.
+`engine_OptimStep:2` kills the engine process when its second OptimStep has been executed and not yet answered;
+`engine_OptimStep:2+` also does so in every engine that is started later. `engine_pass_<run_id>:1` kills it when it
+starts a pass in which the run takes part. Several points are separated by commas.
+When unset, as outside tests, a point costs one lookup in an empty table.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SERVICE_POINTS = (
     "after_snapshot",
     "during_recovery",
 )
-"""Points of the service's process.
+"""Points of the service process.
 
-Those of the engine are `engine_` and the name of a command of engine/messages.py, or `engine_pass_` and a run's id.
+Points of the engine are `engine_` and the name of a command in engine/messages.py, or `engine_pass_` and a run's id.
 """
 
 
 class Failpoints:
-    """Counts how often each point was passed and ends the process where it was told to."""
+    """Counts how often each point is passed and kills the process where the specification says so."""
 
     def __init__(self, spec: str) -> None:
         self._left: dict[str, int] = {}
@@ -53,15 +53,15 @@ class Failpoints:
 
     @property
     def lasting(self) -> str:
-        """The points that also hold for an engine that is started again."""
+        """The points that also apply to engines started later."""
         return ",".join(sorted(self._always))
 
     def is_next(self, name: str) -> bool:
-        """Whether the process dies when it comes to this point now."""
+        """Return whether the next pass of this point kills the process."""
         return self._left.get(name, 0) == 1
 
     def hit(self, name: str) -> None:
-        """Pass a point; or do not come back."""
+        """Pass a point, or kill the process there if it is due."""
         if name not in self._left:
             return
         self._left[name] -= 1
@@ -73,6 +73,6 @@ NO_FAILPOINTS = Failpoints("")
 
 
 def die() -> NoReturn:
-    """End this process at once."""
+    """Kill this process at once."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("a process outlived its SIGKILL")

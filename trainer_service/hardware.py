@@ -1,4 +1,4 @@
-"""What the settings leave open, decided by what the machine has."""
+"""Resolves settings with the value `auto` from the hardware of this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer_service.settings import TrainerSettings
 
 
 def choose_options(settings: TrainerSettings) -> EngineOptions:
-    """Make the engine's options. The service process never touches CUDA, so this looks at files alone."""
+    """Build the engine's options. The service process never touches CUDA, so this only reads files."""
     device = settings.device if settings.device != "auto" else _find_device()
     dtype: Dtype = settings.dtype if settings.dtype != "auto" else _find_dtype(device)
     return EngineOptions(

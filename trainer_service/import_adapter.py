@@ -1,4 +1,4 @@
-"""Bring a PEFT adapter made elsewhere onto the checkpoint volume: `python -m trainer_service.import_adapter`."""
+"""Import a PEFT adapter made elsewhere as a checkpoint: `python -m trainer_service.import_adapter`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FILES = (layout.WEIGHTS_FILE, layout.CONFIG_FILE)
 async def import_adapter(
     source: Path, volume: layout.Volume, run_id: str, name: str, *, overwrite: bool = False
 ) -> Checkpoint:
-    """Copy the adapter of a PEFT directory to a sampler checkpoint of a run, durably and all at once.
+    """Copy the adapter of a PEFT directory to a sampler checkpoint of a run, durably and atomically.
 
-    The checkpoint belongs to the run's tenant. The trainer may be running. Nothing but the weights and their
-    configuration is copied. Raises RunNotFound, InvalidName, CheckpointExists, InvalidDtype, InvalidShape, NonFinite,
-    ChecksumMismatch, DiskFull, InvalidArgument when the configuration is none, and CheckpointMismatch when a file is
-    missing or rank or scaling are not the run's. Whether the modules are the run's, LoadCheckpoint checks.
+    The checkpoint belongs to the run's tenant. The trainer may be running. Only the weights and their configuration
+    are copied. Raises RunNotFound, InvalidName, CheckpointExists, InvalidDtype, InvalidShape, NonFinite,
+    ChecksumMismatch, DiskFull, InvalidArgument if the configuration is invalid, and CheckpointMismatch if a file is
+    missing or the rank or scaling differs from the run's. LoadCheckpoint checks that the modules are the run's.
     """
     run = _read_run(volume, run_id)
     _check_files(source, run)

@@ -1,4 +1,4 @@
-"""What each tenant has of what is scarce in the trainer, and how much it may have."""
+"""Each tenant's usage and limits of the trainer's scarce resources."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.runs.registry import RunRegistry
 
 RUNS = "runs"
-"""The quota's name."""
+"""Name of the quota on runs."""
 
 
 class Quotas:
-    """Says them; those who count refuse what is too much."""
+    """Reports quotas. They are enforced where usage is counted."""
 
     def __init__(self, max_runs: int, registry: RunRegistry, volume: VolumeBytes, waiting: WaitingBytes) -> None:
         self._max_runs = max_runs
@@ -33,5 +33,5 @@ class Quotas:
         )
 
     def tenants(self) -> list[str]:
-        """Return those who have something."""
+        """Return the tenants that use anything; names may repeat."""
         return [*self._registry.tenants(), *self._volume.tenants(), *self._waiting.tenants()]

@@ -1,4 +1,4 @@
-"""The trainer service, put together."""
+"""The trainer service: builds its components and connects them."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ from trainer_service.weight_sharing import LentBase
 _log = get_logger(__name__)
 
 _RESTART_SECONDS, _MOST_RESTART_SECONDS = 1.0, 30.0
-"""Between attempts to start the engine again: after the first, and at most."""
+"""Delay between attempts to restart the engine: initial and maximum."""
 
 
 class TrainerService:
-    """Owns the engine's process and everything that outlives it."""
+    """Owns the engine process and everything that outlives it."""
 
     name = "trainer"
     service_names: Sequence[str] = ("paceline.trainer.v1.TrainerService", "paceline.weights.v1.WeightService")
@@ -148,10 +148,10 @@ class TrainerService:
                 await self._restore_points.offer(run)
         self._publisher.start()
         model = await self._load_engine(self._engine.start)
-        # Of a model of the hub the files are there only now.
+        # The files of a model from the hub are present only after the engine has loaded it.
         self._engine.base_sha256 = await asyncio.to_thread(base_weights_sha256, self._settings.model)
         self._log_ready(model)
-        # Read once, here: a model's name is looked up in a hub, which no caller may have the service do.
+        # Read once, at startup: resolving a model's name may query the hub, which no caller may trigger.
         self._tokenizer_files = await asyncio.to_thread(read_tokenizer_files, self._settings.model)
         self._background.spawn(self._watch_base())
         self._background.spawn(self._recovery.recover_all(self._registry))
@@ -223,7 +223,7 @@ class TrainerService:
             self._background.spawn(self._restart_engine())
 
     async def _watch_base(self) -> None:
-        """End the engine when the sampler whose weights it uses ends; it starts again on those of the next one."""
+        """Stop the engine when the sampler that lends its base weights ends; restart it on the next one's weights."""
         while True:
             await self._base.gone()
             if self._restarting:
@@ -234,7 +234,7 @@ class TrainerService:
             self._engine_lost("the sampler that lends the base weights is away; the run comes back when it does")
 
     async def _load_engine(self, load: Callable[[], Awaitable[ModelInfo]]) -> ModelInfo:
-        """Start the engine's process, once there are weights for it."""
+        """Start the engine process once base weights are available for it."""
         while True:
             await self._base.available()
             with suppress(errors.BaseUnavailable):
@@ -251,7 +251,7 @@ class TrainerService:
         await self._recovery.recover_all(self._registry)
 
     async def _restarted(self) -> ModelInfo:
-        """Start the engine again, however long that takes: what keeps it from starting may pass."""
+        """Restart the engine, retrying without limit: the cause of a failure may be temporary."""
         for failures in itertools.count(1):
             try:
                 return await self._load_engine(self._engine.restart)
@@ -263,7 +263,7 @@ class TrainerService:
 
 
 def _facts(certificate: ModelCertificate) -> dict[str, str | float]:
-    """Return what a certificate says of the model, for the log."""
+    """Return a certificate's fields for the log."""
     return {
         "packing": certificate.packing.name,
         "attention": certificate.attention,
@@ -276,7 +276,7 @@ def _facts(certificate: ModelCertificate) -> dict[str, str | float]:
 
 
 def _lock_volume(root: Path) -> int:
-    """Hold the volume until the process ends: two trainers on one volume would overwrite each other's runs."""
+    """Lock the volume until the process ends: two trainers on one volume would overwrite each other's runs."""
     root.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(root / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:

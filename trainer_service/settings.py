@@ -13,111 +13,111 @@ from paceline.settings import Address, BackendSettings
 
 
 class TrainerSettings(BackendSettings):
-    """What the trainer can be told."""
+    """Settings of the trainer."""
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_TRAINER_", cli_prog_name="python -m trainer_service")
 
     listen: Address = "127.0.0.1:50051"
     """Address of the service, host:port."""
     health_listen: Address = "127.0.0.1:50151"
-    """Address of grpc.health.v1, always plaintext and without a credential, as probes need it."""
+    """Address of grpc.health.v1: always plaintext and without a credential, for health probes."""
     model: str
     """Base model: a local directory or a Hugging Face id."""
     model_name: str = ""
     """Name that clients use; empty means the last part of `model`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of the base model's arithmetic; adapters are trained in float32 always.
+    """dtype of the base model's arithmetic; adapters are always trained in float32.
 
-    auto: bfloat16 where the hardware has it.
+    auto: bfloat16 if the hardware supports it.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one."""
+    """auto: cuda if a GPU is present."""
     base_dir: Path | None = None
-    """Directory where a sampler on this machine, whose bridge is shared, lends its base weights: its `base_dir`.
+    """Directory in which a sampler on this machine (bridge shared) lends its base weights: the sampler's `base_dir`.
 
     Unset: the trainer loads its own.
     """
     ranks: int = Field(1, ge=1)
-    """Processes that the engine consists of, with a GPU each, or a share of the cores; the base model is sharded."""
+    """Number of engine processes, each with a GPU or a share of the cores; the base model is sharded over them."""
     checkpoint_dir: Path = Path(".paceline/checkpoints")
     """The checkpoint volume."""
     staging_dir: Path = Path("/dev/shm")  # noqa: S108
-    """Where versions are staged for streaming; memory, best."""
+    """Staging directory for streamed versions; preferably in memory."""
     run_memory_gib: float | None = Field(None, gt=0)
-    """GiB that the weights, gradients and optimizer states of all runs may take; the others wait in `scratch_dir`.
+    """GiB for weights, gradients and optimizer states of all runs; runs that do not fit are offloaded to `scratch_dir`.
 
     Unset means no limit.
     """
     scratch_dir: Path = Path(".paceline/scratch")
-    """Where runs wait that do not fit; a fast local disk. Nothing there needs to last."""
+    """Directory for offloaded runs, on a fast local disk. Its contents need not survive a restart."""
     max_lora_rank: int = Field(64, ge=1)
-    """Largest rank that CreateRun takes; keep it at or below every sampler's."""
+    """Largest rank that CreateRun accepts; keep it at or below every sampler's."""
     max_runs_per_tenant: int = Field(64, ge=1)
-    """Runs that a tenant may have at a time."""
+    """Most runs that a tenant may have at a time."""
     max_datums: int = Field(1024, ge=1)
     """Most datums in one ForwardBackward."""
     pack_tokens: int = Field(4096, ge=1)
-    """Tokens in one forward pass of a rank; sets the peak of activation memory."""
+    """Tokens in one forward pass of a rank; determines the peak activation memory."""
     joint_passes: bool = False
-    """Whether one pass takes tokens of several runs.
+    """Whether a pass may contain tokens of several runs.
 
-    Off, other runs change no bit of a run's results, and a replay repeats its steps bit for bit. On, small batches of
-    many runs are faster, and who shares a pass changes the rounding.
+    Off: a run's results do not depend on other runs, and a replay repeats its steps, bit for bit. On: small batches of
+    many runs are faster, but rounding depends on which runs share a pass.
     """
     logprob_chunk: int = Field(256, ge=1)
-    """Positions whose logits exist at one time; sets the peak of the loss's memory."""
+    """Positions whose logits are in memory at a time; determines the peak memory of the loss."""
     activation_checkpointing: bool = False
-    """Compute each decoder layer again in the backward pass: less memory, a forward pass more."""
+    """Recompute each decoder layer in the backward pass: saves memory, costs one more forward pass."""
     compile: bool = False
-    """Compile the element-wise parts of the layers; on a CPU this takes a C++ compiler."""
+    """Compile the element-wise parts of the layers; on a CPU this requires a C++ compiler."""
     group_listen: Address = "127.0.0.1:0"
-    """Where samplers whose bridge is collective meet the trainer: an address that they reach; port 0: any free one.
+    """Address at which samplers (bridge collective) reach the trainer's process group; port 0 means any free port.
 
-    What goes over the group is neither encrypted nor authenticated: use a network that nobody else is on.
+    The group's traffic is neither encrypted nor authenticated: use a network that nobody else is on.
     """
     group_backend: Literal["gloo", "nccl"] = "gloo"
-    """torch.distributed's backend: gloo, or nccl where trainer and samplers have GPUs."""
+    """Backend of torch.distributed: gloo, or nccl if trainer and samplers have GPUs."""
     group_seconds: float = Field(30.0, gt=0)
     """How long one broadcast may take before the group counts as lost."""
     gap_wait_seconds: float = Field(60.0, gt=0)
-    """How long a command waits for those before it."""
+    """How long a command waits for missing earlier commands."""
     max_volume_bytes_per_tenant: int | None = Field(None, ge=0)
-    """Bytes on the checkpoint volume that a tenant's runs may have: checkpoints, versions, snapshots and journals.
+    """Most bytes on the checkpoint volume per tenant: checkpoints, versions, snapshots and journals.
 
-    Unset means half of what the volume can hold; 0 no limit.
+    Unset means half of the volume's capacity; 0 means no limit.
     """
     max_waiting_bytes: int = Field(2 << 30, ge=0)
-    """Bytes of commands that wait for their turn, of all tenants; more are refused with OVERLOADED. 0: no limit.
+    """Most bytes of waiting commands of all tenants; further ones are refused with OVERLOADED. 0: no limit.
 
-    Memory is two to three times as much.
+    Memory use is two to three times as high.
     """
     max_waiting_bytes_per_tenant: int = Field(512 << 20, ge=0)
-    """Bytes of one tenant's commands that wait for their turn; more are refused with QUOTA_EXCEEDED. 0: no limit."""
+    """Most bytes of one tenant's waiting commands; further ones are refused with QUOTA_EXCEEDED. 0: no limit."""
     max_replay_bytes: int = Field(512 << 20, ge=0)
-    """Bytes of journals that are in memory at a time while runs are rebuilt; others wait. 0: no limit.
+    """Most bytes of journals in memory at a time while runs are rebuilt; further runs wait. 0: no limit.
 
     A larger journal is read alone.
     """
     keep_versions: int = Field(8, ge=1)
-    """Newest versions of a run that are kept beside those that samplers hold."""
+    """Newest versions of a run that are kept, in addition to those that samplers hold."""
     snapshot_commands: int = Field(256, ge=1)
-    """Commands after which a run's state is saved, so that its journal is short."""
+    """Commands after which a snapshot of a run is saved, to keep its journal short."""
     snapshot_bytes: int = Field(256 << 20, ge=1)
-    """Bytes of journal after which it is saved."""
+    """Bytes of journal after which a snapshot of a run is saved."""
     snapshot_seconds: float = Field(120.0, gt=0)
-    """Seconds of execution after which it is saved: what a replay may take."""
+    """Seconds of execution after which a snapshot of a run is saved; bounds the time of a replay."""
     max_attempts: int = Field(5, ge=1)
-    """How often the engine may die of a command that has no answer before the command is refused."""
+    """How often the engine may die while it executes an unanswered command before the command is refused."""
     engine_silence_seconds: float = Field(60.0, gt=0)
-    """How long the engine's process may give no sign of life before it is killed and another started."""
+    """How long the engine process may give no sign of life before it is killed and replaced."""
     engine_stall_seconds: float = Field(900.0, gt=0)
-    """How long one pass or command of the engine may take before it counts as hanging, and the engine is replaced."""
+    """How long one pass or command of the engine may take before it counts as hung and the engine is replaced."""
     min_free_bytes: int = Field(256 << 20, ge=0)
-    """Bytes of the checkpoint volume that commands, checkpoints and versions leave free for answers and small files."""
+    """Bytes on the checkpoint volume that commands, checkpoints and versions leave free for answers and small files."""
     failpoints: str = ""
     """Points at which the service kills itself, for tests; see trainer_service/failpoints.py."""
     expiry_check_seconds: float = Field(60.0, gt=0)
-    """How often checkpoints past their time to live are looked for."""
+    """Interval between searches for checkpoints past their time to live."""
 
     @model_validator(mode="after")
     def _check_base_dir(self) -> Self:
@@ -127,7 +127,7 @@ class TrainerSettings(BackendSettings):
 
     @property
     def volume_id(self) -> str:
-        """Name of the checkpoint volume, for what belongs to the one trainer that uses it."""
+        """Id derived from the checkpoint volume's path, to name files of the one trainer that uses it."""
         return sha256(str(self.checkpoint_dir.resolve()).encode()).hexdigest()[:16]
 
     @property

@@ -1,4 +1,4 @@
-"""The trainer's verbs, in the words of the domain: what each command does, to which run, in what state."""
+"""The trainer's operations in domain types: what each command does to a run, and which run states allow it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from trainer_service.runs.registry import RunRegistry, lost
 from trainer_service.settings import TrainerSettings
 
 _KNOWN_CLIENTS = 64
-"""AttachRun requests of a run that are known when they come again, the newest."""
+"""Newest AttachRun requests of a run that are recognised when they are repeated."""
 
 _log = get_logger(__name__)
 
 
 class Trainer:
-    """Executes commands. Order and repetition are the sequencer's; here each command happens once."""
+    """Executes commands. The sequencer handles ordering and repetition; here each call executes the command once."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Trainer:
         guard: DiskGuard,
         volume_bytes: VolumeBytes,
     ) -> None:
-        """Take `start_run` to let the commands of a new run execute, with how many engines were lost before its own."""
+        """`start_run` starts a new run's commands, given the number of engines lost before the run's own."""
         self._settings = settings
         self._engine = engine
         self._registry = registry
@@ -72,7 +72,7 @@ class Trainer:
         self._creating = asyncio.Lock()
         self._changes = Background("change of a run not finished")
 
-    @uninterrupted  # else the folder would be removed while a thread still writes the run's file into it
+    @uninterrupted  # otherwise a cancelled call would remove the folder while a thread still writes the run's file
     async def create_run(
         self,
         identity: Identity,
@@ -82,9 +82,10 @@ class Trainer:
         parameters: RunParameters | CheckpointPath,
         user_metadata: Mapping[str, str],
     ) -> RunRecord:
-        """Make a run, or return the one that the same request made. Raises RequestIdReused for another request.
+        """Create a run, or return the one that the same request created.
 
-        A checkpoint stands for the configuration of its run.
+        A checkpoint as `parameters` means the configuration of its run. Raises RequestIdReused if another request used
+        the request_id.
         """
         validation.check_request_id(request_id)
         async with self._creating:
@@ -131,7 +132,7 @@ class Trainer:
         try:
             record = await self._add_run(run_id, identity, request_id, digest, parameters, user_metadata, made)
         except BaseException:
-            with suppress(errors.EngineUnavailable):  # then it holds no runs
+            with suppress(errors.EngineUnavailable):  # an engine that is down holds no runs
                 await self._engine.delete_run(run_id)
             raise
         self._start_run(record, engines_lost)
@@ -168,9 +169,10 @@ class Trainer:
         return record
 
     async def attach(self, record: RunRecord, request_id: str) -> int:
-        """Make a client the one that trains a run, durably, and return its number; the same again for a repetition.
+        """Durably make a client the one that trains a run; return its number.
 
-        A repetition of one of the newest requests supersedes nobody. Raises DiskFull, when nobody was superseded.
+        A repetition of one of the newest requests returns the same number and supersedes nobody. Raises DiskFull, in
+        which case nobody was superseded.
         """
         validation.check_request_id(request_id)
         if request_id not in record.attached:
@@ -189,7 +191,7 @@ class Trainer:
 
     @uninterrupted
     async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:
-        """Delete a run once its command in progress has ended; one that waits for acknowledgements waits no longer."""
+        """Delete a run after its command in progress has ended; a publish stops waiting for acknowledgements."""
         async with record.recovering:
             if record.is_deleted:
                 raise errors.RunNotFound("no such run", field="run_id")
@@ -198,14 +200,14 @@ class Trainer:
             await self._publisher.end_waits(record.run_id)
             await record.sequencer.close(gone)
             if record.in_engine:
-                with suppress(errors.EngineUnavailable):  # then it holds no runs
+                with suppress(errors.EngineUnavailable):  # an engine that is down holds no runs
                     await self._engine.delete_run(record.run_id)
             await self._publisher.forget(record)
             await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
         _log.info("run deleted", run=record.run_id)
 
     def check_room(self, record: RunRecord, size: int) -> None:
-        """Raise QuotaExceeded unless the run's tenant may have `size` bytes more of journal on the volume."""
+        """Raise QuotaExceeded unless the run's tenant may add `size` bytes of journal to the volume."""
         self._volume_bytes.check(record.tenant, size)
 
     def check_batch(self, data: Sequence[Datum], spec: ForwardBackwardSpec) -> ForwardBackwardSpec:
@@ -238,11 +240,11 @@ class Trainer:
         overwrite: bool,
         progress: CommandProgress,
     ) -> Checkpoint:
-        """Write a durable checkpoint; one that command `seq_id` wrote before a crash stays as it is.
+        """Write a durable checkpoint; keep the one that command `seq_id` wrote before a crash.
 
-        The run goes on when its state is captured; its checkpoints appear in the order of its commands. Raises DiskFull
-        before it begins where too little room would be left, and later when the disk fills up all the same, or
-        QuotaExceeded where the tenant has too much there; either way the run is as it was.
+        The run continues once its state is captured; its checkpoints appear in the order of its commands. Raises
+        DiskFull before it starts if too little room would remain, or later if the disk fills up anyway, and
+        QuotaExceeded if the tenant has too many bytes on the volume. In either case the run is unchanged.
         """
         self._check_ready(record)
         path = CheckpointPath(record.run_id, kind, layout.check_name(name))
@@ -290,11 +292,11 @@ class Trainer:
     async def load_checkpoint(
         self, record: RunRecord, identity: Identity, path: CheckpointPath, *, seq_id: int, with_optimizer: bool
     ) -> None:
-        """Replace the run's weights, and with `with_optimizer` all of its state.
+        """Replace the run's weights and, with `with_optimizer`, all of its state.
 
-        Brings back a run whose state was lost. What is loaded is kept for the replay of command `seq_id`, since the
-        checkpoint may be deleted or overwritten before that. Raises DiskFull where there is no room for that, or for
-        what the run published before; the run is as it was then.
+        Also restores a run whose state was lost. The loaded files are kept for the replay of command `seq_id`, because
+        the checkpoint may be deleted or overwritten before then. Raises DiskFull if there is no room for them or for
+        versions that the run published before; the run is then unchanged.
         """
         if with_optimizer and path.kind is not CheckpointKind.STATE:
             raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load weights alone", field="path")
@@ -310,8 +312,8 @@ class Trainer:
         if isinstance(record.parameters, LoraConfig):
             made_on = (await asyncio.to_thread(weights.read_manifest, directory)).base_sha256
             check_same_base(self._engine.describe().weights_sha256, made_on, "the checkpoint was made on")
-        # Replays begin here: what was published before is never made again. Other reasons that keep it off the volume
-        # are logged.
+        # Replays start at this command, so versions published before it cannot be remade and must be on the volume.
+        # Errors other than DiskFull are only logged.
         (unsettled,) = await asyncio.gather(self._publisher.settled(record.run_id), return_exceptions=True)
         if isinstance(unsettled, errors.DiskFull):
             raise unsettled
@@ -338,10 +340,10 @@ class Trainer:
         ack_seconds: float,
         progress: CommandProgress,
     ) -> Publication:
-        """Make the run's weights its next version; one that command `seq_id` made before a crash is used again.
+        """Publish the run's weights as its next version; reuse the one that command `seq_id` made before a crash.
 
-        The run goes on when its weights are captured. Raises DiskFull or QuotaExceeded, when nothing was begun, as
-        `save_checkpoint`.
+        The run continues once its weights are captured. Raises DiskFull or QuotaExceeded before anything is started, as
+        `save_checkpoint` does.
         """
         self._check_ready(record)
         if not self._publisher.has_made(record, seq_id):
@@ -352,13 +354,13 @@ class Trainer:
         )
 
     async def expire_checkpoints(self) -> None:
-        """Delete checkpoints past their time to live, for ever."""
+        """Delete checkpoints past their time to live, in an endless loop."""
         while True:
             await asyncio.sleep(self._settings.expiry_check_seconds)
             try:
                 for path in await self._checkpoints.delete_expired(datetime.now(UTC)):
                     _log.info("checkpoint expired", path=path)
-            except OSError as error:  # of the volume as a whole, as when descriptors ran out
+            except OSError as error:  # affects the whole volume, for example no free descriptors
                 _log.error("checkpoints not expired; they are looked at again", error=str(error))
 
     @staticmethod

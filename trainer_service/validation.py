@@ -1,4 +1,4 @@
-"""Every request is checked here, against numbers and names alone, before anything changes."""
+"""Validation of every request, by numbers and names alone, before anything changes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from trainer_service.engine.loss.specs import (
 _DEFAULT_LORA = LoraConfig()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_METADATA = (64, 1024)
-"""Entries, and bytes in each."""
+"""Most entries, and most bytes in each."""
 _MAX_TARGETS = (512, 256)
-"""Entries, and characters in each."""
+"""Most entries, and most characters in each."""
 
 
 def check_request_id(request_id: str) -> None:
-    """Check the key that makes CreateRun idempotent."""
+    """Check the key that makes CreateRun and AttachRun idempotent."""
     if not request_id:
         raise errors.MissingField("is not set; make one per run", field="request_id")
     if not _REQUEST_ID.fullmatch(request_id):
@@ -39,7 +39,7 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_user_metadata(metadata: Mapping[str, str]) -> None:
-    """Check what a client attaches to a run."""
+    """Check the metadata that a client attaches to a run."""
     entries, size = _MAX_METADATA
     if len(metadata) > entries:
         raise errors.OutOfRange(f"has {len(metadata)} entries; at most {entries} are kept", field="user_metadata")
@@ -178,7 +178,7 @@ def _check_sequence_mask(datum: Datum, field: str) -> None:
 
 
 def _check_thresholds(datum: Datum, field: str, spec: LossSpec, config: Mapping[str, float]) -> None:
-    """Check thresholds that came by position: not below their minimum, and the lower at most the upper."""
+    """Check per-position thresholds: none below its minimum, and no lower threshold above the upper one."""
     counted, given = _counted(datum), [name for name in spec.overrides if name in datum.loss_inputs]
     for name in given:
         minimum = spec.settings[name].minimum
@@ -191,7 +191,7 @@ def _check_thresholds(datum: Datum, field: str, spec: LossSpec, config: Mapping[
 
 
 def _counted(datum: Datum) -> Array:
-    """Return which positions count, bool, shape [N]."""
+    """Return the mask of positions that count: bool, shape [N]."""
     mask = datum.loss_inputs.get(MASK)
     return np.ones(datum.model_input.shape, bool) if mask is None else mask != 0
 

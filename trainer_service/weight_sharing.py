@@ -1,4 +1,4 @@
-"""Whether the sampler whose base weights the engine uses is there (bridge `shared`)."""
+"""Availability of the base weights that a sampler lends to the engine (bridge `shared`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.log import get_logger
 from paceline.weight_sharing.export import is_lent, read_base
 
 _LOOK_SECONDS = 0.5
-"""Between looks at the sampler's lock; a lock that its holder's death gives back has no events."""
+"""Interval at which the sampler's lock is polled: a lock that is released by its holder's death causes no event."""
 
 _log = get_logger(__name__)
 
 
 class LentBase:
-    """Knows which weights the engine was started on. Without a directory the engine has its own, which never go."""
+    """Tracks the weights that the engine was started on. Without a directory it has its own, which never disappear."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -24,7 +24,7 @@ class LentBase:
         self._is_borrowed = False
 
     async def available(self) -> None:
-        """Return when there are weights to start the engine on. Raises BaseMismatch when what is there is none."""
+        """Wait until there are weights to start the engine on. Raises BaseMismatch if the directory is not usable."""
         waited = False
         while self._directory is not None:
             try:
@@ -38,8 +38,8 @@ class LentBase:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def gone(self) -> None:
-        """Return when the weights that were there last, and that the engine computes with, are gone or others."""
-        while not self._is_borrowed or await self._is_there():  # noqa: ASYNC110 - a lock of files
+        """Wait until the weights that `available` found last, which the engine computes with, are gone or replaced."""
+        while not self._is_borrowed or await self._is_there():  # noqa: ASYNC110 - file locks must be polled
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _is_there(self) -> bool:

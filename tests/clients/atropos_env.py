@@ -1,4 +1,4 @@
-"""A small environment of Atropos: a completion scores by how many of its tokens are in the upper half of the ids.
+"""A small Atropos environment: a completion's score is the share of its tokens in the upper half of the ids.
 
 python atropos_env.py RUN_API BASE_URL API_KEY TOKENIZER TEMPERATURE
 """
@@ -17,10 +17,10 @@ class UpperHalf(BaseEnv):
     temperature = 1.0
 
     async def setup(self):
-        """Nothing has to be loaded."""
+        """Load nothing."""
 
     async def evaluate(self, *args, **kwargs):
-        """Nothing is evaluated."""
+        """Evaluate nothing."""
 
     async def get_next_item(self):
         return "Country: Peru"

@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md: every call of Tinker's SDK by release, as the calls came out."""
+"""The table of docs/compatibility.md: the outcome of every call of Tinker's SDK, by release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 _BEGIN, _END = "<!-- table: written by `make test-clients` -->\n", "<!-- end of the table -->\n"
 
 Outcomes = Mapping[str, str]
-"""Call to what it did: works, absent, or what it was refused with."""
+"""Outcome by call: works, absent, or the error that it was refused with."""
 
 
 def render(by_release: Mapping[str, Outcomes]) -> str:
@@ -25,12 +25,12 @@ def render(by_release: Mapping[str, Outcomes]) -> str:
 
 
 def mark(outcome: str) -> str:
-    """Return the sign for what came out."""
+    """Return the sign for an outcome."""
     return {"works": "✓", "absent": "–"}.get(outcome, "✗")
 
 
 def _notes(by_release: Mapping[str, Outcomes]) -> list[str]:
-    """Return what each ✗ is, by call, in the words of the newest release that has it."""
+    """Return a note for each ✗, by call, with the outcome in the newest release that has it."""
     refusals = {
         call: outcome
         for outcomes in by_release.values()
@@ -41,18 +41,18 @@ def _notes(by_release: Mapping[str, Outcomes]) -> list[str]:
 
 
 def read() -> str:
-    """Return the table that the page has."""
+    """Return the page's table."""
     return PAGE.read_text().partition(_BEGIN)[2].partition(_END)[0].strip("\n") + "\n"
 
 
 def write(table: str) -> None:
-    """Put a table into the page."""
+    """Write a table into the page."""
     before, _, rest = PAGE.read_text().partition(_BEGIN)
     PAGE.write_text(f"{before}{_BEGIN}\n{table}\n{_END}{rest.partition(_END)[2]}")
 
 
 def column(minor: str) -> dict[str, str]:
-    """Return what the page says of a release, by call: ✓, – or ✗."""
+    """Return a release's column of the page, by call: ✓, – or ✗."""
     rows = [line.strip("|").split("|") for line in read().splitlines() if line.startswith("|")]
     place = [cell.strip() for cell in rows[0]].index(minor)
     return {row[0].strip(): row[place].strip() for row in rows[2:]}

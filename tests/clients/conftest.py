@@ -1,4 +1,4 @@
-"""What tests of other projects' clients start from."""
+"""Fixtures for tests of other projects' clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def client_packages():
-    """Return a function that installs a file of requirements in a folder of its own, once, and returns the folder."""
+    """Return a function that installs a requirements file once, into its own folder, and returns that folder."""
 
     def install(requirements):
         folder = _ROOT / ".venv" / "clients" / requirements

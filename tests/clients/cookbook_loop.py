@@ -1,4 +1,4 @@
-"""A loop of tinker-cookbook, unmodified, on data of this file in place of a hub's.
+"""An unmodified tinker-cookbook loop on data from this file instead of a hub.
 
 python cookbook_loop.py sl|rl LOG_PATH MODEL TOKENIZER_DIRECTORY STEPS
 """
@@ -31,7 +31,7 @@ def rows(kind):
             }
             for country, capital in list(CAPITALS.items()) * 8
         ]
-    # All have the answer of the recipe's own example, which a small model likes to repeat.
+    # Every answer is the one in the recipe's own example, which a small model likes to repeat.
     return [{"question": f"What is {n} - {n - 3}?", "answer": "It is 3.\n#### 3"} for n in range(4, 28)]
 
 

@@ -115,7 +115,7 @@ def test_an_environment_learns_through_deaths_of_the_trainer_and_of_the_command(
         assert second.wait(240) == 0, explain()
     found = metrics(tmp_path)
     assert [row["step"] for row in found] == list(range(1, steps + 1))
-    # Later batches may have been sampled from the version before.
+    # Later batches may have been sampled from the previous version.
     assert found[0]["alignment/diff_abs_mean"] < 1e-4
     assert {"pos_logp", "neg_logp", "grad_norm", "loss", "time/sync"} <= found[0].keys()
     assert "benchmark: step" in log.read_text()

@@ -1,4 +1,4 @@
-"""The two loops of tinker-cookbook, unmodified, on the embedded model. `make test-clients` runs them."""
+"""The two tinker-cookbook loops, unmodified, on the embedded model. `make test-clients` runs them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def packages(client_packages):
 
 
 class Loop:
-    """A loop as a process."""
+    """A loop in a process of its own."""
 
     def __init__(self, cluster, packages, model, log_path, kind, steps):
         address = cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]
@@ -60,9 +60,9 @@ class Loop:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def metrics(self):
-        """The lines that it has logged."""
+        """Return the lines that it has logged."""
         found = []
-        with suppress(FileNotFoundError, ValueError):  # its last line may be half there
+        with suppress(FileNotFoundError, ValueError):  # its last line may be incomplete
             for line in self._metrics.read_text().splitlines():
                 found.append(json.loads(line))  # noqa: PERF401
         return found

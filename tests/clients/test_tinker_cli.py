@@ -46,7 +46,7 @@ def paths(environment) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *arguments: str, code: int = 0) -> str:
-    """Run Python with the SDK; return what it printed, or where it should fail, what it complained of."""
+    """Run Python with the SDK; return its output, or its error output if it should fail."""
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
     )

@@ -1,4 +1,4 @@
-"""Tinker's SDK, unmodified, each minor release from 0.24 on in a folder of its own. `make test-clients` runs it."""
+"""Each minor release of Tinker's SDK from 0.24 on, unmodified, in its own folder. `make test-clients` runs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cluster(tmp_path_factory):
 
 
 def run_calls(cluster: Cluster, path: str = "") -> dict[str, str]:
-    """Run every call by the SDK on `path`, or the installed one; return what each did."""
+    """Run every call with the SDK on `path`, or with the installed one; return the outcomes."""
     address = cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]
     environment = {
         "PATH": os.environ["PATH"],

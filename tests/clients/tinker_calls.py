@@ -1,7 +1,7 @@
-"""Every call of Tinker's SDK, against a running gateway. Runs in an environment that has the SDK, and nothing of ours.
+"""Every call of Tinker's SDK against a running gateway, in an environment with the SDK and none of our code.
 
-python tinker_calls.py        prints a line of JSON: what each call did ("works", or what it was refused with)
-TINKER_BASE_URL and TINKER_API_KEY say where; MODEL names the base model.
+python tinker_calls.py        prints a line of JSON: the outcome of each call ("works", or how it was refused)
+TINKER_BASE_URL and TINKER_API_KEY give the gateway and the key; MODEL names the base model.
 """
 
 import inspect
@@ -29,7 +29,7 @@ class Absent(Exception):
 
 
 def need(holder, *names):
-    """Return a method by any of its names. Raises Absent."""
+    """Return a method under the first of these names that exists. Raises Absent."""
     for name in names:
         if hasattr(holder, name):
             return getattr(holder, name)
@@ -37,12 +37,12 @@ def need(holder, *names):
 
 
 def done(answer):
-    """Wait for what a call answered with, if it has to be waited for."""
+    """Return a call's answer, waiting for its result if it is a future."""
     return answer.result() if hasattr(answer, "result") else answer
 
 
 def call(name):
-    """Run a function now and note what came of it under the name of the call that it is about."""
+    """Run the decorated function at once and record its outcome under the name of the call that it tests."""
 
     def run(function):
         try:
@@ -59,7 +59,7 @@ def call(name):
 
 
 def refused(function, *words):
-    """Return what a call is refused with. Fails when it is not, or without these words."""
+    """Return the error that a call is refused with. Fails if the call succeeds or the error lacks one of `words`."""
     try:
         answer = done(function())
     except Absent:

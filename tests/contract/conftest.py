@@ -1,4 +1,4 @@
-"""One engine of each kind for the whole session: vLLM takes long to start."""
+"""One engine of each kind for the whole session, because vLLM starts slowly."""
 
 from __future__ import annotations
 

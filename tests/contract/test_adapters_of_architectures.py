@@ -1,4 +1,4 @@
-"""vLLM and the trainer agree on adapters with an architecture's own modules, and on those of mixtures of experts."""
+"""vLLM and the trainer agree on adapters for architecture-specific modules and for mixtures of experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def sampler_of(directory):
 
 
 def trained(directory, lora):
-    """A trainer with a run that took a step, and one that is as the base model."""
+    """Return a trainer with a run that took a step, and one that equals the base model."""
     trainer = PeftEngine(EngineOptions(str(directory), "tiny"))
     trainer.create_run("base", lora)
     trainer.create_run("run", lora)
@@ -63,7 +63,7 @@ async def test_the_sampler_serves_what_the_trainer_trained(kind, tmp_path):
 
 
 async def test_modules_that_vllm_cannot_adapt_are_named(tmp_path):
-    """GLM-4's gate_up_proj is one module in the checkpoint, and vLLM takes adapters on its two halves alone."""
+    """GLM-4's gate_up_proj is one module in the checkpoint, but vLLM supports adapters only on its two halves."""
     directory = make_tiny("glm4", tmp_path / "model")
     trained(directory, LoraConfig(rank=4)).save_adapter("run", tmp_path)
     async with sampler_of(directory) as engine:

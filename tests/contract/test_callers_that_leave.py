@@ -1,4 +1,4 @@
-"""Callers of the service that leave, with each engine behind it: nothing of their requests stays in the engine."""
+"""Callers that leave early, with each engine behind the service: their requests leave nothing in the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.stacks.sampler_stack import base_ref, sampling, stream_request, unt
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NO_TRAINER = 1
-"""A port at which nothing listens."""
+"""A port on which nothing listens."""
 
 
 class Running:
@@ -33,7 +33,7 @@ async def test_a_call_that_ends_early_leaves_nothing_in_the_engine(engine, model
         timeout = 1.0 if how == "deadline" else None
         stream = client.stub.SampleStream(request, metadata=client.metadata, timeout=timeout)
         await until(engine.num_running)
-        if how != "deadline":  # which may pass before anything is read
+        if how != "deadline":  # the deadline may pass before anything is read
             await stream.read()
         if how == "cancel":
             stream.cancel()

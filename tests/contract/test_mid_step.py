@@ -1,4 +1,4 @@
-"""Adapters reach vLLM's workers while a step is computed."""
+"""Adapters reach vLLM's workers during a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 class Vllm:
-    """vLLM's engine with the worker's extension, and a way into its steps that no other call accompanies."""
+    """vLLM's engine with the worker extension, and mid-step calls without vLLM's own call beside them."""
 
     def __init__(self, llm: AsyncLLM, calls: MidStepCalls) -> None:
         self.llm = llm
@@ -31,7 +31,7 @@ class Vllm:
 
     @asynccontextmanager
     async def stepping(self, adapter=None):
-        """Have steps be computed without an end while the block runs."""
+        """Keep the engine computing steps while the block runs."""
         streams = asyncio.create_task(self._stream(adapter))
         try:
             yield
@@ -93,7 +93,7 @@ async def test_an_adapter_that_comes_during_a_step_is_the_one_that_comes_between
 
 
 async def test_it_leaves_the_slots_of_running_requests(vllm, make_adapter):
-    """There are two slots, one of a request in progress: each new adapter takes the other one."""
+    """One of the two slots belongs to a running request, so each new adapter takes the other one."""
     running = make_adapter()
     await vllm.load_between_steps(load_of(running))
     before = await vllm.logprobs(running)

@@ -1,4 +1,4 @@
-"""What every sampler engine owes its service: tokens, log-probabilities, ends. Checked against plain transformers."""
+"""The contract of every sampler engine: tokens, log-probabilities, stopping. Checked against plain transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every sampler engine owes its service where adapters are concerned. Checked against PEFT."""
+"""The contract of every sampler engine for adapters. Checked against PEFT."""
 
 from __future__ import annotations
 

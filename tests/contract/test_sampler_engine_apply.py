@@ -1,4 +1,4 @@
-"""Both ways of giving vLLM an adapter give the same bits, however slots change hands."""
+"""Both ways of loading an adapter into vLLM give the same bits, however slots are reused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def ways(model_path, vllm_here):
-    """One engine that copies into slots, one that leaves loading to vLLM: two slots, four adapters in memory."""
+    """Yield an engine that copies into slots and one where vLLM loads: two slots, four adapters in memory."""
     async with AsyncExitStack() as stack:
         engines = []
         for apply in ("direct", "stock"):
@@ -36,7 +36,7 @@ async def ways(model_path, vllm_here):
 
 @pytest.fixture
 def make_scaled(make_adapter):
-    """Make an adapter whose scaling is no power of two, so that rounding shows, stored in a dtype."""
+    """Return a maker of adapters in a given dtype whose scaling is not a power of two, so that rounding shows."""
 
     def make(dtype="float32", targets=TARGETS, rank=4, alpha=5.4, in_memory=True):
         adapter = make_adapter(rank=rank, targets=targets)

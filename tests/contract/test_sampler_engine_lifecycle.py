@@ -1,4 +1,4 @@
-"""How sampler engines end, by themselves or when asked to."""
+"""How sampler engines end, by themselves or on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where completions end, go on and begin: stop strings, continuations, many samples, readers that leave."""
+"""Where completions end, continue and start: stop strings, continuations, many samples, readers that leave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def texts_of(tokens: list[int]) -> list[str]:
 
 
 def ascii_run(texts: list[str], start: int) -> str:
-    """The first three characters in a row, from `start` on, that are ASCII: a stop string over three tokens."""
+    """Return the first three consecutive ASCII characters from `start` on: a stop string over three tokens."""
     runs = ("".join(texts[i : i + 3]) for i in range(start, len(texts) - 2))
     return next(run for run in runs if run.isascii() and len(run) == 3)
 

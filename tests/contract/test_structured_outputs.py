@@ -1,4 +1,4 @@
-"""Structured outputs: completions bounded by a schema or a regular expression, or refused by name."""
+"""Structured outputs: completions constrained by a schema or a regular expression, or refused by name."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest.fixture(scope="module")
 def trainer(model_path):
-    """A trainer with a run that is as the base model, and one that was trained."""
+    """Return a trainer with an untrained run and a trained one."""
     trainer = PeftEngine(EngineOptions(str(model_path), "tiny"))
     trainer.create_run("untrained", LoraConfig(rank=4))
     trainer.create_run("trained", LoraConfig(rank=8))
@@ -27,7 +27,7 @@ def trainer(model_path):
 
 
 def predictions(trainer: PeftEngine, run_id: str, tokens: list[int]) -> np.ndarray:
-    """The trainer's log-probability of every token of the vocabulary at each position but the last: [N - 1, V]."""
+    """Return the trainer's log-probability of every vocabulary token at each position but the last: [N - 1, V]."""
     everything = np.tile(np.arange(VOCAB_SIZE), (len(tokens) - 1, 1))
     inputs = {"target_tokens": everything, "weights": np.ones(everything.shape, np.float32)}
     datum = Datum(np.array(tokens[:-1], np.int32), inputs)

@@ -126,7 +126,7 @@ def test_a_key_that_is_removed_is_refused_at_once(
 ) -> None:
     keys_file = settings_of(compose_container(file, "gateway"), monkeypatch, credential).keys_file
     (mount,) = [volume for volume in compose_services(file)["gateway"]["volumes"] if isinstance(volume, dict)]
-    # Removing a key puts another file in place, which a mount of the file itself would not show.
+    # Removing a key replaces the file, which a mount of the file itself would not show.
     assert Path(mount["target"]) == keys_file.parent
     assert mount["read_only"]
 

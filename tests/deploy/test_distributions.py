@@ -1,4 +1,4 @@
-"""What is built for others to install holds nothing that was made here."""
+"""Distributions hold no files that were generated locally."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.stacks.deploy_files import ROOT, make_secrets
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A checkout, small, in which everything was run that leaves files behind."""
+    """Return a small checkout with the files that commands leave behind."""
     for name in ("pyproject.toml", ".gitignore", "README.md", "LICENSE", "hatch_build.py"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("paceline/__init__.py", "gateway/__init__.py", "trainer_service/__init__.py", "results/curve.svg"):

@@ -1,4 +1,4 @@
-"""`python -m paceline.rpc.health`, which the compose files probe with."""
+"""`python -m paceline.rpc.health`, the probe of the compose files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINER = GRPC_SERVICES["trainer"]
 
 @pytest.fixture
 def health() -> Iterator[tuple[str, HealthServicer]]:
-    """A health port: its address, and the servicer behind it."""
+    """Yield a health port's address and the servicer behind it."""
     server = grpc.server(ThreadPoolExecutor(max_workers=2))
     servicer = HealthServicer()
     add_HealthServicer_to_server(servicer, server)

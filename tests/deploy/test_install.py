@@ -1,4 +1,4 @@
-"""`scripts/install.sh` marks an installation as done only where torch and vLLM can be imported."""
+"""`scripts/install.sh` marks an installation as done only if torch and vLLM can be imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ esac
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    """Where a torch lies that cannot be imported, as the build for CUDA without what it needs."""
+    """Return a folder with a torch that cannot be imported, like the CUDA build without its dependencies."""
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "torch.py").write_text('raise ImportError("libcudnn.so.9: cannot open shared object file")')
     return tmp_path / "broken"
@@ -55,7 +55,7 @@ def test_an_installation_that_cannot_be_imported_fails_with_the_reason_and_witho
     assert done.stderr.splitlines()[-1].startswith(f"The installation in {venv} is of no use")
     assert not (venv / ".installed").exists()
 
-    # torch comes with what it needs; all else is a closed set.
+    # torch is installed with its dependencies; everything else is a closed set.
     torch, *others = (broken / "asked").read_text().splitlines()
     assert torch.endswith(" --constraint requirements/cpu.txt torch")
     assert "--no-deps" not in torch

@@ -113,7 +113,7 @@ def test_probes_ask_the_health_port_for_services_that_exist(service: str) -> Non
     spec, health = container_of(container.spec), ports_of(container)["health"]
     ready = {"port": health, "service": GRPC_SERVICES[service]}
     assert spec["readinessProbe"]["grpc"] == spec["startupProbe"]["grpc"] == ready
-    # The empty name tells that the process is alive, also while it is busy or drains.
+    # The empty name reports that the process is alive, even while it is busy or draining.
     assert spec["livenessProbe"]["grpc"] == {"port": health}
 
 
@@ -208,7 +208,7 @@ def test_selectors_match_the_pods(service: str) -> None:
 
 
 def test_a_key_that_is_removed_is_refused(monkeypatch: pytest.MonkeyPatch, credential: Path) -> None:
-    """Kubernetes brings a changed secret into its pods, but for what is mounted with subPath."""
+    """Kubernetes updates a changed secret in its pods, except where it is mounted with subPath."""
     container = kubernetes_container("gateway")
     mounts = {mount["name"]: mount for mount in container_of(container.spec)["volumeMounts"]}
     assert not any("subPath" in mount for mount in mounts.values())

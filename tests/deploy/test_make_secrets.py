@@ -1,4 +1,4 @@
-"""`scripts/make_secrets.py` makes what the deployments mount."""
+"""`scripts/make_secrets.py` makes the files that the deployments mount."""
 
 from __future__ import annotations
 

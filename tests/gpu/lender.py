@@ -1,6 +1,6 @@
 """A process that lends a model's weights on the GPU, as the sampler does; `python lender.py MODEL DIRECTORY`.
 
-Says "lent" when it does, and then, for each line that it is told, the float64 sum of all weights.
+It prints "lent" when the weights are lent, and then the float64 sum of all weights for each line that it reads.
 """
 
 import sys

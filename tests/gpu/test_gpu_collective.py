@@ -1,4 +1,4 @@
-"""Versions broadcast by NCCL, each member on a GPU of its own."""
+"""Versions broadcast by NCCL, with each member on its own GPU."""
 
 import os
 from contextlib import AsyncExitStack
@@ -13,7 +13,7 @@ from paceline.errors import PeerLost
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 SIZES = [2] if torch.cuda.device_count() > 1 else []
-"""NCCL takes no two members on one GPU."""
+"""NCCL does not accept two members on one GPU."""
 
 
 async def test_two_members_on_one_gpu_are_told_so(monkeypatch):

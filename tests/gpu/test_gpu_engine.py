@@ -1,4 +1,4 @@
-"""The trainer's engine on a GPU gives what it gives on a CPU."""
+"""The trainer's engine gives the same results on a GPU as on a CPU."""
 
 import numpy as np
 import pytest

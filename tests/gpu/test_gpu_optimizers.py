@@ -1,4 +1,4 @@
-"""The optimizers on a GPU: they step as on a CPU and resume to the last bit; adamw_cpu holds no moments there."""
+"""On a GPU, optimizers step as on a CPU and resume to the last bit; adamw_cpu keeps no moments there."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights on a GPU that another process lends: the same bits as one's own, seen by both, refused on another GPU."""
+"""GPU weights lent by another process: the same bits as own weights, seen by both, refused on another GPU."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ class Lender:
         assert self.process.stdout.readline() == "lent\n"
 
     def sum(self) -> float:
-        """The sum of all weights, as the lender sees them."""
+        """Return the sum of all weights as the lender sees them."""
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         return float(self.process.stdout.readline())
@@ -81,7 +81,7 @@ def test_lent_weights_take_no_memory_of_the_trainer_s(lender):
 
 
 def test_a_borrower_that_is_killed_leaves_the_weights_to_the_next(lender):
-    """And one that ends by itself: each lowers a counter of torch's that was raised once."""
+    """So does one that ends by itself. Each lowers a counter of torch's that was raised once."""
     before = lender.sum()
     opened = (
         "import os, sys, torch; from pathlib import Path; from paceline.weight_sharing.export import read_base; "

@@ -1,4 +1,4 @@
-"""What several tests of whole deployments start from."""
+"""Fixtures for tests of whole deployments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def service(cluster):
 
 @pytest.fixture(scope="module")
 def forked_engines():
-    """Trainer's engines of one rank are forked: their `pid` is then that of a process that stands in for them."""
+    """Fork trainer engines of one rank. Their `pid` is then that of a process that stands in for the engine."""
     with pytest.MonkeyPatch.context() as patch:
         if warm := os.environ.get(VARIABLE):
             patch.setattr(sys, "executable", str(Path(warm) / "python"))
@@ -39,11 +39,11 @@ def warm(tmp_path_factory):
 
 @pytest.fixture
 def fresh_trainer(warm, tmp_path):
-    """A trainer on a volume of its own. (A fixture of this folder hides those of the modules' plugins.)"""
+    """A trainer on its own volume. (The name `trainer` would hide the fixtures of the modules' plugins.)"""
     warm.volume = tmp_path / "volume"
     warm.environment["PACELINE_TRAINER_CHECKPOINT_DIR"] = str(warm.volume)
     warm.log = tmp_path / "trainer.log"
     yield warm
-    with suppress(ProcessLookupError):  # it has ended
+    with suppress(ProcessLookupError):  # already ended
         warm.service.kill()
         warm.service.wait(20)

@@ -1,4 +1,4 @@
-"""A sampler shows that it computes what its trainer computes, or is not ready and says why."""
+"""A sampler shows that it computes what its trainer computes; otherwise it is not ready and says why."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENS = np.random.default_rng(1).integers(260, size=64, dtype=np.int32)
 
 
 def logprobs_of(model, tokens=TOKENS):
-    """What stock transformers gives for all tokens but the first."""
+    """Return stock transformers' log-probabilities of all tokens but the first."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     with torch.inference_mode():
         rows = AutoModelForCausalLM.from_pretrained(model).eval()(ids[None]).logits[0].log_softmax(-1)
@@ -53,7 +53,7 @@ def probe(logprobs, ref=None, dtype="float32", tokens=TOKENS):
 
 
 async def measured(trainer, message):
-    """Have the sampler score a probe; return what it says."""
+    """Have the sampler score a probe; return its agreement."""
     count = len(trainer.heard("agreement"))
     trainer.tell(message)
     return (await until(lambda: trainer.heard("agreement")[count:]))[0]
@@ -90,7 +90,7 @@ async def test_one_that_does_not_is_not_ready_and_answers_nothing_until_it_does(
 
 
 async def test_a_bias_that_one_side_leaves_out_is_found(tmp_path):
-    """What vLLM does with o_proj.bias of a Qwen3 with attention_bias, in either dtype."""
+    """The bias is o_proj.bias of a Qwen3 with attention_bias, which vLLM leaves out. Tested in either dtype."""
     whole = make_tiny_qwen3(tmp_path / "whole")
     model = AutoModelForCausalLM.from_pretrained(whole, attention_bias=True)
     for layer in model.model.layers:
@@ -133,7 +133,7 @@ async def test_a_version_is_compared_too(model, volume, trainer, client):
 
 @dataclass
 class TwoTenants:
-    """Runs of Alice's and Bob's, whose versions of one number have the same weights."""
+    """A run of Alice's and one of Bob's. Their versions with the same number have the same weights."""
 
     trainer: Trainer
     client: Client
@@ -151,7 +151,7 @@ class TwoTenants:
         return self.client.be("bob")
 
     async def publish(self, version):
-        """Have the sampler load a version of each; return what it gives for the tokens of `compare`."""
+        """Have the sampler load a version of each run; return its log-probabilities for the tokens of `compare`."""
         loaded = len(self.trainer.heard("acknowledgement"))
         for tenant, run_id in (("alice", self.alices), ("bob", self.bobs)):
             self.trainer.announce(make_version(self.volume, self.model, run_id, version, tenant=tenant))
@@ -160,7 +160,7 @@ class TwoTenants:
         return np.frombuffer(ours, np.float32)[1:].copy()
 
     async def compare(self, version, theirs):
-        """Have the sampler compare a version of Alice's."""
+        """Have the sampler compare a version of Alice's run."""
         ref = ModelRef(run_id=self.alices, version=version)
         return await measured(self.trainer, probe(theirs, ref, tokens=np.array(PROMPT, np.int32)))
 
@@ -170,7 +170,7 @@ class TwoTenants:
         await until(lambda: self.client.metric("runs_refused") == 0)
 
     async def others_are_served(self):
-        """Bob with the base model and his own run, and Alice with the base model."""
+        """Check that Bob can use the base model and his own run, and Alice the base model."""
         for caller, ref in ((self.bob, base_ref()), (self.bob, version_ref(self.bobs)), (self.alice, base_ref())):
             assert len((await caller.sample(ref)).sequences) == 1
             await caller.logprobs(ref)
@@ -257,7 +257,7 @@ def test_numbers_that_are_not_finite_never_agree():
 
 
 class Elsewhere(Trainer):
-    """Turns samplers away until its base is theirs."""
+    """A trainer that rejects samplers until `same` says that they share its base weights."""
 
     same = False
 
@@ -287,7 +287,7 @@ async def _refuses(client):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A trainer whose samplers are made by the tests."""
+    """A trainer whose samplers the tests start."""
     state = tmp_path_factory.mktemp("trainer")
     (state / "credential").write_text(CREDENTIAL)
     cluster = Cluster.make(state, make_tiny_llama(state / BASE))
@@ -297,7 +297,7 @@ def cluster(tmp_path_factory):
 
 @asynccontextmanager
 async def following(cluster, folder, **settings):
-    """Run a sampler of the cluster's trainer; gives it, and what calls the trainer."""
+    """Run a sampler of the cluster's trainer; yield the sampler and a caller of the trainer."""
     address = cluster.trainer.plan.environment["PACELINE_TRAINER_LISTEN"]
     volume, port = cluster.state / "checkpoints", int(address.rpartition(":")[2])
     async with (
@@ -315,7 +315,7 @@ class Caller:
     metadata: object
 
     async def agreements(self, count=0):
-        """What the trainer knows of samplers, once that is so much."""
+        """Return the agreements that the trainer has, or None while there are fewer than `count`."""
         answer = await self.stub.GetServerInfo(trainer_pb.GetServerInfoRequest(), metadata=self.metadata)
         return answer.agreements if len(answer.agreements) >= count else None
 
@@ -323,7 +323,7 @@ class Caller:
         return await getattr(self.stub, method)(request, metadata=self.metadata)
 
     async def compared(self, run_id, version):
-        """What came of comparing a version, once it was; None before."""
+        """Return the agreement of a version, or None before the version was compared."""
         known = {(one.model.run_id, one.model.version): one for one in await self.agreements()}
         return known.get((run_id, version))
 
@@ -332,7 +332,7 @@ class Caller:
         return (await self.stub.CreateRun(request, metadata=self.metadata)).run.run_id
 
     async def publish_trained(self, run_id, seq_id=1, **adam):
-        """Train a step, publish, and return when all samplers have the version."""
+        """Train one step, publish, and return when all samplers have the version."""
         datum = codec.datum_to_proto(paceline.Datum.from_completion([1, 2, 3, 4], [5, 6, 7]))
         step = codec.optimizer_to_proto(paceline.AdamParams(**{"learning_rate": 0.01, **adam}))
         step.run_id, step.seq_id = run_id, seq_id + 1
@@ -391,7 +391,7 @@ async def test_the_trainer_has_each_sampler_measured_with_the_base_and_with_the_
 async def test_an_engine_that_computes_a_whole_model_otherwise_is_refused_until_a_version_agrees(
     cluster, tmp_path, monkeypatch
 ):
-    """As one that leaves a trained bias out: its base model is right, and its versions are not."""
+    """Like an engine that leaves out a trained bias: its base model is right, and its versions are wrong."""
     load, wrong = hf_engine._load, {1}
 
     def load_wrongly(options):
@@ -423,7 +423,7 @@ async def test_an_engine_that_computes_a_whole_model_otherwise_is_refused_until_
 
 @pytest.mark.services
 async def test_a_run_that_diverges_is_refused_until_it_publishes_weights_that_agree(cluster, tmp_path):
-    """Its steps keep to every bound, and its weights are huge and finite."""
+    """Its steps are within all bounds, and its weights are huge but finite."""
     async with following(cluster, tmp_path) as (client, alice):
         bob = Caller(alice.stub, peer_metadata(CREDENTIAL, "bob"))
         run_id = await alice.create_run("alice", **ADAPTER)

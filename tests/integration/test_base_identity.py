@@ -1,4 +1,4 @@
-"""Runs, checkpoints, versions and samplers that meet another base model than they were made on."""
+"""Runs, checkpoints, versions and samplers that meet a base model other than the one they were made on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Caller:
 
 
 async def _watch(caller, credential, **hello):
-    """Return the first message that a sampler of this base is told."""
+    """Return the first message that the trainer sends to a sampler with this base."""
     watch = caller.weights.WatchVersions(metadata=peer_metadata(credential))
     message = weights_pb.Hello(sampler_id="sampler", **hello)
     await watch.write(weights_pb.WatchVersionsRequest(hello=message))
@@ -107,7 +107,7 @@ async def test_a_trainer_with_other_weights_under_the_same_name_refuses_what_was
             with pytest.raises(errors.BaseMismatch, match=f"{ours}.*{theirs}"):
                 await caller.command("LoadCheckpoint", path=checkpoint.path)
             await caller.forward_backward()
-    # A volume of before weights had an identity.
+    # Simulate a volume whose run file does not record the identity of the base weights.
     facts = read_run_file(run)
     del facts["base_sha256"]
     write_run_file(run, facts)

@@ -1,4 +1,4 @@
-"""No acknowledged command is lost and none is applied twice, whatever dies and whatever the network does."""
+"""No acknowledged command is lost or applied twice, whatever process dies and whatever the network does."""
 
 import asyncio
 import os
@@ -14,14 +14,14 @@ from paceline.rpc.channel import open_channel
 
 KILLS = 12
 MOST_JOURNAL_BYTES = 65_536
-"""All commands of a run take several times this, those since its last snapshots a fraction."""
+"""All commands of a run take several times as much; those since its last snapshots take a fraction of it."""
 
 pytestmark = pytest.mark.services
 
 
 @pytest.fixture
 def chaos(tmp_path):
-    # Snapshots are made after a few commands, so that kills meet them.
+    # Snapshot after every few commands, so that kills hit snapshots too.
     chaos = Chaos(tmp_path, make_tiny_llama(tmp_path / "model"), seed=0, settings={"SNAPSHOT_COMMANDS": "7"})
     yield chaos
     chaos.close()
@@ -34,7 +34,7 @@ async def test_runs_that_are_killed_over_and_over_end_byte_identical_to_runs_tha
     assert {"sampler", "gateway"} <= {name.partition(" ")[0] for name in outcome.kills}
     assert outcome.samples > 0
     assert outcome.differences == []
-    runs = [path.parent for path in chaos.volume.glob("runs/*/run.json")]  # not what a killed CreateRun left
+    runs = [path.parent for path in chaos.volume.glob("runs/*/run.json")]  # skips what a killed CreateRun left
     assert runs
     for run in runs:
         journal = sum(path.stat().st_size for path in (run / "journal").iterdir())

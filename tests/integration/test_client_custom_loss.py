@@ -1,4 +1,4 @@
-"""Losses that the client computes: their gradient arrives, and a loss that fails harms nothing."""
+"""Losses that the client computes: their gradients reach the trainer, and a loss that fails changes nothing."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How a client ends: with its process, by Ctrl-C, beside a fork, in another process. Scripts against a real server."""
+"""Clients that end with their process or by Ctrl-C, that are forked or pickled: scripts against a real server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def server():
 
 
 async def start(server, body, close=60):
-    """Run a script that has a training client; return its process."""
+    """Start a script that has a training client; return its process."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     arguments = ["-c", SCRIPT.format(close=close) + body, server.address, server.trainer.run_id]
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
@@ -44,7 +44,7 @@ async def start(server, body, close=60):
 
 
 async def run(server, body, close=60):
-    """Run a script to its end; return its status, output and what it said on stderr."""
+    """Run a script to its end; return its exit status, stdout and stderr."""
     process = await start(server, body, close)
     out, said = await process.communicate()
     return process.returncode, out.decode(), said.decode()

@@ -92,7 +92,7 @@ async def test_a_stream_whose_connection_is_lost_says_so_and_how_much_had_come(s
 
 
 async def test_a_stream_notices_a_network_that_is_silent(server, monkeypatch):
-    """With a tenth of the times that clients have."""
+    """The keepalive times and timeouts are a tenth of the clients' own."""
     short = [(name, value // 10 if name.endswith(("time_ms", "timeout_ms")) else value) for name, value in OPTIONS]
     assert dict(short)["grpc.keepalive_time_ms"] + dict(short)["grpc.http2.ping_timeout_ms"] == 2_000
     monkeypatch.setattr("paceline.rpc.channel._CHANNEL_OPTIONS", tuple(short))

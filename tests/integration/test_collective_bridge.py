@@ -1,4 +1,4 @@
-"""Versions that are broadcast from a trainer to samplers over a process group."""
+"""Versions broadcast from a trainer to samplers over a process group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPT, COMPLETION = list(b"Country: Peru\nCapital:"), list(b" Lima")
 
 
 class GroupTrainer(WeightServicer):
-    """The trainer's own feed, group and watch, with versions from a volume."""
+    """The trainer's real weight service, watch hub and process group, with versions from a volume."""
 
     def __init__(self, volume: Volume, seconds: float = 20.0) -> None:
         self.hub = WatchHub()
@@ -54,7 +54,7 @@ class GroupTrainer(WeightServicer):
             yield part
 
     async def publish(self, model, version, *, damage=False):
-        """Announce and broadcast a version as the publisher does; return the acknowledgements of all who watch."""
+        """Announce and broadcast a version as the publisher does; return the acknowledgements of all samplers."""
         volume = self.versions.volume
         manifest = make_version(volume, model, RUN, version)
         path = volume.version(RUN, version) / WEIGHTS_FILE
@@ -84,7 +84,7 @@ async def serving(trainer):
 
 @asynccontextmanager
 async def following(stack, model, port, folder, name):
-    """Run a sampler of a trainer's group."""
+    """Run a sampler in a trainer's process group."""
     own = folder / name
     own.mkdir()
     async with sampling(model, port, own, bridge="collective", sampler_id=name) as client:

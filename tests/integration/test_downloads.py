@@ -1,4 +1,4 @@
-"""Checkpoints come to another machine as they are on the volume, or not at all."""
+"""Checkpoints are downloaded exactly as they are on the volume, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that dies is built anew inside the living service, with its versions."""
+"""An engine that dies is rebuilt inside the running service, with its versions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def greedy(client, ref):
 
 
 async def published(model, volume, trainer, version):
-    """Announce a version and return how to ask for it, once it is loaded."""
+    """Announce a version, wait until it is loaded, and return a reference to it."""
     trainer.announce(make_version(volume, model, RUN, version))
     await until(lambda: version in [ack.version for ack in trainer.heard("acknowledgement")])
     return version_ref(RUN, version)
@@ -47,19 +47,19 @@ async def comes_back(client):
 
 async def test_vllm_that_is_killed_comes_back_with_its_versions(model, volume, trainer, port, tmp_path, vllm_here):
     settings = {"engine": "vllm", "kv_cache_gib": 1, "enforce_eager": True, "keep_versions": 3}
-    others = descendants("EngineCore")  # those that other tests of this process keep
+    others = descendants("EngineCore")  # engines that other tests of this process keep
     async with sampling(model, port, tmp_path, **settings) as client:
         refs = [base_ref(), *[await published(model, volume, trainer, version) for version in (1, 2)]]
         tokens = [await greedy(client, ref) for ref in refs]
-        # All that takes time comes first: the streams are to be under way when the engine dies, and the engine away yet
-        # when it is asked.
+        # Do all slow work first: the streams must be in flight when the engine dies, and the engine must still be down
+        # when the requests after that arrive.
         (engine,) = set(descendants("EngineCore")).difference(others)
         parent, third = engine.parent(), make_version(volume, model, RUN, 3)
         requests = [stream_request(ref, max_tokens=400) for ref in refs]
         streams = [client.stub.SampleStream(request, metadata=client.metadata) for request in requests]
         for stream in streams:
             await stream.read()
-        parent.kill()  # the process that it was forked from, with which it ends
+        parent.kill()  # the process that forked the engine, which ends with it
         for stream in streams:
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 while await stream.read() is not grpc.aio.EOF:

@@ -1,4 +1,4 @@
-"""The engine in its own process: the same answers as in this one, typed errors, and a death that is only an error."""
+"""The engine in its own process: the same answers as in this one, typed errors, and a crash that is only an error."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def test_commands_go_on_while_what_was_captured_is_written(engine, tmp_pat
     await engine.save_state("run", new(tmp_path / "at once"))
     order = []
     pipe = new(tmp_path / "later") / "adapter_model.safetensors"
-    os.mkfifo(pipe)  # whoever writes into it waits for a reader
+    os.mkfifo(pipe)  # a writer blocks until there is a reader
     saving = asyncio.ensure_future(engine.save_state("run", pipe.parent, lambda: order.append("captured")))
     await asyncio.sleep(0)
     await engine.forward_backward("run", make_data(seed=3), ForwardBackwardSpec("ppo"))
@@ -172,7 +172,7 @@ async def test_a_death_while_one_command_executes_and_another_is_written_is_char
     options, tmp_path
 ):
     pipe = tmp_path / "adapter_model.safetensors"
-    os.mkfifo(pipe)  # whoever writes into it waits for a reader
+    os.mkfifo(pipe)  # a writer blocks until there is a reader
     async with EngineProcess(replace(options, failpoints="engine_OptimStep:1")) as engine:
 
         async def begin():
@@ -228,7 +228,7 @@ async def test_a_killed_engine_is_an_error_and_restarts(options):
     async with EngineProcess(options, on_exit=exits.append) as engine:
         await engine.create_run("run", LORA)
         first = engine.pid
-        os.kill(behind(first), signal.SIGKILL)  # what stands in for the engine would end before it
+        os.kill(behind(first), signal.SIGKILL)  # the engine, not its stand-in, which would end first
         with pytest.raises(EngineUnavailable):
             await engine.create_run("later", LORA)
         assert (await engine.restart()).name == "tiny"
@@ -257,11 +257,11 @@ async def test_an_engine_that_is_stopped_is_killed_and_its_calls_fail_as_of_a_de
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_engine_whose_loop_hangs_is_killed_and_the_command_is_charged(options, tmp_path):
-    os.mkfifo(tmp_path / "adapter_model.safetensors")  # whoever writes into it waits for a reader
+    os.mkfifo(tmp_path / "adapter_model.safetensors")  # a writer blocks until there is a reader
     async with EngineProcess(options) as engine:
         await engine.create_run("run", LORA)
-        engine._connection._watchdog._patience = Patience(60.0, 5.0)  # the start took as long as it took
-        engine._suspects.add([SaveState("run", "")])  # so that the loop itself writes
+        engine._connection._watchdog._patience = Patience(60.0, 5.0)  # only from here on: the start may take longer
+        engine._suspects.add([SaveState("run", "")])  # makes the engine's loop itself write the state
         with pytest.raises(EngineDiedError):
             await engine.save_state("run", tmp_path)
 
@@ -285,7 +285,7 @@ async def test_a_death_is_charged_to_the_command_that_was_executing_alone(option
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_command_that_kills_the_engine_in_a_joint_pass_is_found_and_no_other_is_charged(options):
-    # The first has many passes to do, so that the others come meanwhile and join.
+    # The first takes many passes, so that the others arrive meanwhile and join.
     data = {"a": make_data((60,) * 100), "b": make_data((10,), 1), "c": make_data((10,), 2)}
     options = replace(options, failpoints="engine_pass_b:1+", pack_tokens=128, joint_passes=True)
     async with EngineProcess(options) as engine:
@@ -352,7 +352,7 @@ def test_the_engine_ends_when_its_parent_dies_and_its_files_when_the_next_is_mad
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"
     )
-    # The engine inherits the pipe of stdout, so reading it ends only when both processes have.
+    # The engine inherits the stdout pipe, so reading it ends only when both processes have ended.
     parent = subprocess.run(
         [sys.executable, "-c", script, options.model_path],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Full-parameter runs through the gateway, on real processes; a sampler that is started from one."""
+"""Full-parameter runs through the gateway, on real processes, and a sampler started from a run's checkpoint."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +32,7 @@ def cluster(tmp_path_factory):
 
 @contextmanager
 def sampler_of(cluster, **environment):
-    """Run the cluster's sampler with other settings."""
+    """Run the cluster's sampler with these settings added."""
     sampler, plan = cluster.sampler, cluster.sampler.plan
     sampler.plan = replace(plan, environment={**plan.environment, **environment})
     sampler.start()
@@ -181,7 +181,7 @@ def test_a_sampler_started_from_a_checkpoint_computes_what_was_trained(cluster, 
     checkpoint = training.save_weights_for_sampler("model").result()
     directory = Volume(cluster.state / "checkpoints").checkpoint(CheckpointPath.parse(checkpoint.path))
     own = {"MODEL": str(directory), "MODEL_NAME": "trained", "TRAINER": f"127.0.0.1:{free_port()}"}
-    # It is no sampler of the trainer's, whose base weights are others, and follows none.
+    # The sampler's base weights differ from the trainer's, so it follows no trainer.
     with sampler_of(cluster, **{f"PACELINE_SAMPLER_{name}": value for name, value in own.items()}):
         sampling = service.create_sampling_client()
         reached = sampling.compute_logprobs(PROMPT + COMPLETION).result().logprobs[-len(COMPLETION) :]

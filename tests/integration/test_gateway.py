@@ -1,4 +1,4 @@
-"""The gateway between a client and real services: who gets in, as whom, how many, and how failures arrive."""
+"""The gateway between a client and real services: authentication, tenants, limits, and how errors arrive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def up(tmp_path) -> AsyncIterator[Stack]:
 
 
 async def failure(call) -> errors.PacelineError:
-    """The typed error that a call ends with."""
+    """Return the typed error that a call ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return error_from_rpc(caught.value)
@@ -196,7 +196,7 @@ async def test_leaving_a_stream_early_ends_it_in_the_service(up, messages, caplo
 async def test_a_reader_that_stops_holds_back_the_service_and_can_still_leave(up):
     call = up.client.sampler.SampleStream(sampler_pb.SampleStreamRequest(), metadata=up.auth)
     await call.read()
-    # Nothing more is read: buffers fill until the service's write waits, and cancellation meets it there.
+    # Read no more: buffers fill until the service's write blocks, so the cancellation arrives while it is blocked.
     sent = -1
     while up.sampler.sent != sent:
         sent = up.sampler.sent
@@ -271,7 +271,7 @@ async def test_a_service_that_dies_is_unavailable_until_it_is_back(tmp_path):
 
 
 async def _once_up(call):
-    """Repeat a call while the service cannot be reached, as clients do."""
+    """Repeat a call while the service is unreachable, as clients do."""
     async with asyncio.timeout(PATIENCE):
         while True:
             try:

@@ -29,7 +29,7 @@ def test_the_process_does_not_start_without_keys_and_credential(tmp_path, flags)
 
 async def test_the_process_serves_and_ends_on_sigterm(tmp_path):
     address = f"127.0.0.1:{free_port()}"
-    # Nothing listens at these addresses. At the defaults, services of another run may.
+    # Nothing listens at these addresses. At the default ones, services of another test run may.
     upstream = [flag for name in ("trainer", "samplers") for flag in (f"--{name}", f"127.0.0.1:{free_port()}")]
     process = _gateway_process(
         tmp_path, ["--insecure", "--listen", address, "--health-listen", "127.0.0.1:0", *upstream]

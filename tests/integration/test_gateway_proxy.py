@@ -1,4 +1,4 @@
-"""The proxy by itself: bytes of every kind of call, methods that it never heard of, and the choice of a sampler."""
+"""The proxy alone: bytes of every kind of call, unknown methods, and the choice of a sampler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_len
 
 
 class Echo(grpc.GenericRpcHandler):
-    """A service that no contract describes; its methods are named for their kind."""
+    """A service that is in no contract; each method is named after its kind."""
 
     async def unary(self, request, context):
         return request[::-1]
@@ -61,7 +61,7 @@ async def _serve(handler, *interceptors) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def channel() -> AsyncIterator[grpc.aio.Channel]:
-    """A channel on a proxy in front of `Echo`."""
+    """A channel to a proxy in front of `Echo`."""
     async with _serve(Echo()) as target:
         upstream = Upstream("trainer", target, None)
         proxy = Proxy(Router(upstream, [], 0), "", WaitingBytes())
@@ -172,7 +172,7 @@ async def test_a_sampler_that_is_down_is_passed_over_and_taken_again_when_it_is_
 
 
 async def _until_served_by(name, client, metadata) -> None:
-    # A sampler that is back gets the next of the calls that overlap, as it has fewer in flight.
+    # A recovered sampler has fewer calls in flight, so it gets the next of several overlapping calls.
     while name not in await asyncio.gather(*(_served_by(client, metadata) for _ in range(4))):
         pass
 

@@ -1,4 +1,4 @@
-"""TLS and mTLS at the gateway's door."""
+"""TLS and mTLS at the gateway."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.rpc.server import Readiness, make_server
 
 @dataclass(frozen=True)
 class Pem:
-    """A self-signed certificate for 127.0.0.1, which is its own authority."""
+    """A self-signed certificate for 127.0.0.1, which is its own certificate authority."""
 
     cert: Path
     key: Path
@@ -68,7 +68,7 @@ def client_pem(tmp_path) -> Pem:
 
 @pytest.fixture
 async def address(server_pem, client_pem, request):
-    """Address of a gateway that speaks TLS, and that asks for certificates where the test says so."""
+    """Address of a gateway with TLS, or with mTLS where the test asks for it."""
     address = f"127.0.0.1:{free_port()}"
     settings = GatewaySettings(
         insecure=True,

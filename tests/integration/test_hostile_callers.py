@@ -1,4 +1,4 @@
-"""Real services against callers who mean harm: every method without a key and at another's things, and fuzzed calls."""
+"""Real services against hostile callers: every method without a key, or on another's objects, and fuzzed calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def owned(cluster):
-    """What the first tenant has: a run, a state checkpoint of it, one for sampling, and a version."""
+    """What the first tenant owns: a run, a checkpoint of its state, one for sampling, and a version."""
     with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
         training = service.create_lora_training_client(rank=2)
         state = training.save_state("a").result().path
@@ -58,7 +58,7 @@ _LISTS = frozenset({"ListRuns", "ListCheckpoints", "ListVersions"})
 
 
 def _about(method, owned):
-    """A valid request of a method about what another tenant owns. A new method fails here until it has one."""
+    """Return a valid request for what another tenant owns. A new method fails here until it has an entry."""
     version = codec.model_ref_to_proto(ModelRef(run_id=owned["run_id"], version=1))
     run = {"run_id": owned["run_id"]}
     command = {**run, "seq_id": 1}
@@ -92,7 +92,7 @@ def _about(method, owned):
 
 
 def _call(address, method, message, *metadata):
-    """Return the replies as bytes, or raise what the call failed with."""
+    """Return the replies as bytes, or raise the call's typed error."""
     with grpc.insecure_channel(address) as channel:
         call = channel.stream_stream(path_of(method))
         try:

@@ -1,4 +1,4 @@
-"""What a peer that shows no key can hold, and what is counted of it."""
+"""What a peer without a key can hold, and how its calls are counted and answered."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from paceline import AdamParams, Datum, SamplingParams, errors
 
 ROOT = Path(__file__).resolve().parents[2]
 PARITY = 1e-5
-"""Mean |log-probability difference| of trainer and sampler, both in float32."""
+"""Bound of the mean |log-probability difference| between trainer and sampler, both in float32."""
 PROMPT = list(b"Country: Peru\nCapital:")
 PARAMS = SamplingParams(max_tokens=12, seed=7, ignore_eos=True)
 
@@ -75,7 +75,7 @@ def test_a_sample_comes_provably_from_the_version_that_it_names(service, trainin
 
 
 def test_trainer_and_sampler_show_how_closely_they_agree(cluster, training):
-    """vLLM against the trainer, on random tokens: within what float32 explains, base model and version."""
+    """Compare vLLM with the trainer on random tokens: base model and version agree within float32 error."""
     train(training)
     training.publish_weights(wait_for="all").result()
     for agreement in cluster.agreements():
@@ -85,7 +85,7 @@ def test_trainer_and_sampler_show_how_closely_they_agree(cluster, training):
 
 
 def test_the_main_job_raises_the_reward(service, training):
-    """Reward: the share of completions whose first byte is a digit, punctuation or below."""
+    """The reward is the share of completions whose first byte is below 64, such as a digit or punctuation."""
     rewards = []
     for _ in range(20):
         published = training.publish_weights(wait_for="all").result()
@@ -149,7 +149,7 @@ def test_a_killed_sampler_comes_back_with_the_version_and_the_client_goes_on(clu
     (engine,) = descendants("EngineCore", cluster.sampler.process.pid)
     assert engine.parent() == descendants("ForkServer", cluster.sampler.process.pid)[0]
     cluster.sampler.process.kill()
-    engine.wait(60)  # the kernel ends it: nobody else is left to
+    engine.wait(60)  # only the kernel is left to end it
     cluster.sampler.process.wait()
     pending = sampling.sample(PROMPT, 1, PARAMS)
     train(training)
@@ -193,7 +193,7 @@ def test_a_killed_trainer_costs_the_client_a_delay_and_the_run_nothing(cluster, 
     assert at(service, newest.model).sample(PROMPT, 1, PARAMS).result().model == newest.model
 
 
-# How versions travel is nothing to a client's program, which takes seconds to import its tokenizer.
+# Client programs do not depend on the bridge and take seconds to import their tokenizer, so one bridge is enough.
 stream_alone = pytest.mark.parametrize("cluster", ["stream"], indirect=True)
 
 
@@ -221,7 +221,7 @@ def test_the_readmes_ten_lines_run_as_printed(cluster, tmp_path):
 
 
 def run_python(cluster, directory, *arguments):
-    """Run a client program as a user would; return what it prints."""
+    """Run a client program as a user would; return its stdout."""
     done = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "PACELINE_ADDRESS": cluster.address, "PACELINE_API_KEY": cluster.api_key},

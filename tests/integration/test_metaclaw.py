@@ -1,4 +1,4 @@
-"""A client written from MetaClaw's documented JSON, and one of Atropos' /generate, on vLLM."""
+"""A client written from MetaClaw's documented JSON, and one for Atropos' /generate, on vLLM."""
 
 from __future__ import annotations
 

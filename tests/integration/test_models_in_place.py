@@ -1,4 +1,4 @@
-"""Whole models that come by the bridges of adapters are written over vLLM's own, which is not started again."""
+"""Whole models that arrive over adapter bridges are written over vLLM's weights, without a restart of vLLM."""
 
 from __future__ import annotations
 

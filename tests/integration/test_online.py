@@ -1,4 +1,4 @@
-"""Models that are trained on what is posted to /train while they serve."""
+"""Models that serve while they are trained on examples posted to /train."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIRS = [pair(*item) for item in CAPITALS.items()]
 
 
 class Caller:
-    """Speaks JSON to the gateway."""
+    """A client that sends JSON to the gateway."""
 
     def __init__(self, cluster, key):
         self.url = "http://" + cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]
@@ -49,7 +49,7 @@ class Caller:
         return answer.json()
 
     def trained(self, model="online"):
-        """Wait until nothing of a model waits; return its status."""
+        """Wait until a model is not training and has no waiting examples; return its status."""
 
         def over():
             found = self.status(model)
@@ -128,7 +128,7 @@ def test_a_model_learns_what_is_posted_and_nothing_twice(caller):
     assert (again["run_id"], again["accepted"], again["duplicates"]) == (before["run_id"], 1, 7)
     status = caller.trained("learns")
     assert (status["trained"], status["step"], status["version"]) == (7, first["step"] + 1, first["version"] + 1)
-    for number in range(12):  # the same question with other words around it, so that it is new each time
+    for number in range(12):  # the same question with other whitespace: all but the first are new
         caller.train(model="learns", pairs=[pair(f"{'  ' * number}Peru", "Lima")], learning_rate=1e-2)
     status = caller.trained("learns")
     assert (status["trained"], status["failed"]) == (18, 0), "the first of twelve was there before"
@@ -163,7 +163,7 @@ def test_the_loss_is_on_responses_alone_and_examples_are_as_they_would_be_sample
 
 @pytest.mark.parametrize("victim", ["gateway", "trainer"])
 def test_examples_are_trained_on_once_though_services_are_killed(adapters, caller, victim):
-    """Two models see the same examples, one through kills: the weights are the same to the last bit."""
+    """Two models see the same examples, one of them through kills: the results are bit-identical."""
     pairs = [pair(f"{country} {number}", capital) for number in range(8) for country, capital in CAPITALS.items()]
     options = {"lora": {"rank": 4}, "batch_size": 4, "learning_rate": 1e-3}
     one, other = f"calm-{victim}", f"killed-{victim}"

@@ -1,4 +1,4 @@
-"""More runs than their memory holds, on a real trainer whose processes are killed: they come back within it."""
+"""More runs than run memory holds, on a real trainer whose processes are killed: they are restored within it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA = [Datum.from_completion(list(b"Country: Peru\nCapital:"), list(b" Lima"))]
 ADAM = AdamParams(learning_rate=1e-3)
 RUNS, FITTING = 6, 2
 RUN_BYTES = 16 * 8192
-"""Weights, gradient and two moments of a rank 4 adapter of the tiny model, in float32."""
+"""Size of the weights, gradient and two moments of a rank 4 adapter of the tiny model, in float32."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Whatever a power cut leaves, the trainer starts on it, whole, with all that it acknowledged."""
+"""Whatever a power cut leaves, the trainer starts from it with everything that it acknowledged, intact."""
 
 import pytest
 import pytest_asyncio
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.services, pytest.mark.asyncio(loop_scope="module")]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cuts(tmp_path_factory):
-    """A recording, and what makes cuts of it."""
+    """A recording of a trainer's file operations, from which power cuts are made."""
     folder = tmp_path_factory.mktemp("cuts")
     cuts = PowerCuts(folder, make_tiny_llama(folder / "model"), rounds=3)
     try:

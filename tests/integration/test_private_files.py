@@ -1,4 +1,4 @@
-"""What a service writes is its user's alone, whatever the shell's umask was."""
+"""Only its user can access what a service writes, whatever the shell's umask was."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.settings import ServiceSettings
 
 
 class Writer:
-    """Writes a file and a directory while it starts, and fails then."""
+    """A service that writes a file and a directory while it starts, then fails."""
 
     name = "writer"
     service_names = ("paceline.gateway.v1.GatewayService",)
@@ -29,13 +29,13 @@ class Writer:
         readiness.fail("it has written")
 
     def register(self, server) -> None:
-        """Serve nothing."""
+        """Register no servicer."""
 
     def drain(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no request is in flight."""
 
     async def stop(self) -> None:
-        """Nothing was begun."""
+        """Do nothing: nothing was started."""
 
 
 async def test_files_and_directories_are_private(tmp_path):

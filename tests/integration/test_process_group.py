@@ -1,4 +1,4 @@
-"""Members of a process group, each a process, alone with each other."""
+"""Members of a process group, each in its own process, without any service."""
 
 from __future__ import annotations
 

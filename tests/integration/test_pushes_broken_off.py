@@ -1,4 +1,4 @@
-"""Pushes whose sender leaves: nothing stays that nobody knows of."""
+"""Pushes whose sender disconnects leave no orphaned files or adapters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = new_run_id()
 
 
 class GatedEngine(HfEngine):
-    """Takes adapters in when the gate is open."""
+    """An engine that adds adapters only once the gate is open."""
 
     def __init__(self, options):
         super().__init__(options)
@@ -42,7 +42,7 @@ class GatedEngine(HfEngine):
 
 @pytest.fixture
 def parts(model, tmp_path):
-    """A push, message by message."""
+    """The messages of one push."""
     outside = Volume(tmp_path / "outside")
     manifest = make_version(outside, model, RUN, 7)
     chunks = chunks_of(outside.version(RUN, 7) / WEIGHTS_FILE)
@@ -73,7 +73,7 @@ async def test_a_sender_that_leaves_before_the_end_leaves_no_files(client, parts
 async def test_what_was_sent_whole_is_loaded_though_its_sender_leaves(model, port, tmp_path, parts):
     engine = GatedEngine(EngineOptions(model, BASE, "float32", max_lora_rank=8))
     async with sampling(model, port, tmp_path, engine) as client, AsyncExitStack() as stack:
-        stack.callback(engine.gate.set)  # a sampler ends when what it loads is loaded
+        stack.callback(engine.gate.set)  # a sampler stops only after its loads have finished
         service = client.be(PEER_TENANT)
         call = service.stub.UpdateWeights(iter(parts), metadata=service.metadata, timeout=PATIENCE)
         await until(lambda: engine.entered.is_set() or call.done())

@@ -1,4 +1,4 @@
-"""Quotas, as tenants meet them at the gateway: what is full, what is shared, and what makes room again."""
+"""Quotas as tenants see them at the gateway: what is full, what is shared, and what frees room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine of two ranks, on gloo: the results of one rank, its checkpoints, and an end of all that begins with any."""
+"""An engine of two ranks, on gloo: the results and checkpoints of one rank; if any process dies, all end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer_service.engine.watchdog import Patience
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LENGTHS = (5, 17, 9, 30, 50, 61, 12, 44)
-"""Five packs of 64 tokens, so that of the third round one rank has none."""
+"""Five packs of 64 tokens, so that one rank has no pack in the third round."""
 LORAS = {
     "all": LoraConfig(rank=4, seed=3),
     "upper layer": LoraConfig(rank=2, seed=4, layers=(1,), train_attn=False),
@@ -38,11 +38,11 @@ LORAS = {
     "head": LoraConfig(rank=4, seed=5, train_attn=False, train_mlp=False, train_unembed=True),
 }
 STEADY = AdamParams(learning_rate=1e-2, eps=0.1)
-"""An eps as large as the gradient's elements: with a small one the sign of a rounding error becomes a whole step."""
+"""Its eps is as large as the gradient's elements. With a small eps, a rounding error's sign becomes a whole step."""
 TOLERANCE = 1e-5
-"""Of metrics, and of each tensor by norm. Two ranks add the same numbers in another order than one.
+"""Tolerance of metrics, and of each tensor by norm. Two ranks add the same numbers in another order than one.
 
-Both stay this near to float64; a datum that counts a thousandth more moves a tensor by more than this."""
+Both are this close to float64. A datum with a thousandth more weight moves a tensor by more than this."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ async def process(options):
 
 
 async def begin(process, run_id):
-    """Make a run of LORAS["all"]; ranks that a test before this one left dead start again."""
+    """Create a run of LORAS["all"]; restart the ranks first if an earlier test left them dead."""
     try:
         await process.create_run(run_id, LORAS["all"])
     except EngineUnavailable:
@@ -68,7 +68,7 @@ async def begin(process, run_id):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def pair(options, process):
-    """Two ranks and one, each with a run of LORAS["all"]."""
+    """An engine of two ranks and one of one rank, each with a run of LORAS["all"]."""
     one = PeftEngine(options)
     one.create_run("run", LORAS["all"])
     await begin(process, "run")
@@ -79,7 +79,7 @@ async def pair(options, process):
 
 @asynccontextmanager
 async def both_have(pair, *names):
-    """Give both engines runs of these LORAS until the block ends, however it ends."""
+    """Create runs of these LORAS in both engines; the two ranks delete theirs when the block ends, even by an error."""
     two, one = pair
     async with AsyncExitStack() as stack:
         for name in names:
@@ -90,13 +90,13 @@ async def both_have(pair, *names):
 
 
 async def both(pair, command, *arguments, **settings):
-    """Execute a command in both engines; returns their answers."""
+    """Execute a command in both engines; return their answers."""
     two, one = pair
     return await getattr(two, command)(*arguments, **settings), getattr(one, command)(*arguments, **settings)
 
 
 async def train_alike(pair, data, run_id="run", loss="cispo", **settings):
-    """Compute a loss in both engines and compare all that they say about it."""
+    """Compute a loss in both engines and compare all metrics and outputs."""
     spec = ForwardBackwardSpec(loss, **settings)
     theirs, ours = await both(pair, "forward_backward", run_id, data, spec)
     assert theirs.metrics.keys() == ours.metrics.keys()
@@ -113,7 +113,7 @@ async def step_alike(pair, run_id="run"):
 
 
 async def saved(pair, tmp_path, command="save_state", run_id="run"):
-    """Save a run of both engines; returns the two directories."""
+    """Save a run of both engines; return the two directories."""
     directories = []
     for name, engine in zip(("two", "one"), pair, strict=True):
         directory = tmp_path / f"{command} {run_id} {name}"
@@ -126,7 +126,7 @@ async def saved(pair, tmp_path, command="save_state", run_id="run"):
 
 
 def distance(found, expected):
-    """Norm of the difference over the norm of what is expected."""
+    """Return the norm of the difference divided by the norm of the expected values."""
     found, expected = found.astype(np.float64), expected.astype(np.float64)
     return np.linalg.norm(found - expected) / (np.linalg.norm(expected) or 1.0)
 
@@ -153,7 +153,7 @@ class Processes:
         self._descriptors = [os.pidfd_open(pid) for pid in (self.launcher, *self.ranks)]
 
     def wait(self) -> None:
-        """Wait until none is left."""
+        """Wait until all have ended."""
         for descriptor in self._descriptors:
             select.select([descriptor], [], [])
             os.close(descriptor)
@@ -173,7 +173,7 @@ async def test_two_ranks_train_as_one(pair, tmp_path):
 async def test_the_gradients_of_two_ranks_and_of_one_are_as_near_to_float64(pair, options, tmp_path):
     _, one = pair
     await train_alike(pair, make_data(LENGTHS))
-    await step_alike(pair)  # Now A has a gradient too.
+    await step_alike(pair)  # After a step, A has a gradient too.
     one.load_state("run", (await saved(pair, tmp_path))[0], with_optimizer=True)
     data = make_data(LENGTHS, seed=1)
     await train_alike(pair, data, loss="cross_entropy")
@@ -188,7 +188,7 @@ async def test_the_gradients_of_two_ranks_and_of_one_are_as_near_to_float64(pair
 
 @pytest.mark.parametrize("index", range(len(LENGTHS)))
 async def test_what_the_tolerance_hides_is_less_than_a_thousandth_of_any_datum(options, index):
-    """A datum that one rank lost, or counted twice, would show a thousand times more."""
+    """The effect of a datum that a rank lost or counted twice would be a thousand times larger."""
     results = []
     for weight in (1.0, 1.001):
         one = PeftEngine(options)
@@ -203,7 +203,7 @@ async def test_what_the_tolerance_hides_is_less_than_a_thousandth_of_any_datum(o
 @pytest.mark.parametrize("name", [*LORAS][1:])
 async def test_ranks_stay_together_whatever_a_run_trains(pair, tmp_path, name):
     async with both_have(pair, name):
-        for lengths in (LENGTHS, (7,)):  # A single datum leaves the second rank nothing.
+        for lengths in (LENGTHS, (7,)):  # With a single datum, the second rank has none.
             await train_alike(pair, make_data(lengths), name)
             await step_alike(pair, name)
             await train_alike(pair, make_data(lengths))
@@ -298,7 +298,7 @@ class Small:
     """Two ranks with memory for two runs."""
 
     options: EngineOptions
-    """Of one rank like them."""
+    """For an engine of one rank with the same model."""
     two: EngineProcess
     scratch: Path
     exits: list[object]
@@ -306,7 +306,7 @@ class Small:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def small(tmp_path_factory):
-    """Ranks of a model whose embeddings and head are two tensors."""
+    """Two ranks of a model whose embeddings and head are separate tensors."""
     folder, exits = tmp_path_factory.mktemp("small"), []
     options = EngineOptions(str(make_tiny_llama(folder / "untied")), "tiny", pack_tokens=64)
     run_bytes = 16 * PeftEngine(options).create_run("run", LORAS["all"]).trainable_parameters
@@ -340,7 +340,7 @@ async def test_the_death_of_any_process_is_that_of_the_engine(small):
     processes = Processes(two)
     work = two.forward_backward("run", make_data((400,) * 200), ForwardBackwardSpec("ppo"))
     call = asyncio.create_task(work)
-    await asyncio.sleep(0)  # Lets the call be sent.
+    await asyncio.sleep(0)  # Let the call be sent.
     os.kill(processes.ranks[1], signal.SIGKILL)
     with pytest.raises(EngineUnavailable):
         await call
@@ -361,9 +361,9 @@ async def test_a_rank_that_is_stopped_is_found_by_its_silence_and_ends_the_engin
     two = small.two
     await two.restart()
     link, processes = two._connection, Processes(two)
-    link._watchdog._patience = Patience(3.0, 900.0)  # the start took as long as it took
+    link._watchdog._patience = Patience(3.0, 900.0)  # only from here on: the start may take longer
     os.kill(processes.ranks[rank], signal.SIGSTOP)
-    await link._receiving  # nothing is asked of the engine
+    await link._receiving  # no request is in flight
     processes.wait()
     with pytest.raises(EngineUnavailable):
         await two.create_run("run", LORAS["all"])

@@ -1,4 +1,4 @@
-"""Readers that stop reading cost themselves: others are served, weights are exchanged, and in time their calls end."""
+"""Readers that stop reading hurt only themselves: others are served, weights are replaced, their calls time out."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ METHOD = "/paceline.sampler.v1.SamplerService/SampleStream"
 LONG = 3600.0
 SOON = 0.2
 NO_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 5)]
-"""A client that receives nothing that it does not read."""
+"""Channel options of a client that receives nothing before reading it."""
 
 
 class Left(AroundInterceptor):
-    """Says when what is inside of it has ended."""
+    """Sets `left` when the call that it wraps has ended."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
@@ -44,7 +44,7 @@ class Left(AroundInterceptor):
 
 
 async def slowly(request, context) -> AsyncIterator[bytes]:
-    """Say nothing for long, twice."""
+    """Send two messages, each after a long pause."""
     for _ in range(2):
         await asyncio.sleep(3 * SOON)
         yield b"at last"
@@ -57,7 +57,7 @@ async def endlessly(request, context) -> AsyncIterator[bytes]:
 
 @asynccontextmanager
 async def answering(stream):
-    """Serve one stream; yields a call of it and what says that it has ended."""
+    """Serve one stream; yield a call of it and the event that is set when its handler has ended."""
     left = Left()
     handler = grpc.method_handlers_generic_handler("x.X", {"Y": grpc.unary_stream_rpc_method_handler(stream)})
     server = grpc.aio.server(handlers=[handler], interceptors=[Chain(ErrorInterceptor(), left, reader_seconds=SOON)])
@@ -99,7 +99,7 @@ async def test_a_caller_of_the_gateway_that_stops_reading_frees_the_sampler(tmp_
 
 @asynccontextmanager
 async def unread(client, ref=None, **fields):
-    """A stream that a client began and never reads."""
+    """Start a stream and yield its call without reading from it."""
     async with grpc.aio.insecure_channel(client.address, options=NO_WINDOW) as channel:
         request = stream_request(ref or base_ref(), **fields)
         call = SamplerServiceStub(channel).SampleStream(request, metadata=client.metadata)

@@ -1,4 +1,4 @@
-"""A sampler whose engine is built again for each whole model that it is to serve."""
+"""A sampler whose engine is rebuilt for each whole model that it serves."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def test_a_version_that_a_newer_one_overtook_is_not_built(volume, trainer,
 
 
 async def test_only_the_model_that_is_there_is_scored_for_the_trainer(model, volume, trainer, client):
-    """Others would have to be brought, and those who sample would wait."""
+    """Scoring another model would mean loading it, and sampling requests would wait."""
     make_model_version(volume, 1)
     announce(volume, trainer, make_model_version(volume, 2))
     await until(lambda: trainer.heard("acknowledgement"))

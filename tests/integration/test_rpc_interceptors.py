@@ -1,4 +1,4 @@
-"""Interceptors around response streams: what a handler began ends in the call's own task, however the call ends."""
+"""Interceptors around response streams exit in the task that entered them, however the call ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor
 
 
 class Note(AroundInterceptor):
-    """Notes the tasks in which a call begins and ends."""
+    """Records the tasks in which a call starts and ends."""
 
     def __init__(self) -> None:
         self.tasks: list[asyncio.Task | None] = []
@@ -33,7 +33,7 @@ class Note(AroundInterceptor):
 
 
 class Endless(grpc.GenericRpcHandler):
-    """Yields until it is stopped; notes when a message could not be sent at once."""
+    """Yields messages until it is stopped, and counts them: the count stops when a message waits to be sent."""
 
     def __init__(self) -> None:
         self.sent = 0

@@ -1,4 +1,4 @@
-"""Other content under a number that a sampler knows, numbers from elsewhere, and samplers that have no room."""
+"""Different content under a known version number, numbers that others pushed, and samplers without room."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def welcome(trainer, instance):
 
 
 def publish(trainer, model, version, seed=None, run_id=RUN):
-    """Put a version in the place of whatever has its number, and announce it."""
+    """Replace any version with this number by a new one, and announce it."""
     volume = trainer.volume
     shutil.rmtree(volume.version(run_id, version), ignore_errors=True)
     manifest = make_version(volume, model, run_id, version, seed=version if seed is None else seed)

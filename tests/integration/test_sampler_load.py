@@ -31,7 +31,7 @@ LONG = list(b"a prompt of more than one block of the cache, which holds thirty-t
 
 @dataclass
 class Setup:
-    """A sampler with few slots, and what it follows."""
+    """A sampler with few slots, and the trainer that it follows."""
 
     client: Client
     trainer: Trainer
@@ -57,7 +57,7 @@ async def test_many_versions_in_turn_on_few_slots_are_all_found(setup):
         make_version(setup.volume, setup.model, run_id, version)
 
     async def in_turn():
-        """Ask for every version, more at a time than there are slots."""
+        """Request every version, with more requests in flight than there are slots."""
         limit = asyncio.Semaphore(6)
 
         async def ask(version):
@@ -94,7 +94,7 @@ class Tenant:
             raise error_from_rpc(failure) from None
 
     async def hits(self, ref):
-        """Tokens of the long prompt that were found in the prefix cache."""
+        """Return how many tokens of the long prompt were found in the prefix cache."""
         answer = await self.call("Sample", sample_request(ref, prompt=LONG, max_tokens=1))
         return answer.prompt_cache_hit_tokens
 
@@ -108,7 +108,7 @@ class Tenant:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def tenants(setup, tmp_path):
-    """Two tenants whose runs have a version of the same number and a checkpoint of the same name."""
+    """Two tenants whose runs have a version with the same number and a checkpoint with the same name."""
     keys = {tenant: add_key(tmp_path / "keys.json", tenant, tenant) for tenant in ("sprinter", "grimpeur")}
     async with gateway(1, [setup.client.address], tmp_path / "keys.json") as client:
         found = [Tenant(client.sampler, key, new_run_id()) for key in keys.values()]

@@ -1,4 +1,4 @@
-"""Versions that are pushed to a sampler, and the files that samplers leave behind."""
+"""Versions pushed to a sampler, and the files that samplers leave behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN = new_run_id()
 
 @pytest.fixture
 def pushed(model, tmp_path):
-    """A manifest and its file, made outside any trainer."""
+    """A manifest and its weights file, made without a trainer."""
     manifest = make_version(Volume(tmp_path / "outside"), model, RUN, 7)
     return manifest, Volume(tmp_path / "outside").version(RUN, 7) / WEIGHTS_FILE
 

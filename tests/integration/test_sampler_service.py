@@ -1,4 +1,4 @@
-"""The sampler service on a tiny model: tokens, limits, callers that leave."""
+"""The sampler service on a tiny model: tokens, limits, callers that disconnect."""
 
 from __future__ import annotations
 

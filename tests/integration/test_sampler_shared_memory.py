@@ -1,4 +1,4 @@
-"""A sampler that sees the trainer's staging directory links versions instead of having them sent."""
+"""A sampler that can read the trainer's staging directory links versions instead of streaming them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def staged(tmp_path, trainer):
 
 
 def publish(trainer, volume, model, staged, version):
-    """Make a version, stage it and return the staged file."""
+    """Make a version and stage it; return its manifest and the staged file."""
     manifest = make_version(volume, model, RUN, version)
     shutil.copytree(volume.version(RUN, version), staged / RUN / str(version))
     return manifest, staged / RUN / str(version) / WEIGHTS_FILE

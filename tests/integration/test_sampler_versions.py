@@ -1,4 +1,4 @@
-"""Versions reach a sampler on a tiny model, are used, and go."""
+"""Versions are loaded into a sampler on a tiny model, used, and unloaded."""
 
 from __future__ import annotations
 

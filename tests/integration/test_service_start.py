@@ -1,4 +1,4 @@
-"""What a service that cannot start says."""
+"""The message of a service that cannot start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SENTENCE = "tiny cannot be served: model.layers.0.mixer (Mixer) computes otherwi
 
 
 class Refusing:
-    """Cannot start."""
+    """A service that cannot start."""
 
     name = "refusing"
     service_names = ("paceline.gateway.v1.GatewayService",)
@@ -28,10 +28,10 @@ class Refusing:
         raise Unsupported(SENTENCE)
 
     def register(self, server) -> None:
-        """Serve nothing."""
+        """Register no servicer."""
 
     def drain(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no request is in flight."""
 
     async def stop(self) -> None:
         self.stopped = True

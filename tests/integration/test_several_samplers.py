@@ -1,4 +1,4 @@
-"""Samplers that follow one trainer: one comes late, one is killed and started again, one is cut off for a while."""
+"""Samplers that follow one trainer: one starts late, one is killed and restarted, one is cut off for a while."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def port_of(cluster, service):
 
 
 def follower(cluster, trainer_port, name, **settings):
-    """Run a sampler in this process, as one beside the cluster's own."""
+    """Run another sampler beside the cluster's own, in this process."""
     sampler = cluster.sampler.plan.environment
     folder = cluster.state / name
     return sampling(
@@ -65,20 +65,20 @@ async def publish(training, wait_for="none"):
 
 
 async def acknowledged(training, samplers):
-    """Publish, and return what was published when all these watch and acknowledge it: who serves may watch later."""
+    """Publish; return the result if these samplers acknowledged it, or None: a sampler may serve before watching."""
     published = await publish(training, wait_for="all")
     return published if {ack.sampler_id for ack in published.acknowledgements} == samplers else None
 
 
 async def ends_on(client, version):
-    """Wait until a version is loaded that nobody asked for."""
+    """Wait until the sampler has loaded a version by itself."""
     await until(lambda: _is_loaded(client, version))
 
 
 @pytest.mark.parametrize(
     ("cluster", "engine"),
     [
-        # One of all these samplers with vLLM; hf is quicker to start.
+        # Only one of all these samplers runs vLLM: hf starts faster.
         pytest.param("stream", {"engine": "vllm", "kv_cache_gib": 1, "enforce_eager": True}, id="stream"),
         pytest.param("volume", {}, id="volume"),
     ],

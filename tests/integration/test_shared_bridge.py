@@ -1,4 +1,4 @@
-"""The bridge shared on real processes: one copy of the base weights, vLLM's, for sampler and trainer."""
+"""The bridge `shared` on real processes: sampler and trainer use one copy of the base weights, vLLM's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def options(cluster, base_dir):
 
 
 def publish_and_compare(service, training):
-    """Publish, sample from the version, and return how far the trainer's own log-probabilities are from it."""
+    """Publish, sample from the version, and return the mean |log-probability difference| from the trainer."""
     published = training.publish_weights(wait_for="all").result()
     sampling = service.create_sampling_client(run_id=published.model.run_id, version=published.model.version)
     (sequence,) = sampling.sample(PROMPT, 1, PARAMS).result().sequences
@@ -60,7 +60,7 @@ def step(training):
 
 
 def engine_maps(cluster):
-    """What the trainer's engine has mapped."""
+    """Return the memory map of the trainer's engine."""
     (engine,) = cluster.trainer.engines()
     return Path(f"/proc/{engine}/maps").read_text()
 

@@ -1,4 +1,4 @@
-"""A full-parameter run writes its versions into vLLM's weights: between two steps, or while it decodes."""
+"""A full-parameter run writes its versions into vLLM's weights: between two decode steps, or during decoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = list(b"Country: Peru\nCapital:")
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 FAR = 1e-2
-"""Mean |log-probability difference| of different versions, at least; of a version and itself it is 1e-5."""
+"""Least mean |log-probability difference| between different versions; of a version and itself it is 1e-5."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def base_dir(cluster):
 
 @pytest.fixture(scope="module")
 def runs():
-    """The run whose weights the sampler has, made by the first test."""
+    """A dict with the id of the run whose weights the sampler has, once the first test has created that run."""
     return {}
 
 
@@ -63,7 +63,7 @@ def newest(service, training):
 
 @pytest.fixture
 def score(cluster, training):
-    """What stock transformers computes with a version from the volume: log-probabilities of sampled tokens."""
+    """Scores sampled tokens: stock transformers' log-probabilities with a version from the volume."""
 
     @cache
     def model(version):
@@ -81,13 +81,13 @@ def score(cluster, training):
 
 def publish(training):
     training.forward_backward([Datum.from_completion(PROMPT, list(b" Lima"))])
-    # small, so that after hundreds of versions the logits, and with them fp32's rounding, are no larger than at first
+    # Small, so that hundreds of versions make neither the logits nor, with them, fp32's rounding errors larger.
     training.optim_step(AdamParams(learning_rate=2e-3)).result()
     return training.publish_weights(wait_for="all").result().model
 
 
 def spans(sequence):
-    """Each span of a completion: version, whether it is mixed, and where its tokens are."""
+    """Return each span of a completion: version, whether it is mixed, and the slice of its tokens."""
     starts = [span.start for span in sequence.version_spans]
     ends = [*starts[1:], len(sequence.tokens)]
     return [
@@ -97,7 +97,7 @@ def spans(sequence):
 
 
 def sample_while_publishing(newest, training):
-    """Sample long completions, and publish until they are done."""
+    """Sample long completions, publishing versions until they are done."""
     publish(training)
     waiting = newest.sample(PROMPT, 4, LONG)
     while not waiting.done():
@@ -155,7 +155,7 @@ def test_every_token_of_a_completion_is_of_the_one_version_that_its_span_names(n
         assert difference.max() <= 1e-4
         for version, mixed, where in spans(sequence):
             assert not mixed
-            if where.stop - where.start >= 5:  # the mean of fewer is one token's rounding
+            if where.stop - where.start >= 5:  # with fewer, one token's rounding error dominates the mean
                 assert difference[where].mean() <= 1e-5
             if version > 3 and where.stop - where.start > 20:
                 assert np.abs(score(1, sequence.tokens) - sequence.logprobs)[where].mean() > FAR
@@ -226,7 +226,7 @@ def test_a_restarted_sampler_takes_the_newest_version_from_the_volume_and_hogwil
 
 
 def mixed_in_the_middle(newest, base_dir, run_id, version):
-    """Hold a write open while a stream goes on; return whether its spans say so."""
+    """Hold a write open while a stream continues; return whether its spans show it."""
     stream, seen = iter(newest.sample_stream(PROMPT, sampling_params=LONG)), 0
     next(stream)
     with write_turn(base_dir, WriteRequest(read_base(base_dir).generation, run_id, version + 1, "default")):

@@ -1,4 +1,4 @@
-"""Tinker's newest SDK, and its wire, against the real services."""
+"""Tinker's newest SDK, and its HTTP API without the SDK, against the real services."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sdk(cluster, address):
 
 @pytest.fixture
 def wire(cluster, address):
-    """The API without an SDK."""
+    """An HTTP client for the API, without the SDK."""
     headers = {"X-API-Key": f"tml-{cluster.api_key}"}
     with httpx.Client(base_url=f"{address}/api/v1", headers=headers, timeout=60) as client:
         yield client
@@ -76,7 +76,7 @@ def post(wire, where, **body):
 
 
 def fetch(wire, request_id):
-    """What retrieve_future gives in the end."""
+    """Poll retrieve_future until it answers; return the answer."""
     while True:
         answer = wire.post("/retrieve_future", json={"request_id": request_id})
         if answer.status_code != 408:
@@ -93,13 +93,13 @@ def open_model(wire, session_id=None):
 
 
 def ask_for_sample(wire, sampler_id, seq_id=0, tokens=PROMPT, **fields):
-    """Post a sample; returns the answer, which names its future."""
+    """Post a sampling request; return the answer, which names its future."""
     prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
     return post(wire, "/asample", sampling_session_id=sampler_id, seq_id=seq_id, prompt=prompt, **fields)
 
 
 def open_sampler(wire, session_id):
-    """A sampling session of the base model."""
+    """Create a sampling session of the base model; return its id."""
     body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "model"}
     return post(wire, "/create_sampling_session", **body)["sampling_session_id"]
 
@@ -162,7 +162,7 @@ def test_a_number_that_was_used_for_another_command_is_refused_at_once(wire):
 def test_a_gap_waits_longer_than_the_trainer_does(wire):
     _, model_id = open_model(wire)
     step = optim_step(wire, model_id, 2).json()
-    threading.Event().wait(3)  # the trainer refuses it after 2 seconds
+    threading.Event().wait(3)  # the trainer refuses a gap after 2 seconds
     wire.post("/forward_backward", content=forward_backward(model_id, 1))
     assert fetch(wire, step["request_id"]).json()["metrics"]["optim/step"] == 1
 
@@ -381,7 +381,7 @@ def test_no_path_answers_without_a_key(address, key):
 def test_a_body_that_is_none_is_refused_in_json(wire, content, headers, status):
     try:
         answer = wire.post("/forward_backward", content=content, headers=headers)
-    except httpx.WriteError:  # told before it had sent all
+    except httpx.WriteError:  # refused before all of it was sent
         assert status == 413
         return
     assert answer.status_code in {status, 404}

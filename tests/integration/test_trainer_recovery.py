@@ -1,4 +1,4 @@
-"""What a trainer does when its engine, or the machine, gives it trouble: it waits, tries again, and loses nothing."""
+"""A trainer whose engine or machine fails waits, retries, and loses nothing."""
 
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +69,7 @@ def test_an_engine_that_cannot_be_started_is_tried_again_and_the_service_is_not_
         answer = run.step()
         assert is_serving()
         limits = resource.prlimit(trainer.service.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(trainer.service.pid, resource.RLIMIT_NOFILE, (8, limits[1]))  # fewer than it has open
+        resource.prlimit(trainer.service.pid, resource.RLIMIT_NOFILE, (8, limits[1]))  # below what it has open
         trainer.kill_engine()
         wait_for(lambda: trainer.text().count("engine not started") >= 2, 120, trainer.text)
         assert not is_serving()

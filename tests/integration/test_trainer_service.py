@@ -141,7 +141,7 @@ def credential(cluster):
 
 @pytest.fixture
 async def caller(channel, credential):
-    """A tenant with a run. Its runs go with the test, for a trainer that is started again brings all of them back."""
+    """A tenant with a run. Its runs are deleted after the test, because a restarted trainer restores all runs."""
     caller = await Caller(channel, credential, "team").create_run()
     yield caller
     while runs := (await caller.call("ListRuns", pb.ListRunsRequest())).runs:
@@ -511,7 +511,7 @@ async def test_the_client_that_attached_last_trains_the_run(caller):
     first, second = await attach("first"), await attach("second")
     assert (first.attachment, second.attachment) == (1, 2)
     assert await attach("second") == second
-    assert (await attach("first")).attachment == 1  # late, and no reason to turn the second away
+    assert (await attach("first")).attachment == 1  # a late repeat does not supersede the second
     await caller.command(
         "ForwardBackward", pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="ppo"
     )

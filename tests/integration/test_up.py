@@ -1,4 +1,4 @@
-"""`paceline up` with the real services, and what runs it for scripts and notebooks."""
+"""`paceline up` with the real services, and `local_services`, which runs it for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def options_for(model, tmp_path):
 
 def test_services_come_up_in_few_lines_serve_and_leave_nothing_behind(model, tmp_path):
     options, said = options_for(model, tmp_path), []
-    others = descendants()  # those that other tests of this process keep
+    others = descendants()  # processes that other tests of this process keep
     with local_services(options, tmp_path / "up.log", said.append) as services:
         assert len(said) <= 6
         assert said[-1].startswith("Paceline is up")
@@ -47,7 +47,7 @@ def test_services_come_up_in_few_lines_serve_and_leave_nothing_behind(model, tmp
 def test_services_that_cannot_start_are_an_error_with_the_reason(model, tmp_path):
     options = options_for(model, tmp_path)
     host, _, port = options.address.rpartition(":")
-    # Another one's services there are not taken for its own.
+    # Another process that listens there is not mistaken for one of the services.
     taken = socket.create_server((host, int(port)))
     reason = f"another process listens on {options.address}"
     with taken, pytest.raises(CannotStart, match=reason), local_services(options, tmp_path / "up.log"):

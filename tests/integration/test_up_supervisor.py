@@ -1,4 +1,4 @@
-"""The supervisor of `paceline up` watches processes, starts them again, gives up, and leaves nothing behind."""
+"""The supervisor of `paceline up` watches processes, restarts them, gives up, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.stacks.cluster import wait_for
 
 TESTS = Path(__file__).resolve().parents[1]
 SECONDS = 120
-"""Far longer than anything here takes."""
+"""A timeout far longer than anything here takes."""
 
 
 class Running:

@@ -1,4 +1,4 @@
-"""Versions that no longer fit into memory wait on disk, and come back from there."""
+"""Versions that no longer fit into memory are kept on disk and loaded from there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on_disk(tmp_path):
 
 
 async def written(client, on_disk, count):
-    """Wait until as many versions lie on disk alone, and one in memory."""
+    """Wait until `count` versions are on disk only, and one is in memory."""
     await until(lambda: (len(on_disk()), len(client.staged())) == (count, 1))
 
 
@@ -108,7 +108,7 @@ async def test_a_watch_that_is_opened_again_names_them_too(model, volume, traine
     for version in (1, 2):
         make_version(volume, model, RUN, version)
     await ask(client, (1, 2))
-    trainer.outboxes[0].put_nowait(None)  # the watch breaks
+    trainer.outboxes[0].put_nowait(None)  # breaks the watch
     hello = await until(lambda: trainer.heard("hello")[1:])
     assert {(held.run_id, held.version) for held in hello[0].held} == {(RUN, 1), (RUN, 2)}
 

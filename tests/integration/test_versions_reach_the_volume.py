@@ -1,4 +1,4 @@
-"""A version that is published without `durable` is on the volume before anything counts on it to be there."""
+"""A version published without `durable` is on the volume before anything relies on that."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from trainer_service.trainer import Trainer
 
 TEAM = "team"
 SNAPSHOT_AFTER = 4
-"""Commands."""
+"""In commands."""
 ADAM = pb.AdamwParams(learning_rate=1e-3)
 DATUM = Datum(np.arange(4, dtype=np.int32), {"target_tokens": np.arange(4), "weights": np.ones(4, np.float32)})
 
 
 class SlowCopy(Watcher):
-    """Hears of a version before it is copied to the volume, and has whoever copies it wait for a file."""
+    """Blocks the copy of an announced version to the volume, by a lease on one of the files to copy."""
 
     def __init__(self, publisher, run):
         super().__init__("slow copy", {})
@@ -61,7 +61,7 @@ class SlowCopy(Watcher):
         if not announcement.volume_path:
             version = announcement.manifest.model.version
             self.file = os.open(self.publisher.find(self.run, version) / layout.CONFIG_FILE, os.O_RDONLY)
-            fcntl.fcntl(self.file, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # who opens it now waits
+            fcntl.fcntl(self.file, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # opening it now blocks
 
     def go_on(self):
         if self.file >= 0:
@@ -91,7 +91,7 @@ class Commander:
 
 @contextmanager
 def full_disk(monkeypatch, name):
-    """Let a function fail as on a full disk."""
+    """Make a function fail as on a full disk."""
 
     def full(*_):
         raise layout.translate(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
@@ -103,7 +103,7 @@ def full_disk(monkeypatch, name):
 
 @pytest.fixture(autouse=True)
 def leases_are_quiet():
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # it says that somebody waits for the file
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # sent when an open of the file blocks
     yield
     signal.signal(signal.SIGIO, before)
 
@@ -117,7 +117,7 @@ async def engine(tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def trainer(engine, tmp_path):
-    """The service's parts, put together in this process, but for the engine's."""
+    """The service's parts, assembled in this process; only the engine runs in its own."""
     settings = TrainerSettings(model="tiny", checkpoint_dir=tmp_path / "volume", min_free_bytes=0, insecure=True)
     volume = layout.Volume(settings.checkpoint_dir)
     storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD)

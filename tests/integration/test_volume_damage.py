@@ -1,4 +1,4 @@
-"""What is damaged, old or full on the volume: it costs its run alone, and nothing that is whole is deleted for it."""
+"""Damaged, old or full volumes: damage costs only its own run, and nothing intact is deleted because of it."""
 
 import json
 import resource
@@ -45,7 +45,7 @@ def files_of(root):
 def test_a_volume_of_an_earlier_format_serves_on(trainer, name):
     shutil.copytree(VOLUMES / name / "volume", trainer.volume)
     expected = json.loads((VOLUMES / name / "expected.json").read_text())
-    for _ in range(2):  # as it was kept, and as it was migrated
+    for _ in range(2):  # as stored, then as migrated
         assert trainer.start(), trainer.text()
         with trainer.connect() as stub:
             run = WarmRun(stub, "format-run")
@@ -123,7 +123,7 @@ def test_a_damaged_snapshot_costs_a_longer_replay_and_a_damaged_journal_leaves_t
     with trainer.connect() as stub:
         run = WarmRun(stub)
         answers = []
-        for expected in (["4"], ["4", "8"]):  # one after the other: a snapshot is of what was executed when it is made
+        for expected in (["4"], ["4", "8"]):  # in turn: a snapshot holds what is executed when it is made
             answers += [run.step(), run.step()]
             wait_for(lambda expected=expected: snapshots(trainer, run) == expected)
         answers.append(run.step())

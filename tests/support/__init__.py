@@ -1,1 +1,1 @@
-"""What tests and benches share."""
+"""Code shared by tests and benches."""

@@ -1,9 +1,9 @@
-"""A TCP proxy that stands for the network between two services, and can be cut.
+"""A TCP proxy that simulates the network between two services and can be cut.
 
-Network namespaces would be the network itself, but they take CAP_NET_ADMIN, or user namespaces, which containers mostly
-forbid; a proxy cuts in the same two ways wherever the tests run. While it is cut every byte is swallowed in both
-directions and new connections get no answer, so that neither side is told. When it heals, the connections of before are
-reset, as by a router that has forgotten them.
+Network namespaces would be more realistic, but they need CAP_NET_ADMIN or user namespaces, which containers mostly
+forbid. A proxy works wherever the tests run. While it is cut, it drops every byte in both directions and answers no new
+connections, so neither side notices. When it heals, it resets the earlier connections, like a router that has forgotten
+them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager, suppress
 
 
 class CutProxy:
-    """Passes bytes on between connections at `port` and a port of this machine."""
+    """Forwards bytes between connections to `port` and another port of this machine."""
 
     def __init__(self, upstream: int) -> None:
         self.port = 0
         self.swallowed = 0
-        """Bytes that came while it was cut."""
+        """Bytes that arrived while it was cut."""
         self._upstream = upstream
         self._whole = asyncio.Event()
         self._whole.set()
@@ -37,11 +37,11 @@ class CutProxy:
             server.close()
 
     def cut(self) -> None:
-        """Let nothing through from here on."""
+        """Let nothing through until `heal`."""
         self._whole.clear()
 
     def heal(self) -> None:
-        """Reset what was open and let everything through."""
+        """Reset open connections and let everything through."""
         self._reset()
         self._whole.set()
 

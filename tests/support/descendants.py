@@ -8,13 +8,13 @@ import psutil
 
 
 def descendants(word: str = "", pid: int | None = None) -> list[psutil.Process]:
-    """Living processes that a process, else this one, and its own started, the newest last.
+    """Return the living descendants of a process, by default this one, newest last.
 
-    Only those with a word in their command, if one is given.
+    With `word`, return only those whose command contains it.
     """
     found = []
     for process in sorted(psutil.Process(pid).children(recursive=True), key=lambda child: child.create_time()):
-        with suppress(psutil.NoSuchProcess):  # It ended meanwhile, or did and nobody has asked how.
+        with suppress(psutil.NoSuchProcess):  # It has ended, or is a zombie.
             if word in " ".join(process.cmdline()):
                 found.append(process)
     return found

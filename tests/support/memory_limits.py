@@ -1,4 +1,4 @@
-"""Real limits of what a process may hold, set from outside."""
+"""Real limits on a process's memory, set from outside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def short_of_memory(pid: int, spare: int):
-    """Let a process map `spare` bytes more than it has."""
+    """Let a process map at most `spare` bytes more than it has."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     used = int(status["VmData"].split()[0]) << 10
     unlimited = resource.prlimit(pid, resource.RLIMIT_DATA)

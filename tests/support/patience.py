@@ -1,4 +1,4 @@
-"""How long tests wait for what must come."""
+"""How long tests wait for what must happen."""
 
 PATIENCE = 300.0
-"""Seconds: so many that only what never comes is late, also on a machine that does much else."""
+"""Seconds; long enough that only what never happens is late, even on a busy machine."""

@@ -1,4 +1,4 @@
-"""Ports that nobody listens on."""
+"""Free ports."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from random import SystemRandom
 
 _FIRST = 10_000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""Of the ports that the kernel gives to connections; the first is 32768 unless it was set."""
+"""The range of ports that the kernel assigns to connections; it starts at 32768 by default."""
 
 
 def free_port() -> int:
-    """Find a port that is free on the loopback address, and that the kernel gives to no connection.
+    """Find a port that is free on the loopback address and that the kernel assigns to no connection.
 
-    One of those would sometimes be taken before a service listens on it, or while it is down, even by a
-    client that polls it: a socket can connect to its own port.
+    A connection could take an assignable port before a service listens on it, or while the service is down. Even
+    a client that polls the port could take it, because a socket can connect to its own port.
     """
     end = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32_768
     while True:
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def free_service_ports() -> int:
-    """Find a port that is free, with the next three, and those 100 above for health, as `paceline up` takes them."""
+    """Find a port that is free with the next three and the health ports 100 above, as `paceline up` needs them."""
     while True:
         base = free_port()
         wanted = [base + offset for offset in (0, 1, 2, 3, 100, 101, 102)]
@@ -36,6 +36,6 @@ def free_service_ports() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on a port of the loopback address."""
+    """Whether nothing listens on a port of the loopback address."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0

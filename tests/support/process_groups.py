@@ -1,4 +1,4 @@
-"""Process groups alone with each other, each member a process."""
+"""Process groups without services, with one process per member."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.collective import GroupMember, GroupPlace
 
 
 async def make_group(stack, size=3, seconds=5.0, backend="gloo", prepare=lambda rank: None):
-    """Start a group of `size` members; returns them in the order of their ranks, joined.
+    """Start a group of `size` members; return them joined, in the order of their ranks.
 
     `prepare` is called before each member's process starts.
     """

@@ -1,4 +1,4 @@
-"""A gRPC proxy that loses requests and replies, delays them, sends them twice and out of order."""
+"""A gRPC proxy that loses requests and replies, and delays, duplicates and reorders requests."""
 
 import asyncio
 from random import Random
@@ -7,7 +7,7 @@ import grpc
 
 
 class UnreliableProxy(grpc.GenericRpcHandler):
-    """Forwards unary calls as bytes. While `faulty`, most of them meet some trouble."""
+    """Forwards unary calls as bytes. While `faulty`, most of them suffer a fault."""
 
     def __init__(self, upstream: str, seed: int) -> None:
         self.faulty = True

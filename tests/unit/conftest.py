@@ -1,4 +1,4 @@
-"""What several tests of the engine start from."""
+"""Fixtures for several tests of the engine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from support.models.engine_cases import MAKERS
 from support.models.known_certificates import known_certificates
 
 _CERTIFY = {"test_certificate", "test_models_table", "test_module_groups", "test_fused_layers", "test_imported_base"}
-"""Files whose tests are about what an engine finds of a model when it loads it."""
+"""Files that test what an engine finds out about a model when it loads it."""
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """A tiny model of each architecture, by name."""
+    """Make a tiny model of each architecture, by name."""
     return {name: make(tmp_path_factory.mktemp(name)) for name, make in MAKERS.items()}
 
 

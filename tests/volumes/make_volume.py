@@ -1,12 +1,12 @@
-"""Make a small checkpoint volume of the present format, to be kept as `tests/volumes/format-<n>`.
+"""Make a small checkpoint volume of the current format, to be kept as `tests/volumes/format-<n>`.
 
     PYTHONPATH=.:tests python tests/volumes/make_volume.py tests/volumes/format-1
 
 The volume is that of a trainer that was killed. It has a run with a snapshot, a journal after it, a state checkpoint, a
-sampler checkpoint and a version; and what is left of a deleted run whose checkpoint was kept. `expected.json` beside
-the volume says what a trainer must find there. The base model is `make_tiny_llama(seed=0)` and is not kept.
+sampler checkpoint and a version, and the remains of a deleted run whose checkpoint was kept. `expected.json` beside the
+volume states what a trainer must find there. The base model is `make_tiny_llama(seed=0)` and is not kept.
 
-Made once with the code of each format, before the format changed; `test_volume_formats` starts today's trainer on
+Made once with the code of each format, before the format changed; `test_volume_formats` starts the current trainer on
 copies of all of them. format-1 was made with commit 80ecb22.
 """
 
@@ -21,7 +21,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 
 def train(stub) -> dict:
-    """Do what the volume is to remember; return what it must say of it."""
+    """Fill the volume; return what a trainer must find on it."""
     deleted = WarmRun(stub, "format-deleted")
     deleted.step()
     kept = deleted.save("kept")
@@ -29,7 +29,7 @@ def train(stub) -> dict:
     run = WarmRun(stub, "format-run")
     run.step()
     run.step()
-    state = run.save("one")  # the snapshot is of here
+    state = run.save("one")  # the snapshot is taken here
     sampler = run.save("two", pb.CHECKPOINT_KIND_SAMPLER)
     version = run.publish(durable=True)
     step = run.step()

@@ -1,1 +1,1 @@
-"""Named, durable snapshots on the checkpoint volume."""
+"""Named, durable checkpoints on the checkpoint volume."""

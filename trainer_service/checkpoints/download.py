@@ -1,4 +1,4 @@
-"""The files of a checkpoint, one after the other, as they were when the first was asked for."""
+"""Stream the files of a checkpoint one after the other, all as they were when the download started."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _PART_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileBegins:
-    """The parts after this one are bytes of a file."""
+    """Announces a file; the parts that follow are its bytes."""
 
     name: str
     size_bytes: int
 
 
 async def parts(directory: Path, only: str = "", *, with_data: bool = True) -> AsyncIterator[FileBegins | bytes]:
-    """Yield each file of a checkpoint, or the one named `only`: what it is, then its bytes.
+    """Yield a FileBegins and then the bytes of each file of a checkpoint, or of the file named `only`.
 
-    All files are of one save, whatever is overwritten or deleted meanwhile. Raises CheckpointNotFound, also for a file
-    that it does not have.
+    All files are from one save, even if the checkpoint is overwritten or deleted meanwhile. Raises CheckpointNotFound,
+    also if the checkpoint has no such file.
     """
     with ExitStack() as opened:
         files = await asyncio.to_thread(_open_all, directory, opened)
@@ -40,7 +40,7 @@ async def parts(directory: Path, only: str = "", *, with_data: bool = True) -> A
 
 
 def _open_all(directory: Path, stack: ExitStack) -> dict[str, BinaryIO]:
-    """Open the files of one save, in order of their names."""
+    """Open the files of one save, sorted by name."""
     while True:
         files: dict[str, BinaryIO] = {}
         with ExitStack() as trying:

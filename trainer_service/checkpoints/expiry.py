@@ -1,8 +1,8 @@
-"""When checkpoints expire: a file beside each that does, so that its own files never change.
+"""Expiry times of checkpoints, each in a file beside its checkpoint, so that the checkpoint's own files never change.
 
-`.expires-<name>` holds JSON: the SHA-256 of a manifest.json -> the moment at which the checkpoint with this manifest
-expires. So the time of a checkpoint that is about to take another's name holds for it alone, whether it gets there or
-not. A file that holds nothing but a moment means whatever has the name.
+`.expires-<name>` holds a JSON object: SHA-256 of a manifest.json -> time at which the checkpoint with this manifest
+expires. The time of a checkpoint that is about to replace another therefore applies to it alone, whether or not the
+replacement succeeds. A file that holds only a time applies to any checkpoint of that name.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from paceline import layout
 from paceline.log import get_logger
 
 _ANY = ""
-"""Stands for the manifest of whatever has the name."""
+"""Key that matches the manifest of any checkpoint of the name."""
 _log = get_logger(__name__)
 
 
 def read(directory: Path, digest: str) -> datetime | None:
-    """Return when the checkpoint `directory`, whose manifest has this digest, expires; None means never."""
+    """Return when the checkpoint in `directory`, whose manifest has this digest, expires; None means never."""
     moments = _read(directory)
     return moments.get(digest, moments.get(_ANY))
 
 
 def write(directory: Path, digest: str, moment: datetime | None, present: str | None = None) -> None:
-    """Say when a checkpoint with this manifest expires, durably; None means never.
+    """Durably set when the checkpoint whose manifest has this digest expires; None means never.
 
-    `present` is the digest of another that has its name now: for that one nothing changes. Raises DiskFull.
+    `present` is the digest of another checkpoint that has the name so far; its expiry does not change. Raises DiskFull.
     """
     file, moments = _file(directory), {}
     if present is not None and (known := read(directory, present)) is not None:
@@ -44,12 +44,12 @@ def write(directory: Path, digest: str, moment: datetime | None, present: str | 
 
 
 def forget(directory: Path) -> None:
-    """Drop what is known of a checkpoint that is gone."""
+    """Remove the expiry file of a deleted checkpoint."""
     _file(directory).unlink(missing_ok=True)
 
 
 def is_known(directory: Path) -> bool:
-    """Whether a time was set for a checkpoint of this name."""
+    """Return whether an expiry time was set for a checkpoint of this name."""
     return _file(directory).exists()
 
 
@@ -63,7 +63,7 @@ def _read(directory: Path) -> dict[str, datetime]:
             return {_ANY: datetime.fromisoformat(text.decode())}
         return msgspec.json.decode(text, type=dict[str, datetime])
     except (msgspec.MsgspecError, ValueError) as error:
-        # What is intact is not deleted because something else is damaged.
+        # A damaged expiry file must not cause an intact checkpoint to be deleted.
         _log.warning("a checkpoint's time to live is damaged; it is kept", file=str(_file(directory)), error=str(error))
         return {}
 

@@ -1,11 +1,11 @@
 """The checkpoint store.
 
 A checkpoint is a directory with the adapter in PEFT's layout, or a whole model, and a manifest; a state checkpoint also
-holds optimizer, RNG and counters. Beside a state or a whole model stands SHA256SUMS over all of it (`sha256sum -c`
-checks it). It belongs to the tenant of its run.
+holds optimizer, RNG and counters. A state checkpoint or a whole model also has a SHA256SUMS file over all of its files
+(`sha256sum -c` checks it). A checkpoint belongs to the tenant of its run.
 
-A checkpoint may be overwritten or deleted while another call reads it. What reads more than one of its files reads them
-from one opened directory, and begins again where that lost its name meanwhile: it sees one save, never two.
+A checkpoint may be overwritten or deleted while another call reads it. Code that reads several of its files reads them
+from one opened directory, and starts over if that directory lost its name meanwhile, so that it never mixes two saves.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def _none_earlier() -> None:
 
 
 class CheckpointStore:
-    """Saves, finds, lists and deletes checkpoints. Every path it touches was taken apart and checked first."""
+    """Saves, finds, lists and deletes checkpoints. Every path is parsed and validated before it is used."""
 
     def __init__(
         self, volume: layout.Volume, failpoints: Failpoints = NO_FAILPOINTS, guard: DiskGuard = NO_GUARD
@@ -55,7 +55,7 @@ class CheckpointStore:
         self._guard = guard
         self._failpoints = failpoints
         self._locks: WeakValueDictionary[CheckpointPath, asyncio.Lock] = WeakValueDictionary()
-        """Held while something gets or loses a name."""
+        """Held while a checkpoint gets or loses a name."""
         self._changes = Background("change of a checkpoint not finished")
 
     async def save(
@@ -72,11 +72,11 @@ class CheckpointStore:
         overwrite: bool,
         earlier: Callable[[], Awaitable[None]] = _none_earlier,
     ) -> Checkpoint:
-        """Let `write` fill a directory and make it the checkpoint `path`, durably and all at once.
+        """Have `write` fill a directory and make it the checkpoint `path`, durably and atomically.
 
-        One that the same command, `seq_id`, made before a crash is returned as it is; 0 stands for no command.
-        `earlier` waits for those that must be there before it, which may have its name. One that fails leaves what has
-        the name as it is.
+        A checkpoint that the same command, `seq_id`, made before a crash is returned unchanged; 0 means no command.
+        `earlier` waits for the checkpoints that must exist first, which may have the same name. A save that fails
+        leaves an existing checkpoint of that name unchanged.
         Raises CheckpointExists unless `overwrite`, DiskFull, OutOfRange for a TTL of 0.
         """
         expire_time = _expire_time(ttl_seconds)
@@ -106,16 +106,16 @@ class CheckpointStore:
             return await asyncio.to_thread(_describe, path, final)
 
     async def made_by(self, path: CheckpointPath, seq_id: int) -> Checkpoint | None:
-        """Return the checkpoint that command `seq_id` made before a crash; None where it has made none."""
+        """Return the checkpoint that command `seq_id` made before a crash, or None."""
         final = self._volume.checkpoint(path)
         if seq_id and await asyncio.to_thread(_is_made_by, final, seq_id):
             return await asyncio.to_thread(_describe, path, final)
         return None
 
     async def take(self, path: CheckpointPath, identity: Identity, target: Path, field: str = "path") -> None:
-        """Put the files of the caller's checkpoint into an empty directory: linked where that is possible, verified.
+        """Link the files of the caller's checkpoint into an empty directory, or copy them, and verify them.
 
-        Raises CheckpointNotFound, ChecksumMismatch when it is damaged.
+        Raises CheckpointNotFound, ChecksumMismatch if the checkpoint is damaged.
         """
         directory = self.find(path, identity, field)
 
@@ -129,7 +129,7 @@ class CheckpointStore:
             await asyncio.to_thread(_read_whole, directory, link)
 
     async def check(self, directory: Path, kind: CheckpointKind) -> None:
-        """See that a checkpoint's files are what they were, wherever they lie. Raises ChecksumMismatch."""
+        """Verify the files of a checkpoint in any directory. Raises ChecksumMismatch."""
         try:
             await asyncio.to_thread(_verify, directory, kind)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -145,18 +145,18 @@ class CheckpointStore:
         return directory
 
     def find_all(self, identity: Identity, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
-        """Return the caller's checkpoints, in no order. Reads many files: not for the event loop."""
+        """Return the caller's checkpoints in no particular order. Reads many files: do not call on the event loop."""
         found = []
         for path in self._volume.checkpoints(run_id):
             if kind not in {None, path.kind}:
                 continue
-            with suppress(errors.CheckpointNotFound, FileNotFoundError):  # another's, or deleted since it was listed
+            with suppress(errors.CheckpointNotFound, FileNotFoundError):  # another tenant's, or deleted meanwhile
                 found.append(_describe(path, self.find(path, identity)))
         return found
 
     @uninterrupted
     async def delete(self, path: CheckpointPath, identity: Identity) -> None:
-        """Delete the caller's checkpoint, damaged or not, for good. Raises CheckpointNotFound."""
+        """Permanently delete the caller's checkpoint, damaged or not. Raises CheckpointNotFound."""
         directory = self.find(path, identity)
         async with self._lock(path):
             with _found("path"):
@@ -168,7 +168,7 @@ class CheckpointStore:
     async def set_ttl(self, path: CheckpointPath, identity: Identity, ttl_seconds: int | None) -> Checkpoint:
         """Set when the caller's checkpoint expires; None means never.
 
-        Raises CheckpointNotFound, OutOfRange, ChecksumMismatch when it is damaged.
+        Raises CheckpointNotFound, OutOfRange, ChecksumMismatch if the checkpoint is damaged.
         """
         expire_time = _expire_time(ttl_seconds)
         directory = self.find(path, identity)
@@ -179,7 +179,7 @@ class CheckpointStore:
                 return await asyncio.to_thread(_describe, path, directory)
 
     async def delete_expired(self, now: datetime) -> list[str]:
-        """Delete every checkpoint whose time has come; return their paths. One that cannot be deleted is logged."""
+        """Delete all expired checkpoints; return their paths. Failures are logged."""
         deleted = []
         for path in await asyncio.to_thread(self._with_expiry):
             directory = self._volume.checkpoint(path)
@@ -203,9 +203,9 @@ class CheckpointStore:
 
 @asynccontextmanager
 async def staged_directory(final: Path, *, overwrite: bool = False, durable: bool = True) -> AsyncIterator[Path]:
-    """`layout.new_directory` whose file operations do not block the event loop.
+    """Async version of `layout.new_directory`, whose file operations do not block the event loop.
 
-    Those on a directory that is not durable take less time than a thread would to begin.
+    Without `durable` they run on the event loop, because they take less time than starting a thread.
     """
     manager = layout.new_directory(final, overwrite=overwrite, durable=durable)
     if not durable:
@@ -224,7 +224,7 @@ async def staged_directory(final: Path, *, overwrite: bool = False, durable: boo
 
 @contextmanager
 def _found(field: str) -> Iterator[None]:
-    """Turn the absence of a checkpoint, which may be deleted at any moment, into CheckpointNotFound."""
+    """Raise CheckpointNotFound if a file is missing, because a checkpoint may be deleted at any moment."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -232,9 +232,9 @@ def _found(field: str) -> Iterator[None]:
 
 
 def _read_whole(directory: Path, read: Callable[[Path], T]) -> T:
-    """Return what `read` makes of a checkpoint's files, all of one save.
+    """Call `read` on a checkpoint's files, all from one save, and return its result.
 
-    Raises FileNotFoundError when there is no such checkpoint, ChecksumMismatch when it is damaged.
+    Raises FileNotFoundError if there is no such checkpoint, ChecksumMismatch if it is damaged.
     """
     while True:
         with layout.opened(directory) as opened:
@@ -254,7 +254,7 @@ class _Run(msgspec.Struct, frozen=True):
 
 
 def _owner(run: Path, checkpoint: Path) -> str | None:
-    """Return whose a checkpoint is: its run's tenant; where no file of the run says that, its manifest's."""
+    """Return the tenant that owns a checkpoint: its run's, or its manifest's if no file of the run names one."""
     if (tenant := tenant_of(run)) is not None:
         return tenant
     with suppress(OSError, errors.ChecksumMismatch):
@@ -263,7 +263,7 @@ def _owner(run: Path, checkpoint: Path) -> str | None:
 
 
 def _is_made_by(directory: Path, seq_id: int) -> bool:
-    """Whether command `seq_id` made the checkpoint. One that is damaged may be overwritten like any other."""
+    """Return whether command `seq_id` made the checkpoint; a damaged one may be overwritten like any other."""
     try:
         return _read_whole(directory, summarize).seq_id == seq_id
     except (FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
@@ -283,7 +283,7 @@ def _seal(directory: Path, describe: Callable[[Path], pb.Manifest], kind: Checkp
 
 
 def _write_expiry(staging: Path, final: Path, moment: datetime | None) -> None:
-    """Say when what is in `staging` expires, before it is `final`; for what is `final` now nothing changes."""
+    """Record the expiry of the checkpoint in `staging` before it becomes `final`; the present `final` keeps its own."""
     present = None
     with suppress(FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
         present = _read_whole(final, summarize).digest
@@ -299,7 +299,7 @@ def _verify(directory: Path, kind: CheckpointKind) -> None:
 
 
 def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
-    """Describe a checkpoint, damaged or not. Raises FileNotFoundError when there is none."""
+    """Describe a checkpoint, damaged or not. Raises FileNotFoundError if there is none."""
 
     def describe(opened: Path) -> Checkpoint:
         made = summarize(opened)

@@ -1,4 +1,4 @@
-"""The engine's process, `python -m trainer_service.engine --fd N`. `EngineProcess` starts it and has the other end."""
+"""The engine process, `python -m trainer_service.engine --fd N`. `EngineProcess` starts it and holds the other end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong in the engine, in a form that travels."""
+"""Convert errors of the engine to messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 def failure_of(error: Exception, doing: str) -> messages.Failure:
-    """Describe an error. One that nobody foresaw goes to the log, and its id into the Failure."""
+    """Convert an error. An unexpected one is logged, and the Failure carries its id."""
     if isinstance(error, PacelineError):
         return messages.Failure.of(error)
     unforeseen = Internal.unforeseen()

@@ -1,4 +1,4 @@
-"""Memory that runs out, by one name."""
+"""Report running out of memory as one error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import OutOfMemory
 
 @contextmanager
 def out_of_memory_named() -> Iterator[None]:
-    """Turn every way in which torch reports a failed allocation into OutOfMemory."""
+    """Raise OutOfMemory for every error by which torch reports a failed allocation."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

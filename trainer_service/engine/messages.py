@@ -1,8 +1,8 @@
-"""What travels between the service and the engine's process: commands, replies and errors as length-prefixed msgpack.
+"""IPC messages between the service and the engine process: commands, replies and errors as length-prefixed msgpack.
 
-A frame is its length (8 bytes, little-endian) and that many bytes of msgpack. Numpy arrays are an extension type that
-holds dtype, shape and bytes. Replies carry the id of their command. A command that saves reports when it has taken the
-run's state, and is answered when that is written.
+A frame is a length (8 bytes, little-endian) followed by that many bytes of msgpack. Numpy arrays are an extension type
+that holds dtype, shape and bytes. Replies carry the id of their command. A command that saves reports when it has
+captured the run's state, and is answered when the state is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs, TrainerEngine
 
 LENGTH_BYTES = 8
-"""Bytes of a frame's length prefix."""
+"""Size of a frame's length prefix."""
 
 R = TypeVar("R")
 
@@ -43,10 +43,10 @@ _ARRAY_CODE = 1
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """What is left of a command that has taken from its run all that it needs."""
+    """The rest of a command that has captured everything it needs from its run."""
 
     finish: Callable[[], None]
-    """Does the rest, in any thread. Raises PacelineError."""
+    """Finishes the command, in any thread. Raises PacelineError."""
 
 
 class CreateRun(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +72,7 @@ class CreateFullRun(msgspec.Struct, frozen=True, tag=True):
 
 
 def create_run(run_id: str, parameters: RunParameters) -> CreateRun | CreateFullRun:
-    """Make the command that makes a run."""
+    """Build the command that creates a run."""
     if isinstance(parameters, LoraConfig):
         return CreateRun(run_id, parameters)
     return CreateFullRun(run_id, parameters)
@@ -105,7 +105,7 @@ class OptimStep(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, run_id: str, params: OptimizerParams) -> OptimStep:
-        """Make the command."""
+        """Build the command from an optimizer's parameters."""
         return cls(run_id, optimizer_name(params), settings_of(params))
 
     def execute(self, engine: TrainerEngine) -> OptimStepOutput:
@@ -120,7 +120,7 @@ class SaveState(msgspec.Struct, frozen=True, tag=True):
     directory: str
 
     def execute(self, engine: TrainerEngine) -> Unfinished:
-        """Execute the command up to what may be done while later ones execute."""
+        """Capture the state; the rest may be done while later commands execute."""
         capture = engine.capture_state(self.run_id)
         return Unfinished(lambda: capture.write(Path(self.directory)))
 
@@ -133,7 +133,7 @@ class SaveAdapter(msgspec.Struct, frozen=True, tag=True):
     published: PublishedAs | None = None
 
     def execute(self, engine: TrainerEngine) -> Unfinished:
-        """Execute the command up to what may be done while later ones execute."""
+        """Capture the weights; the rest may be done while later commands execute."""
         capture = engine.capture_adapter(self.run_id, self.published)
         return Unfinished(lambda: capture.write(Path(self.directory)))
 
@@ -153,29 +153,29 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
 Command = CreateRun | CreateFullRun | DeleteRun | OptimStep | SaveState | SaveAdapter | LoadState
 AnyCommand = Command | ForwardBackward
 READING = (SaveState, SaveAdapter)
-"""Commands that change nothing in the engine; of several ranks only the first executes them."""
+"""Commands that change nothing in the engine; only rank 0 executes them."""
 Overlapping = ForwardBackward | SaveState | SaveAdapter
-"""Commands that the engine executes at the same time as others, unless they are told to be alone."""
+"""Commands that the engine executes at the same time as others, unless `Request.alone` is set."""
 Result = ModelInfo | AdapterInfo | ForwardBackwardOutput | OptimStepOutput | LoadedState | None
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Build the engine; the first request, answered with its ModelInfo."""
+    """The first request, which builds the engine and is answered with its ModelInfo."""
 
     options: EngineOptions
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A command on its way to the engine."""
+    """A command sent to the engine."""
 
     id: int
     command: Start | AnyCommand
     alone: bool = False
-    """Whether a ForwardBackward shares no pass with other runs, and what is saved is written at once."""
+    """Whether a ForwardBackward shares no pass with other runs, and a save is written before other commands execute."""
 
     @property
     def run_id(self) -> str:
-        """Whose it is; empty for Start."""
+        """The command's run; empty for Start."""
         return "" if isinstance(self.command, Start) else self.command.run_id
 
 
@@ -190,25 +190,25 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: PacelineError) -> Failure:
-        """Describe an error of the catalog."""
+        """Convert an error of the catalog."""
         return cls(error.reason, error.message, error.field, error.metadata, error.retry_after)
 
     def error(self) -> PacelineError:
-        """Make the error again, of the class that was raised."""
+        """Return the error as an instance of the class that was raised."""
         return CATALOG.get(self.reason, Internal)(
             self.message, field=self.field, metadata=self.metadata, retry_after=self.retry_after
         )
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """What the engine executes from now on: one command, or those that have a part in a pass."""
+    """The engine starts to execute one command, or those that take part in a pass."""
 
     ids: list[int]
-    """Of their requests."""
+    """Ids of their requests."""
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a command: a failure, or a result of the kind that the command gives."""
+    """The answer to a command: a failure, or a result of the type that the command returns."""
 
     id: int
     result: msgspec.Raw
@@ -216,24 +216,24 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Captured(msgspec.Struct, frozen=True, tag=True):
-    """A command that saves has taken its run's state; the next may change it."""
+    """A command that saves has captured its run's state; the next command may change it."""
 
     id: int
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The engine's process lives."""
+    """A heartbeat of the engine process."""
 
     progress: int
-    """Another number than before where its loop has moved on."""
+    """Differs from the previous heartbeat's number if the loop has made progress."""
 
 
 Report = Began | Captured | Reply | Beat
-"""What the engine sends."""
+"""Messages that the engine sends."""
 
 
 def encode(message: Any) -> bytes:
-    """Encode a message of this module, or any dataclass of such parts, without its length."""
+    """Encode a message of this module, or any dataclass of such parts, without the length prefix."""
     return msgspec.msgpack.encode(message, enc_hook=_encode_array)
 
 
@@ -243,18 +243,18 @@ def decode(data: bytes | msgspec.Raw, kind: type[R]) -> R:
 
 
 def decode_report(data: bytes) -> Report:
-    """Decode what the engine sent. Raises msgspec.DecodeError."""
+    """Decode a message from the engine. Raises msgspec.DecodeError."""
     report: Report = msgspec.msgpack.decode(data, type=Report)
     return report
 
 
 def frame(payload: bytes) -> bytes:
-    """Put the length before a payload."""
+    """Prefix a payload with its length."""
     return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
 
 
 def frames(data: bytes) -> Iterator[bytes]:
-    """Return the payloads of frames that stand one after the other."""
+    """Yield the payloads of consecutive frames."""
     start = 0
     while start < len(data):
         begin = start + LENGTH_BYTES

@@ -44,14 +44,14 @@ from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng
 from trainer_service.engine.weight_sharing.in_place_writer import publish_in_place
 
 _WEIGHT_BYTES = 4
-"""Of an adapter's weight, in float32."""
+"""Size of an adapter's weight, in float32."""
 
 
 class PeftEngine:
-    """Trains many runs on one device, those with adapters on one base model. Implements `TrainerEngine`."""
+    """Trains many runs on one device; LoRA runs share one base model. Implements `TrainerEngine`."""
 
     def __init__(self, options: EngineOptions, ranks: Ranks | None = None) -> None:
-        """Load the base model, dealt over `ranks`, all of which do the same; without them this process is alone."""
+        """Load the base model, sharded over `ranks`, which all do the same; without `ranks`, in this process only."""
         self._ranks = ranks or Ranks.alone()
         self._options = options
         self._device = torch.device(self._ranks.take_device(options.device))
@@ -74,11 +74,11 @@ class PeftEngine:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the runs' weights, gradients and optimizer states that are in memory."""
+        """Bytes in memory of the runs' weights, gradients and optimizer states."""
         return sum(run.held_bytes for run in self._runs.values())
 
     def bring_in(self, run_id: str) -> None:
-        """Page a run in, if it waits on disk. Raises RunNotFound, OutOfMemory, DiskFull."""
+        """Load a run into memory if it is offloaded to disk. Raises RunNotFound, OutOfMemory, DiskFull."""
         self._resident(run_id)
 
     def describe(self) -> ModelInfo:
@@ -147,7 +147,7 @@ class PeftEngine:
         data: Sequence[Datum],
         spec: ForwardBackwardSpec,
     ) -> ForwardBackwardOutput:
-        """Begin a job and advance until it is done."""
+        """Start a job and advance until it is done."""
         job = self.begin(run_id, data, spec)
         while job not in self.advance(lambda _: None):
             pass
@@ -183,7 +183,7 @@ class PeftEngine:
         run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
         if self._options.base_dir and published is not None and isinstance(run, FullRun):
             publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
-        # Copies of what is on a GPU go through pinned memory, and whole models to the volume.
+        # No spare file for GPU weights, copied through pinned memory, or for whole models, which go to the volume.
         spare = self._spare if published is not None and isinstance(run, LoraRun) and not self._on_gpu else None
         return run.hold(state_files.capture_export(run, self._options.base_reference, dtype, self._staging, spare))
 
@@ -208,13 +208,13 @@ class PeftEngine:
         return self._runs[run_id]
 
     def _resident(self, run_id: str) -> EngineRun:
-        """Return a run that is in memory on every rank; all do this together."""
+        """Return a run after loading it into memory on every rank; all ranks must call this together."""
         run = self._run(run_id)
         self._executor.bring_in([run])
         return run
 
     def _resident_here(self, run_id: str) -> EngineRun:
-        """Return a run that is in this rank's memory: what only reads is done on one rank."""
+        """Return a run after loading it into memory on this rank only, which is enough for commands that only read."""
         run = self._run(run_id)
         with out_of_memory_named():
             self._offloader.use([run])
@@ -245,7 +245,7 @@ class PeftEngine:
 
 
 def _ready_optimizer(run: EngineRun, params: OptimizerParams) -> AnyOptimizer:
-    """Return the run's optimizer, made if it has none, with room for its next step."""
+    """Return the run's optimizer, created if it has none, with memory reserved for its next step."""
     with out_of_memory_named():
         optimizer = run.optimizer or run.make_optimizer(params)
         optimizer.reserve()

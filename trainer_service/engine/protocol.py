@@ -1,4 +1,4 @@
-"""What a trainer engine does. The service knows engines by this protocol alone; nothing here imports torch."""
+"""The interface of a trainer engine. The service knows engines only by this protocol; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from paceline.types import (
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """A run's weights as the engine made them."""
+    """A run's weights as the engine created them."""
 
     trainable_parameters: int
     modules: tuple[str, ...] = ()
-    """Full names of the modules that have an adapter; empty for a model of the run's own."""
+    """Full names of the modules that have an adapter; empty for a full-parameter run."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """What a checkpoint put back."""
+    """What was restored from a checkpoint."""
 
     step: int
     """Optimizer steps taken; 0 when only weights were loaded."""
 
 
 class EngineDiedError(EngineUnavailable):
-    """The engine's process died while it executed this very command."""
+    """The engine process died while it was executing this command."""
 
 
 class ForwardBackwardHandle(Protocol):
-    """A forward_backward that was begun."""
+    """A started forward_backward."""
 
     @property
     def run_id(self) -> str:
-        """Whose it is."""
+        """The run that it belongs to."""
         ...
 
     def output(self) -> ForwardBackwardOutput:
-        """Return its result once `TrainerEngine.advance` has given it back. Raises what it failed of."""
+        """Return the result, once `TrainerEngine.advance` has returned this handle. Raises the job's error."""
         ...
 
 
 class StateSave(Protocol):
-    """A run's state at one moment. Safe to use from another thread than the engine's."""
+    """A run's state at one moment. Safe to use from threads other than the engine's."""
 
     def write(self, directory: Path) -> None:
-        """Write it into an existing, empty directory, once. Raises DiskFull."""
+        """Write the state into an existing, empty directory. Call once. Raises DiskFull."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedAs:
-    """The version that weights become."""
+    """The version that published weights become."""
 
     run_id: str
     version: int
@@ -73,20 +73,20 @@ class PublishedAs:
 class TrainerEngine(Protocol):
     """Executes commands of runs. Not thread-safe.
 
-    A forward_backward is begun and then advances in passes, beside those of other runs; any other call is done when it
-    returns. A run has one command at a time: until its job is given back no other call names it. Every command either
-    happens wholly or, when it fails, leaves the run as it was, whatever other runs do meanwhile. Inputs have been
-    validated by the caller against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient,
+    A forward_backward is started and then advances in passes, alongside those of other runs; any other call is done
+    when it returns. A run has one command at a time: until its job is returned, no other call may name the run. Every
+    command is atomic: if it fails, it leaves the run unchanged, whatever other runs do meanwhile. The caller has
+    validated inputs against `describe()`. Errors are those of `paceline.errors`: OutOfMemory, NoGradient,
     NonFiniteGradient, OptimizerChanged, CheckpointMismatch, ChecksumMismatch, RunNotFound, InvalidArgument,
     Unsupported, DiskFull.
     """
 
     def describe(self) -> ModelInfo:
-        """Say what base model is loaded."""
+        """Describe the loaded base model."""
         ...
 
     def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
-        """Make what a run trains: an adapter with fresh weights from its seed, or a copy of the base model.
+        """Create what a run trains: an adapter initialised from its seed, or a copy of the base model.
 
         The same seed gives the same weights everywhere.
         """
@@ -99,35 +99,35 @@ class TrainerEngine(Protocol):
     def begin(
         self, run_id: str, data: Sequence[Datum], spec: ForwardBackwardSpec, *, alone: bool = False
     ) -> ForwardBackwardHandle:
-        """Begin to compute a loss and, unless `forward_only`, its gradient for the run.
+        """Start computing a loss and, unless `forward_only`, its gradient for the run.
 
-        Fails with NonFiniteLoss where the spec says so. With `alone` no other run shares its passes.
+        The job fails with NonFiniteLoss if the spec says so. With `alone`, no other run shares its passes.
         """
         ...
 
     def advance(self, announce: Callable[[Sequence[str]], None]) -> Sequence[ForwardBackwardHandle]:
-        """Do one pass over the jobs that were begun; return those that are done, be it that they failed.
+        """Run one pass over the started jobs; return the jobs that are done, including failed ones.
 
-        `announce` is called with the runs that have a part in a pass, before it is computed. A pass of several runs
-        that fails is done again for each by itself, so that a job fails of nothing but its own.
+        Before a pass is computed, `announce` is called with the runs that take part in it. A pass of several runs that
+        fails is repeated for each run separately, so that a job does not fail because of another run.
         """
         ...
 
     def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         """Apply the accumulated gradient with the optimizer of `params` and clear it.
 
-        Raises OptimizerChanged when the run has state of another one.
+        Raises OptimizerChanged if the run has state of another optimizer.
         """
         ...
 
     def capture_state(self, run_id: str) -> StateSave:
-        """Take what `save_state` writes, to write it while later commands execute."""
+        """Capture what `save_state` writes, so that it can be written while later commands execute."""
         ...
 
     def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> StateSave:
-        """Take what `save_adapter` writes, to write it while later commands execute.
+        """Capture what `save_adapter` writes, so that it can be written while later commands execute.
 
-        A whole model that is `published` is written in place first, where a sampler lends its weights for that.
+        A whole model that is `published` is first written in place if a sampler lends its weights for that.
         """
         ...
 
@@ -138,13 +138,13 @@ class TrainerEngine(Protocol):
     def save_adapter(self, run_id: str, directory: Path) -> None:
         """Write the weights into an existing, empty directory, as samplers and other tools load them.
 
-        An adapter in PEFT's layout, or of a full-parameter run a whole Hugging Face model.
+        This is an adapter in PEFT's layout or, for a full-parameter run, a whole Hugging Face model.
         """
         ...
 
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
-        """Replace the run's weights by those in `directory`; with_optimizer everything that `save_state` wrote.
+        """Replace the run's weights with those in `directory`, or, `with_optimizer`, all that `save_state` wrote.
 
-        Raises CheckpointMismatch when names or shapes differ from the run's.
+        Raises CheckpointMismatch if names or shapes differ from the run's.
         """
         ...

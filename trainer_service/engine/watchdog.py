@@ -1,14 +1,14 @@
-"""Notices an engine that is there and does nothing, and ends it: it is then replaced as if it had died.
+"""Detect an engine that hangs, so that it is killed and replaced as if it had died.
 
-The engine's process beats once a second from a thread beside its loop, with a number that its loop counts up at every
-turn, command and pass. No sign at all means that the process is stopped or stuck in code that lets no thread run.
-Beats with the same number, while requests wait, mean that the loop hangs: in a kernel, a lock or a collective. A pass
-may take long, so the second limit is far above the first.
+The engine process sends a heartbeat once a second from a thread beside its loop, with a number that the loop increments
+at every turn, command and pass. No sign of life at all means that the process is stopped, or stuck in code that lets no
+thread run. Heartbeats with the same number while requests wait mean that the loop hangs: in a kernel, a lock or a
+collective. A pass may take long, so the second limit is far above the first.
 
-Of several ranks each gives signs of its own: one that is stopped leaves the others waiting in a collective, alive.
+If there are several ranks, each gives its own signs: a stopped rank leaves the others waiting in a collective, alive.
 
-Time is counted in ticks of this process's event loop: one that was itself stopped finds the engine's signs before it
-has counted to the limit.
+Time is counted in ticks of this process's event loop. If this process was itself stopped, it receives the engine's
+signs before it has counted to the limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TICK_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long an engine may be silent, and how long its loop may stand still while requests wait."""
+    """How long an engine may be silent, and how long its loop may make no progress while requests wait."""
 
     silence_seconds: float = 60.0
     stall_seconds: float = 900.0
@@ -33,32 +33,32 @@ DEFAULT_PATIENCE = Patience()
 
 
 class RankSigns:
-    """The signs of an engine's ranks: each writes its process id into a file, and touches it once a second."""
+    """Signs of life of an engine's ranks: each writes its process id into a file and touches it once a second."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self._files = [sign_file(directory, rank) for rank in range(ranks)] if ranks > 1 else []
         self._seen: dict[int, int] = {}
-        """When each file was touched last, by rank, in nanoseconds of its own clock."""
+        """Last modification time of each file, by rank, in nanoseconds of its own clock."""
 
     def new(self) -> list[int]:
-        """Return the ranks that have given a sign since this was called last."""
+        """Return the ranks that have given a sign since the last call."""
         touched = {rank: file.stat().st_mtime_ns for rank, file in enumerate(self._files) if file.exists()}
         ranks = [rank for rank, time in touched.items() if self._seen.get(rank) != time]
         self._seen = touched
         return ranks
 
     def processes(self) -> list[int]:
-        """Return the process ids of the ranks that have begun to give signs."""
+        """Return the process ids of the ranks that have started to give signs."""
         return [int(file.read_text()) for file in self._files if file.exists()]
 
 
 def sign_file(directory: Path, rank: int) -> Path:
-    """Return the file of a rank's signs."""
+    """Return the path of the file of a rank's signs."""
     return directory / f"sign-{rank}"
 
 
 def write_sign(file: Path, process: int) -> None:
-    """Write a rank's process id, all at once."""
+    """Write a rank's process id atomically."""
     staging = file.with_suffix(".new")
     staging.write_text(str(process))
     staging.replace(file)
@@ -75,24 +75,24 @@ class Watchdog:
         self._progress = -1
 
     def heard(self) -> None:
-        """Note that something came through the pipe, which rank 0 has."""
+        """Note that data arrived through the pipe, which rank 0 holds."""
         self._silent[0] = 0.0
 
     def beat(self, progress: int) -> None:
-        """Note a beat of rank 0."""
+        """Note a heartbeat of rank 0."""
         self._has_beaten[0] = True
         if progress != self._progress:
             self._progress, self._stalled = progress, 0.0
 
     def moved(self) -> None:
-        """Note that the engine's loop did something."""
+        """Note that the engine's loop made progress."""
         self._stalled = 0.0
 
     async def watch(self, is_busy: Callable[[], bool], signs: Callable[[], Iterable[int]]) -> str:
-        """Return why the engine has to end.
+        """Wait until the engine has to be killed, and return why.
 
-        `is_busy` says whether its loop has something to do, `signs` which ranks gave a sign since it was called last.
-        Before its first sign a process starts and imports, which may take as long as a pass.
+        `is_busy` returns whether its loop has work, and `signs` which ranks gave a sign since its last call. Before its
+        first sign a process starts and imports modules, which may take as long as a pass.
         """
         while True:
             await asyncio.sleep(_TICK_SECONDS)

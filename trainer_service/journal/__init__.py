@@ -1,1 +1,1 @@
-"""The journal of a run: every command on the volume before it is executed, so that a killed process loses none."""
+"""A run's journal: each command is on the volume before it is executed, so that a killed process loses none."""

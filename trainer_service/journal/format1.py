@@ -1,7 +1,7 @@
-"""Reading the journals and snapshots of format 1, so that a volume of that time serves on. Nothing writes them.
+"""Read journals and snapshots of format 1, so that old volumes keep working. Nothing writes this format.
 
-A segment was the magic and records: a mark, the payload's length (u32, little-endian), the CRC-32C of both (u32), and
-the payload in msgpack.
+A segment is the magic followed by records. A record is a mark, the payload's length (u32, little-endian), the CRC-32C
+of length and payload (u32), and the payload in msgpack.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _HEADER = struct.Struct("<4sII")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What was read of one segment."""
+    """The decoded content of a segment."""
 
     records: list[Record]
     good_bytes: int
     is_damaged: bool
-    """Whether whole records follow bytes that are none."""
+    """Whether complete records follow bytes that are not a record."""
 
 
 def decode(data: bytes) -> Segment:
-    """Read a segment's bytes."""
+    """Decode a segment."""
     if data[: len(MAGIC)] != MAGIC:
         return Segment([], 0, is_damaged=len(data) > len(MAGIC))
     records, offset = [], len(MAGIC)
@@ -43,18 +43,18 @@ def decode(data: bytes) -> Segment:
 
 
 def _records_behind(data: bytes, start: int) -> Iterator[Record]:
-    """Find records from `start` on. A client may have sent bytes like theirs, so they only mean that care is due."""
+    """Yield records from `start` on. They suggest damage but do not prove it: a client may have sent such bytes."""
     while (start := data.find(_MARK, start)) >= 0:
         try:
             if payload := _payload_at(data, start):
                 yield decode_record(payload)
         except msgspec.MsgspecError:
-            pass  # Bytes that a client sent: no record of this service is like that.
+            pass  # bytes that a client sent: the service writes no such record
         start += 1
 
 
 def _payload_at(data: bytes, offset: int) -> bytes:
-    """Return the payload of the record at `offset`; nothing where there is none."""
+    """Return the payload of the record at `offset`, or empty bytes if there is none."""
     start = offset + _HEADER.size
     if start >= len(data):
         return b""

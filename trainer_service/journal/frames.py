@@ -1,22 +1,24 @@
-"""A journal's segments as bytes, format 2.
+"""Byte format of journal segments, format 2.
 
-A segment is a header and frames, each at a multiple of 64 bytes. A frame is what one write appended: a seal, then
-records. The header has a random key, and says which segment came before and how many of its bytes are good. The seal
-has the payload's length and CRC-32C, the highest seq_id accepted so far, and `durable`: how many bytes of the segment
-were known to be on the disk before this frame was written. BLAKE2b with the segment's key, over all of this and the
-frame's own place, makes it certain that it was written here, by this service.
+A segment is a header followed by frames, each aligned to 64 bytes. A frame holds what one write appended: a seal, then
+records. The header contains a random key, the name of the previous segment, and the number of valid bytes in it. The
+seal contains the payload's length and CRC-32C, the highest seq_id accepted so far, and `durable`: how many bytes of the
+segment were known to be on disk before this frame was written. A BLAKE2b tag with the segment's key, over these fields
+and the frame's offset, proves that this service wrote the frame at this place.
 
-What follows from it when a frame is not whole:
+An incomplete frame is interpreted as follows:
 
-- Of a segment that has a successor the good bytes are known: a bad frame among them is damage, others do not count.
-- Of the newest, a bad frame is damage when any later seal says that its bytes were durable. Otherwise it is the torn
-  end of what a crash interrupted, whole frames behind it or not, since pages reach the disk in any order: nobody was
-  told of any of them.
-- A later seal is looked for at multiples of 64 bytes, right through what clients sent. Who can read nothing of the
-  volume cannot make one: that takes the key. Blocks with headers at fixed places, as LevelDB and RocksDB have them,
-  also keep payloads from being taken for headers, but cannot tell a damaged record from a torn one within a block.
+- If the segment has a successor, its number of valid bytes is known. A bad frame within them is damage; later bytes are
+  ignored.
+- In the newest segment, a bad frame is damage if any later seal says that its bytes were durable. Otherwise it is the
+  torn tail of writes that a crash interrupted, even if complete frames follow it, because pages reach the disk in any
+  order. None of these frames had been acknowledged.
+- Later seals are searched for at all multiples of 64 bytes, including inside the payloads that clients sent. Forging
+  one takes the key, and therefore read access to the volume. Blocks with headers at fixed offsets, as in LevelDB and
+  RocksDB, also keep payloads from being mistaken for headers, but cannot tell a damaged record from a torn one within a
+  block.
 
-The one thing that cannot be told apart is damage to the last frame of all: it looks like one that was never synced.
+One case is not detected: damage to the very last frame looks like a frame that was never synced.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from trainer_service.journal.records import JournalDamagedError, Record, decode_
 from trainer_service.volume.checked_file import UnknownFormatError
 
 UNIT = 64
-"""Headers and frames begin at multiples of this many bytes."""
+"""Headers and frames start at multiples of this many bytes."""
 _FAMILY, _MAGIC = b"PACEJNL", b"PACEJNL2"
 _HEADER = struct.Struct("<8s16sQQIQ")
 _SEAL = struct.Struct("<4sIIQQ")
@@ -43,30 +45,30 @@ _TAG_BYTES = 16
 
 @dataclass(frozen=True, order=True, slots=True)
 class SegmentName:
-    """Names a segment. One of the same base and a higher generation goes on where the other was given up."""
+    """The name of a segment. One with the same base and a higher generation continues one that was abandoned."""
 
     base: int
-    """seq_id of the first command that it can hold."""
+    """seq_id of the first command that the segment can hold."""
     generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a segment's header says."""
+    """The header of a segment."""
 
     key: bytes
     previous: SegmentName | None
-    """The segment before it; None for the first of a journal."""
+    """The preceding segment; None for the first segment of a journal."""
     previous_bytes: int
-    """Bytes of that segment that count."""
+    """Number of valid bytes in that segment."""
 
     @classmethod
     def new(cls, previous: SegmentName | None, previous_bytes: int) -> Header:
-        """Make one with a key of its own."""
+        """Create a header with a new random key."""
         return cls(os.urandom(16), previous, previous_bytes)
 
     def encode(self) -> bytes:
-        """Return its bytes, UNIT of them."""
+        """Encode the header as UNIT bytes."""
         before = self.previous or SegmentName(0)
         packed = _HEADER.pack(_MAGIC, self.key, before.base, before.generation, 0, self.previous_bytes)
         return packed.ljust(UNIT - 4, b"\0") + _crc(packed).to_bytes(4, "little")
@@ -74,31 +76,31 @@ class Header:
 
 @dataclass(slots=True)
 class Segment:
-    """What was read of a segment."""
+    """The decoded content of a segment."""
 
     format: int
     header: Header | None
     """None in format 1."""
     records: list[Record] = field(default_factory=list)
     good_bytes: int = 0
-    """Length of what is whole, from the start."""
+    """Length of the intact prefix."""
     is_damaged: bool = False
-    """Whether bytes that were once durable are not what they were."""
+    """Whether bytes that were durable have changed."""
     last_seq_id: int = 0
-    """Highest seq_id that any readable part of it knows to be accepted."""
+    """Highest accepted seq_id according to any readable part of the segment."""
 
 
 def encode_frame(header: Header, offset: int, durable: int, last_seq_id: int, payload: bytes) -> bytes:
-    """Return the frame that stands at `offset` and holds `payload`, encoded records."""
+    """Encode a frame for position `offset` that holds `payload`, which is encoded records."""
     fields = _SEAL.pack(_MARK, len(payload), _crc(payload), durable, last_seq_id)
     frame = fields + _tag(header.key, offset, fields) + payload
     return frame.ljust(-(-len(frame) // UNIT) * UNIT, b"\0")
 
 
 def decode_segment(data: bytes) -> Segment:
-    """Read a segment, up to where `data` ends.
+    """Decode a segment, or the beginning of one.
 
-    Raises JournalDamagedError when nothing of it can be read, UnknownFormatError.
+    Raises JournalDamagedError if nothing can be read, UnknownFormatError.
     """
     if data[: len(format1.MAGIC)] == format1.MAGIC or len(data) < len(_MAGIC):
         found = format1.decode(data)
@@ -112,7 +114,7 @@ def decode_segment(data: bytes) -> Segment:
 
 
 def check_magic(data: bytes, name: str) -> None:
-    """Check that what begins with `data` is of a known format, or of none. Raises UnknownFormatError."""
+    """Check that a file that starts with `data` has a known format, or none. Raises UnknownFormatError."""
     if data[: len(_FAMILY)] == _FAMILY and data[: len(_MAGIC)] not in {_MAGIC, format1.MAGIC, _FAMILY}:
         raise UnknownFormatError(f"{name} is of format {data[len(_FAMILY) : len(_MAGIC)].decode(errors='replace')!r}")
 
@@ -134,7 +136,7 @@ class _Seal:
 
 
 def _take_frames(segment: Segment, key: bytes, data: bytes) -> None:
-    """Read frames up to the first that is not whole; of what follows only what the seals say."""
+    """Decode frames up to the first incomplete one; after it, read only the seals."""
     offset, first_bad = UNIT, len(data)
     while offset < len(data):
         seal = _seal_at(key, data, offset)

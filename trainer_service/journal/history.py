@@ -1,4 +1,4 @@
-"""Reading a run's journal back."""
+"""Read a run's journal."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ _NAME = re.compile(r"(\d{20})(?:-(\d{4,}))?\.journal")
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where a journal ends, which is where it goes on."""
+    """The end of a journal, where appending continues."""
 
     name: SegmentName
     header: Header | None
     """None in format 1."""
     good_bytes: int
     size: int
-    """Of the file; bytes beyond the good ones are a torn end."""
+    """Size of the file; bytes beyond `good_bytes` are a torn tail."""
 
 
 @dataclass(slots=True)
 class History:
-    """What a journal says of a run."""
+    """What a journal records about a run."""
 
     base: int
-    """seq_id of the first command that it can hold."""
+    """seq_id of the first command that the journal can hold."""
     commands: dict[int, CommandRecord] = field(default_factory=dict)
     """By seq_id, in order."""
     answers: dict[int, AnswerRecord] = field(default_factory=dict)
     attempts: Counter[int] = field(default_factory=Counter)
-    """How often the engine died of a command."""
+    """How often the engine died while executing a command, by seq_id."""
     end: End | None = None
 
     @property
     def last_seq_id(self) -> int:
-        """Highest seq_id that was accepted."""
+        """Highest accepted seq_id."""
         return next(reversed(self.commands), self.base - 1)
 
     def add(self, segment: Segment) -> None:
-        """Take in a segment's records. Raises JournalDamagedError when one is missing."""
+        """Add a segment's records. Raises JournalDamagedError if a command is missing."""
         for record in segment.records:
             match record:
                 case CommandRecord():
@@ -70,26 +70,26 @@ class History:
 
 
 def segment_path(directory: Path, name: SegmentName) -> Path:
-    """Return the file of a segment."""
+    """Return the path of a segment's file."""
     return directory / f"{name.base:020d}-{name.generation:04d}.journal"
 
 
 def segments(directory: Path) -> dict[SegmentName, Path]:
-    """Return the segments of a journal, oldest first; whatever else lies there is none. Format 1 had no generations."""
+    """Return a journal's segments, oldest first; other files are ignored. Format 1 has no generations."""
     return dict(sorted((_name(path), path) for path in directory.glob("*.journal") if _NAME.fullmatch(path.name)))
 
 
 def check_formats(directory: Path) -> None:
-    """Check that every segment is of a format that can be read. Raises UnknownFormatError."""
+    """Check that every segment has a known format. Raises UnknownFormatError."""
     for path in segments(directory).values():
         with path.open("rb") as file:
             check_magic(file.read(8), path.name)
 
 
 def read_history(directory: Path, after: int = 0, newest: SegmentName | None = None) -> History:
-    """Read what a journal says of the commands after `after`; segments that hold none of them are not looked at.
+    """Read a journal's commands after `after`; segments that hold only earlier ones are not read.
 
-    `newest` is a segment that must be there. Raises JournalDamagedError, UnknownFormatError; a torn end is left out.
+    `newest` is a segment that must exist. A torn tail is ignored. Raises JournalDamagedError, UnknownFormatError.
     """
     found = segments(directory)
     if not found:
@@ -97,7 +97,7 @@ def read_history(directory: Path, after: int = 0, newest: SegmentName | None = N
     names = list(found)
     if newest is not None and newest > names[-1]:
         raise JournalDamagedError(f"{segment_path(directory, newest).name} is gone")
-    # The command after `after` is in the last segment that begins at or before it.
+    # The command after `after` is in the last segment that starts at or before it.
     first = max((index for index, name in enumerate(names) if name.base <= after + 1), default=0)
     while first and names[first - 1].base == names[first].base:
         first -= 1
@@ -117,7 +117,7 @@ def read_history(directory: Path, after: int = 0, newest: SegmentName | None = N
 
 
 def highest_seq_id(directory: Path, newest: SegmentName | None = None) -> int | None:
-    """Return the highest seq_id accepted by a journal that may be damaged; None where its end cannot be read."""
+    """Return the highest seq_id accepted by a possibly damaged journal, or None if its end cannot be read."""
     found = segments(directory)
     if not found or (newest is not None and newest > max(found)):
         return None
@@ -139,7 +139,7 @@ def _name(path: Path) -> SegmentName:
 
 
 def _read(path: Path) -> tuple[Segment, int]:
-    """Return what a segment's file holds, and how many bytes it has."""
+    """Return the decoded segment and the size of its file."""
     data = path.read_bytes()
     if len(data) < UNIT and path == segment_path(path.parent, _name(path)):
         raise JournalDamagedError(f"{path.name} is shorter than its header")
@@ -152,8 +152,8 @@ def _read(path: Path) -> tuple[Segment, int]:
 
 
 def _up_to_successor(name: SegmentName, path: Path, segment: Segment, size: int, successor: Segment) -> Segment:
-    """Return the part of a segment that its successor says to be good; damaged where that is not whole."""
-    if successor.header is None:  # format 1: all of it
+    """Return the part of a segment that its successor declares valid, marked as damaged if it is incomplete."""
+    if successor.header is None:  # format 1: the whole segment
         segment.is_damaged |= segment.good_bytes != size
         return segment
     if successor.header.previous != name:

@@ -1,7 +1,7 @@
-"""What must be known of a journal without reading it, in a file beside its directory: journal.json.
+"""The index of a journal, journal.json beside its directory: what must be known even if the journal cannot be read.
 
-It names the newest segment, so that a missing one is missed, and reserves seq_ids ahead, so that none that may have
-been accepted is ever taken again where the journal is gone.
+It names the newest segment, so that its loss is detected, and reserves seq_ids ahead, so that a seq_id that may have
+been accepted is never accepted again after the journal was lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainer_service.journal.frames import SegmentName
 from trainer_service.volume.checked_file import DamagedFileError, read_checked, write_checked
 
 RESERVED = 1024
-"""seq_ids that one write reserves."""
+"""Number of seq_ids that one write reserves."""
 
 _log = get_logger(__name__)
 
@@ -36,12 +36,12 @@ class Index(msgspec.Struct, frozen=True):
 
 
 def index_path(directory: Path) -> Path:
-    """Return the index's file of a journal's directory."""
+    """Return the path of the index of the journal in `directory`."""
     return directory.with_suffix(".json")
 
 
 def read_index(directory: Path) -> Index | None:
-    """Read a journal's index; None where there is none, as in format 1, or where it is damaged and was set aside.
+    """Read a journal's index. Return None if there is none, as in format 1, or if it was damaged and set aside.
 
     Raises UnknownFormatError.
     """
@@ -57,5 +57,5 @@ def read_index(directory: Path) -> Index | None:
 
 
 def write_index(directory: Path, newest: SegmentName, limit: int) -> None:
-    """Write a journal's index, durably. Raises DiskFull."""
+    """Write a journal's index durably. Raises DiskFull."""
     write_checked(index_path(directory), Index(newest.base, newest.generation, limit))

@@ -1,11 +1,11 @@
-"""Writing a run's journal: records that wait at the same time share one write and one sync.
+"""Append to a run's journal. Records that wait at the same time share one write and one sync.
 
-Each run has files of its own, so that one run's damage, end or truncation is no other's. Runs that sync at the same
-time do so from several threads, and the filesystem commits them together. A file is open while it is written and no
-longer, so that the runs of a trainer are not limited by its descriptors.
+Each run has its own files, so that damage, truncation or deletion of one journal does not affect other runs. Runs that
+sync at the same time do so from several threads, and the file system commits them together. A file is open only while
+it is written, so that the number of runs is not limited by file descriptors.
 
-A sync that fails may have dropped what was written, and the next would say that all is well. The segment is then given
-up after the last byte that was synced, and what came since is written again, into a new one.
+A failed sync may have dropped the written pages, and the next sync would report success. After a failure the segment is
+therefore abandoned behind its last synced byte, and everything after that byte is written again to a new segment.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from trainer_service.limits.free_space import DiskGuard
 _log = get_logger(__name__)
 
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 30.0
-"""Between two attempts to write what cannot wait: after the first, and at most."""
+"""Delay between attempts to write records that must be durable: after the first failure, and at most."""
 _FULL_RETRY_SECONDS = 5.0
 _MOST_UNSYNCED_BYTES = 8 << 20
-"""Answers that need no sync are synced all the same once there are so many: they are kept until then."""
+"""Answers that need no sync are synced once they add up to this many bytes, because they stay in memory until then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,27 +42,27 @@ class _Entry:
     data: bytes
     sync: bool
     command: int
-    """seq_id of a command, which is refused when it cannot be written; 0 for what is kept and written later."""
+    """seq_id of a command, which is refused if it cannot be written; 0 for other records, which are written later."""
     written: asyncio.Future[None]
 
 
 @dataclass(slots=True)
 class _Open:
-    """The segment that is written."""
+    """The segment being written."""
 
     name: SegmentName
     header: Header
     length: int
     durable: int = 0
-    """Bytes that are known to be on the disk."""
+    """Number of bytes known to be on disk."""
     kept: int = UNIT
-    """Bytes that stay when the segment is given up: those that are durable, or were there when it was opened."""
+    """Number of bytes kept if the segment is abandoned: those that are durable, or existed when it was opened."""
     unsynced: list[bytes] = field(default_factory=list)
-    """Payloads behind those bytes."""
+    """Payloads after those bytes."""
 
 
 class RunJournal:
-    """One run's journal, to be appended to. Belongs to one event loop."""
+    """One run's journal, open for appending. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RunJournal:
         failpoints: Failpoints,
         guard: DiskGuard,
     ) -> None:
-        """Go on behind what was read of a journal: in its newest segment, or in a new one where that has a torn end."""
+        """Continue the journal that `past` was read from: in its newest segment, or a new one after a torn tail."""
         self._directory = directory
         self._last_written = past.last_seq_id
         self._threads = threads
@@ -82,28 +82,28 @@ class RunJournal:
         self._limit = index.limit if index else 0
         self._segment: _Open | None = None
         self._previous: tuple[SegmentName, int] | None = None
-        """The segment before the one that is made next, and how many of its bytes count."""
+        """The predecessor of the next segment to be created, and its number of valid bytes."""
         self._go_on_from(past.end)
         self._queue: list[_Entry] = []
         self._again: list[bytes] = []
-        """Payloads of a segment that was given up, to be written first."""
+        """Payloads of an abandoned segment, to be written first."""
         self._writing: asyncio.Task[None] | None = None
         self.appended_bytes = 0
-        """Bytes of records since this object was made."""
+        """Bytes of records appended since this object was created."""
         self.on_refused: Callable[[errors.PacelineError], None] = lambda _error: None
-        """Called when commands could not be written, with the reason; nothing is executed then."""
+        """Called with the reason if commands could not be written; none of them is executed."""
 
     @staticmethod
     def make(directory: Path, base: int) -> None:
-        """Make an empty journal whose first command will be `base`, durably, where there is none. Raises DiskFull."""
+        """Durably create an empty journal where none exists; its first command will be `base`. Raises DiskFull."""
         with layout.new_directory(directory) as staging:
             segment_path(staging, SegmentName(base)).write_bytes(Header.new(None, 0).encode())
         write_index(directory, SegmentName(base), base - 1 + RESERVED)
 
     def append(self, record: Record, *, sync: bool) -> asyncio.Future[None]:
-        """Append a record; the future is done when it is written, and with `sync` durable.
+        """Append a record. The future resolves when the record is written and, with `sync`, durable.
 
-        A command's raises DiskFull when there is no room: then neither it nor any command after it was written.
+        A command's future raises DiskFull if there is no room; then neither it nor any later command was written.
         """
         written = asyncio.get_running_loop().create_future()
         written.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -114,14 +114,14 @@ class RunJournal:
         return written
 
     async def rotate(self) -> None:
-        """Go on in a new segment, which begins with the first command that is not in the old one."""
+        """Continue in a new segment, which starts with the first command that is not in the old one."""
         await self._settled()
         if self._segment is not None and self._last_written + 1 == self._segment.name.base:
             return
         await self._between_writes(self._rotate)
 
     async def begin_anew(self) -> str:
-        """Set aside what there is, which is damaged, and begin with the next command; return its new name."""
+        """Set the damaged journal aside and start a new one at the next command; return the old one's new name."""
         aside: list[str] = []
         await self._settled()
         await self._between_writes(lambda: aside.append(self._begin_anew()))
@@ -132,7 +132,7 @@ class RunJournal:
         await asyncio.to_thread(self._drop, seq_id)
 
     async def close(self) -> None:
-        """Write what waits."""
+        """Wait until the queue is written."""
         await self._settled()
 
     async def _settled(self) -> None:
@@ -158,15 +158,15 @@ class RunJournal:
             except errors.DiskFull as error:
                 self._refuse(batch, error if error.retry_after else _full())
                 if any(entry.command for entry in batch):
-                    continue  # Answers may use what the guard keeps free.
+                    continue  # Answers may use the space that the guard keeps free.
             except OSError as error:
                 self._refuse(batch, self._reason(error))
             else:
                 _settle(batch)
                 failures = 0
                 continue
-            # What is the same when it is made again is written with the next that is. A refusal may not be: whoever
-            # was told of it, and the start after a kill, have to agree.
+            # An answer that a second execution reproduces can be written with a later record. A refusal may not be
+            # reproduced, and the state after a kill has to agree with what the client was told.
             _settle([entry for entry in self._queue if not entry.sync])
             if not any(entry.sync for entry in self._queue):
                 return
@@ -189,7 +189,7 @@ class RunJournal:
         self.appended_bytes += len(payload)
 
     def _append(self, payload: bytes, last: int, *, must_sync: bool) -> None:
-        """Append a frame. Raises OSError where it was not, DiskFull, or _SyncFailedError and gives up the segment."""
+        """Append a frame. Raises OSError if that failed, DiskFull, or _SyncFailedError after abandoning the segment."""
         segment = self._segment or self._new_segment(self._last_written + 1)
         if last > self._limit:
             self._reserve(segment.name, last)
@@ -240,7 +240,7 @@ class RunJournal:
         self._previous, self._segment = (segment.name, segment.kept), None
 
     def _new_segment(self, base: int) -> _Open:
-        """Make a segment behind the last one, durably; one that has its name is whole."""
+        """Durably create the segment after the last one; a file with a segment's name is complete."""
         header = Header.new(*(self._previous or (None, 0)))
         used = [name.generation for name in segments(self._directory) if name.base == base]
         name = SegmentName(base, max(used, default=-1) + 1)
@@ -256,7 +256,7 @@ class RunJournal:
         self._limit = limit
 
     def _refuse(self, batch: list[_Entry], reason: errors.PacelineError) -> None:
-        """Refuse the commands that wait; what else waits is still to be written."""
+        """Refuse the waiting commands; other waiting records stay queued."""
         _log.error("journal not written", directory=str(self._directory), error=str(reason))
         waiting = [*batch, *self._queue]
         self._queue = [entry for entry in waiting if not entry.command]
@@ -319,7 +319,7 @@ class RunJournal:
 
 
 class _SyncFailedError(OSError):
-    """The disk did not take what was written to a segment, which is given up."""
+    """A segment could not be synced and was abandoned."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(error.errno, error.strerror)
@@ -332,7 +332,7 @@ def _full() -> errors.DiskFull:
 
 
 def _settle(entries: list[_Entry]) -> None:
-    """Say that entries are written, or will be with the next."""
+    """Resolve the futures of entries that are written, or will be with the next ones."""
     for entry in entries:
         if not entry.written.done():
             entry.written.set_result(None)

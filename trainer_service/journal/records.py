@@ -1,4 +1,4 @@
-"""What a journal holds: records in msgpack, each behind its length (u32, little-endian)."""
+"""Journal records: msgpack, each preceded by its length (u32, little-endian)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LENGTH_BYTES = 4
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the service knows of a run.
+    """What the service knows about a run.
 
-    With an answer in the journal, `step` and `next_version` are those after the command in the run's order; the others
-    are those of the moment when the answer was written, which no earlier record knows better.
+    In a journaled answer, `step` and `next_version` are the values after the command in the run's order. The others are
+    the values when the answer was written; no earlier record has newer ones.
     """
 
     step: int = 0
@@ -24,48 +24,48 @@ class Facts(msgspec.Struct, frozen=True):
     latest_state_checkpoint: str = ""
 
     def at(self, place: Facts | None) -> Facts:
-        """Return these facts, with what held at a place in the run's order where that is given."""
+        """Return these facts with the `step` and `next_version` of a place in the run's order, if it is given."""
         if place is None:
             return self
         return msgspec.structs.replace(self, step=place.step, next_version=place.next_version)
 
 
 class CommandRecord(msgspec.Struct, frozen=True, tag="command", omit_defaults=True):
-    """A command that was accepted; written before it is executed."""
+    """An accepted command; written before it is executed."""
 
     seq_id: int
     method: str
     tenant: str
     request: bytes
-    """Without its content where the command was refused."""
+    """Without its content if the command was refused."""
     refusal: Failure | None = None
-    """What it answers at its turn, where it was refused as it came."""
+    """What the command answers at its turn, if it was refused on arrival."""
     digest: bytes = b""
-    """Of the request as it came, where it was refused."""
+    """Digest of the original request, if it was refused."""
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):
-    """What a command answered; written before the client hears of it."""
+    """The answer to a command; written before the client receives it."""
 
     seq_id: int
     digest: bytes
     method: str
     reply: bytes | None
-    """None for a refusal, and for a reply that is no longer kept."""
+    """None for a refusal or a reply that is no longer kept."""
     failure: Failure | None = None
     facts: Facts = Facts()
     version: int = 0
-    """Number of the version that the command made, also where it was refused since nobody acknowledged it; 0: none."""
+    """Version that the command made, even if it was refused because nobody acknowledged the version; 0 for none."""
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, tag="attempt"):
-    """The engine died while it executed the command."""
+    """The engine died while executing the command."""
 
     seq_id: int
 
 
 class RebaseRecord(msgspec.Struct, frozen=True, tag="rebase"):
-    """The run's state was lost; commands below `seq_id` that stand nowhere are given up."""
+    """The run's state was lost; commands below `seq_id` that have no record are given up."""
 
     seq_id: int
 
@@ -76,22 +76,22 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 class JournalDamagedError(Exception):
-    """A journal or snapshot holds bytes that differ from their checksum, or lacks some."""
+    """A journal or snapshot does not match its checksums, or is incomplete."""
 
 
 def encode(record: Record) -> bytes:
-    """Return a record's bytes."""
+    """Encode a record, preceded by its length."""
     payload = msgspec.msgpack.encode(record)
     return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
 
 
 def encode_records(records: Iterable[Record]) -> bytes:
-    """Return the bytes of records, one behind the other."""
+    """Encode records one after the other."""
     return b"".join(map(encode, records))
 
 
 def decode_records(data: bytes) -> list[Record]:
-    """Read records, one behind the other. Raises msgspec.MsgspecError; checksums are the caller's to compare."""
+    """Decode consecutive records. Raises msgspec.MsgspecError; the caller must verify checksums."""
     records, offset = [], 0
     while offset < len(data):
         start = offset + _LENGTH_BYTES
@@ -101,6 +101,6 @@ def decode_records(data: bytes) -> list[Record]:
 
 
 def decode_record(payload: bytes) -> Record:
-    """Read a record without its length. Raises msgspec.MsgspecError."""
+    """Decode a record without its length. Raises msgspec.MsgspecError."""
     record: Record = _decoder.decode(payload)
     return record

@@ -1,7 +1,7 @@
 """Snapshots of a run, from which its journal is replayed.
 
-<run>/snapshots/<seq_id>/   what the engine's save_state wrote, answers, facts.json, SHA256SUMS
-<run>/loads/<seq_id>/       the checkpoint that command `seq_id` loads, linked, so that a replay finds the same
+<run>/snapshots/<seq_id>/   the files that the engine's save_state wrote, answers, facts.json, SHA256SUMS
+<run>/loads/<seq_id>/       links to the checkpoint that command `seq_id` loads, so that a replay finds the same files
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from trainer_service.volume.checked_file import UnknownFormatError
 _ANSWERS, _FACTS = "answers", "facts.json"
 _MAGIC = b"PACEANS2"
 _KEPT = 2
-"""Snapshots of a run that are kept, so that damage to the newest costs a longer replay and nothing else."""
+"""Number of snapshots kept per run, so that damage to the newest costs only a longer replay."""
 OWN_FILES = frozenset({_ANSWERS, _FACTS, SUMS_FILE})
-"""Files of a snapshot beside those that the engine wrote."""
+"""Files of a snapshot that the engine did not write."""
 
 _log = get_logger(__name__)
 
@@ -49,7 +49,7 @@ class Snapshot:
     directory: Path
     facts: Facts
     answers: list[AnswerRecord]
-    """Of that command and those before it, as far as they are kept."""
+    """Answers to that command and earlier ones, as far as they are kept."""
 
 
 class SnapshotStore:
@@ -63,9 +63,9 @@ class SnapshotStore:
         self._failpoints = failpoints
 
     def newest(self) -> Snapshot | None:
-        """Read and verify the newest snapshot that is whole; damaged ones are set aside.
+        """Read and verify the newest intact snapshot; set damaged ones aside.
 
-        Raises UnknownFormatError, or OSError where one cannot be read now, which says nothing of what it holds.
+        Raises UnknownFormatError, or OSError if one cannot be read at the moment, which does not mean it is damaged.
         """
         for seq_id in sorted(self._numbers(self._root), reverse=True):
             directory = self._root / str(seq_id)
@@ -93,9 +93,9 @@ class SnapshotStore:
     async def save(
         self, seq_id: int, size: int, write: Callable[[Path], Awaitable[tuple[Facts, list[AnswerRecord]]]]
     ) -> None:
-        """Make a snapshot, durably: `write` saves the run's state, `size` bytes, and returns what is known of the run.
+        """Durably make a snapshot. `write` saves the run's state of `size` bytes and returns its facts and answers.
 
-        Raises what `write` raised, or DiskFull.
+        Raises the error of `write`, or DiskFull.
         """
         self._guard.check(self._directory, size)
         async with staged_directory(self._root / str(seq_id)) as staging:
@@ -106,7 +106,7 @@ class SnapshotStore:
         self._failpoints.hit("after_snapshot")
 
     def drop_old(self) -> int:
-        """Remove what the newest snapshots make superfluous; return the seq_id of the oldest that is kept."""
+        """Remove old snapshots and the pinned checkpoints they needed; return the seq_id of the oldest one kept."""
         kept = sorted(self._numbers(self._root))[-_KEPT:]
         old = [self._root / str(number) for number in self._numbers(self._root) if number < kept[0]]
         old += [self._loads / str(number) for number in self._numbers(self._loads) if number <= kept[0]]
@@ -116,9 +116,9 @@ class SnapshotStore:
         return kept[0]
 
     async def pin(self, seq_id: int, take: Callable[[Path], Awaitable[None]]) -> Path:
-        """Keep the checkpoint that `take` puts into a directory for the replay of the command that loads it.
+        """Keep the checkpoint that `take` puts into a directory, for replays of the command that loads it.
 
-        Returns where. Raises what `take` raised, or DiskFull.
+        Returns its directory. Raises the error of `take`, or DiskFull.
         """
         pinned = self._loads / str(seq_id)
         if not pinned.exists():
@@ -128,7 +128,7 @@ class SnapshotStore:
         return pinned
 
     def pinned(self, seq_id: int) -> Path | None:
-        """Return the checkpoint that was kept for a command."""
+        """Return the directory of the checkpoint kept for a command, or None."""
         directory = self._loads / str(seq_id)
         return directory if directory.exists() else None
 
@@ -144,7 +144,7 @@ def _seal(directory: Path, facts: Facts, answers: list[AnswerRecord]) -> None:
 
 
 def _decode_answers(data: bytes) -> list[Record]:
-    """Read answers whose checksum was compared."""
+    """Decode answers whose checksum was already verified."""
     magic = data[: len(_MAGIC)]
     if magic == format1.MAGIC:
         return format1.decode(data).records

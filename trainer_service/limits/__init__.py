@@ -1,1 +1,1 @@
-"""Room on the disk and in memory, and each tenant's part of it."""
+"""Limits on disk space and memory, in total and per tenant."""

@@ -1,4 +1,4 @@
-"""Lets in as much at a time as fits into memory."""
+"""Limits the bytes held in memory at the same time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import asynccontextmanager
 
 
 class ByteGate:
-    """Who wants to hold bytes waits until they fit beside what others hold; in order of arrival."""
+    """Admits holders of bytes in order of arrival, each once its bytes fit beside those already held."""
 
     def __init__(self, limit: int) -> None:
-        """Let `limit` bytes in at a time, or one alone that is larger; 0 means any number."""
+        """Admit `limit` bytes at a time, or a single larger holder alone; 0 means no limit."""
         self._limit = limit
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._holders = 0
         self.held = 0
-        """Bytes that are held."""
+        """Bytes held at present."""
 
     @asynccontextmanager
     async def hold(self, size: int) -> AsyncIterator[None]:
-        """Hold `size` bytes while the block runs, once they fit."""
+        """Wait until `size` bytes fit, and hold them while the block runs."""
         if self._waiting or not self._fits(size):
             place = asyncio.get_running_loop().create_future()
             self._waiting.append((place, size))
@@ -30,7 +30,7 @@ class ByteGate:
             except asyncio.CancelledError:
                 if place.cancelled():
                     self._let_in()
-                else:  # it was let in at the same moment
+                else:  # it was admitted at the same moment
                     self._leave(size)
                 raise
         else:

@@ -1,4 +1,4 @@
-"""Room on the disk is asked for before anything is written, so that a full one is found before a run is touched."""
+"""Checks free disk space before anything is written, so that a full disk is noticed before a run changes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from trainer_service.limits.volume_bytes import VolumeBytes
 
 @dataclass(frozen=True, slots=True)
 class DiskGuard:
-    """Refuses to begin what would leave less than `min_free_bytes` on the checkpoint volume, and counts what is."""
+    """Refuses work that would leave less than `min_free_bytes` on the checkpoint volume, and counts what is written."""
 
     min_free_bytes: int
     volume_bytes: VolumeBytes | None = None
-    """Whose bytes they are; None where nobody asks."""
+    """Counter of bytes by tenant; None if nothing is counted."""
 
     def measure(self, path: Path) -> None:
-        """Count a part of a run's folder that was written or removed."""
+        """Update the count of a part of a run's folder that was written or removed."""
         if self.volume_bytes is not None:
             self.volume_bytes.measure(path)
 
     def check(self, directory: Path, size: int, retry_after: float | None = None) -> None:
-        """Check that `size` bytes fit below `directory`, which exists. Raises DiskFull with what is free and needed."""
+        """Raise DiskFull, with the free and needed bytes, unless `size` bytes fit below the existing `directory`."""
         free = shutil.disk_usage(directory).free
         needed = size + self.min_free_bytes
         if free < needed:
@@ -37,4 +37,4 @@ class DiskGuard:
 
 
 NO_GUARD = DiskGuard(0)
-"""Refuses nothing but what does not fit, and counts nothing."""
+"""Refuses only what does not fit, and counts nothing."""

@@ -1,9 +1,9 @@
-"""How many bytes each tenant has on the checkpoint volume.
+"""Number of bytes that each tenant has on the checkpoint volume.
 
-Counted once at the start, and from then on whenever something of a run gets or loses a name: a checkpoint, a version,
-a snapshot, a loaded checkpoint that is kept for a replay (also where it shares its bytes with the one that was loaded),
-or a segment of a journal. Each is measured as it is then, whatever was known of it before. A checkpoint counts as long
-as it is there, also when its run is deleted. run.json and its copy count as nothing.
+Everything is counted once at startup. After that, an entry is measured whenever it gets or loses its name: a
+checkpoint, a version, a snapshot, a journal segment, or a loaded checkpoint that is kept for replay (even where it
+shares its bytes with the original). Each measurement replaces the previous one. A checkpoint counts as long as it
+exists, even after its run is deleted. run.json and its copy do not count.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from trainer_service.volume.run_file import tenant_of
 _log = get_logger(__name__)
 
 QUOTA = "volume_bytes"
-"""The quota's name."""
+"""Name of the quota on bytes on the volume."""
 
 
 class VolumeBytes:
-    """Bytes on the checkpoint volume by tenant. May be called from any thread."""
+    """Bytes on the checkpoint volume by tenant. Thread-safe."""
 
     def __init__(self, volume: layout.Volume, limit: int | None = 0) -> None:
-        """Take how many bytes a tenant may have: None means half of what the volume can hold, 0 any number."""
+        """`limit` is the most bytes that a tenant may have: None means half of the volume's capacity, 0 no limit."""
         self._volume = volume
         self._wanted = limit
         self.limit = limit or 0
         self._lock = threading.Lock()
         self._owners: dict[str, str] = {}
         self._sizes: dict[str, dict[str, int]] = {}
-        """By run, and by path in its folder."""
+        """Sizes by run, and by path in the run's folder."""
         self._by_tenant: Counter[str] = Counter()
 
     def count_all(self) -> None:
-        """Count what is on the volume, after what a crash left half done was put in order."""
+        """Count everything on the volume, after startup has cleaned up what a crash interrupted."""
         if self._wanted is None:
             self.limit = shutil.disk_usage(self._volume.root).total // 2
         for folder in self._volume.runs.glob("run-*"):
@@ -53,12 +53,12 @@ class VolumeBytes:
                 _log.error("a run's bytes cannot be counted; they count as none", run=folder.name, error=str(error))
 
     def own(self, run_id: str, tenant: str) -> None:
-        """Note whose a run is."""
+        """Record the owner of a run."""
         with self._lock:
             self._owners[run_id] = tenant
 
     def count(self, run_id: str) -> None:
-        """Count a run's folder anew; one that is gone counts as nothing."""
+        """Recount a run's folder; a missing folder counts as nothing."""
         folder = self._volume.run(run_id)
         sizes = {str(path.relative_to(folder)): _size_of(path) for path in _parts(folder)}
         tenant = tenant_of(folder)
@@ -74,29 +74,29 @@ class VolumeBytes:
                 self._owners.pop(run_id, None)
 
     def measure(self, path: Path) -> None:
-        """Count a part of a run's folder as it is now: a directory with its files, or a file."""
+        """Measure a part of a run's folder: a directory with its files, or a file."""
         parts = path.relative_to(self._volume.runs).parts
         run_id, name = parts[0], "/".join(parts[1:])
         with self._lock:
             size = _size_of(path)
             if run_id not in self._owners:
-                return  # it is counted as a whole when it is known whose it is
+                return  # the whole run is counted once its owner is known
             sizes = self._sizes.setdefault(run_id, {})
             self._by_tenant[self._owners[run_id]] += size - sizes.pop(name, 0)
             if size:
                 sizes[name] = size
 
     def used(self, tenant: str) -> int:
-        """Return how many bytes a tenant has, with those that it is about to write."""
+        """Return the bytes that a tenant has, including those that it is about to write."""
         return self._by_tenant[tenant]
 
     def tenants(self) -> list[str]:
-        """Return those who have something."""
+        """Return the tenants that have bytes on the volume."""
         with self._lock:
             return [tenant for tenant, size in self._by_tenant.items() if size]
 
     def check(self, tenant: str, size: int) -> None:
-        """Raise QuotaExceeded unless a tenant may have `size` bytes more."""
+        """Raise QuotaExceeded unless a tenant may have `size` more bytes."""
         used = self.used(tenant)
         if self.limit and used + size > self.limit:
             raise errors.QuotaExceeded(
@@ -108,7 +108,7 @@ class VolumeBytes:
 
     @contextmanager
     def taking(self, tenant: str, size: int, replaced: Path) -> Iterator[None]:
-        """Keep `size` bytes for what the block writes in the place of `replaced`. Raises QuotaExceeded."""
+        """Reserve `size` bytes for what the block writes in place of `replaced`. Raises QuotaExceeded."""
         size -= min(size, _size_of(replaced))
         self.check(tenant, size)
         with self._lock:
@@ -121,16 +121,16 @@ class VolumeBytes:
 
 
 def _parts(folder: Path) -> Iterator[Path]:
-    """Yield what is counted of a run's folder: what lies in its own folders."""
+    """Yield the counted parts of a run's folder: the contents of its subfolders."""
     for part in folder.iterdir() if folder.exists() else ():
         if part.is_dir():
             yield from (path for path in part.iterdir() if not path.name.startswith("."))
 
 
 def _size_of(path: Path) -> int:
-    """Return the bytes of a file, or of a directory's files, as far as they can be read; 0 where there is none."""
+    """Return the bytes of a file, or of a directory's files, as far as they can be read; 0 if it does not exist."""
     size = 0
-    with suppress(OSError):  # what it counts is written already: nothing may fail of that
+    with suppress(OSError):  # the data is already written, so counting must not fail
         try:
             with os.scandir(path) as entries:
                 for entry in entries:

@@ -1,1 +1,1 @@
-"""Versions: made here, announced to the samplers that watch, kept as long as one of them holds them."""
+"""Create versions, announce them to the watching samplers, and keep them as long as a sampler holds them."""

@@ -1,9 +1,9 @@
-"""Whether samplers compute what the trainer computes: both score the same tokens, with the base model and a version.
+"""Check that samplers compute what the trainer computes: both score the same tokens with base model and version.
 
-With the base model and with adapters the trainer scores by a run of its own that lives for one pass: an adapter that
-was just made changes nothing, and one that is loaded from a version's files is the version. So no run is touched, and
-no publish waits. A whole model takes too much memory for that: its run scores itself when it is published, before
-anything else of it is computed.
+The trainer scores the base model and adapters with a temporary run that exists for one pass: a fresh adapter changes
+nothing, and an adapter loaded from a version's files is that version. No other run is touched, and no publish waits. A
+whole model takes too much memory for that. Its own run scores the tokens when it is published, before it computes
+anything else.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from trainer_service.publish.watch_hub import Watcher
 from trainer_service.runs.record import RunRecord
 
 _RETRY_SECONDS, _MOST_ATTEMPTS = 2.0, 150
-"""Between attempts while the engine is away, and how many there are before the sampler watches anew."""
+"""Delay between attempts while the engine is unavailable, and their number; the sampler's next watch tries again."""
 _SMALLEST = [
     LoraConfig(rank=1, train_attn=group == "attn", train_mlp=group == "mlp", train_unembed=group == "unembed")
     for group in ("attn", "mlp", "unembed")
 ]
-"""Adapters that change nothing; a model may not take one on all of its parts."""
+"""Adapters that change nothing, tried in order, because a model may not support one on each of its parts."""
 
 _MOST_UNANSWERED = 5
-"""Versions of a run of whole models that are scored for a watcher which compares none, as one that serves adapters."""
+"""Versions of a full-parameter run scored for a watcher that compares none, such as one that serves adapters."""
 
 _log = get_logger(__name__)
 T = TypeVar("T")
@@ -50,21 +50,21 @@ Find = Callable[[RunRecord, int], Path]
 
 @dataclass(slots=True)
 class _Seen:
-    """What a watcher has compared of versions."""
+    """The versions that a watcher has compared."""
 
     agreed: set[str] = field(default_factory=set)
-    """Runs of which a version was compared and agreed."""
+    """Runs with a version that was compared and agreed."""
     comparing: dict[str, int] = field(default_factory=dict)
-    """Runs of adapters of which no version has agreed yet, with the newest one that was compared or is to be."""
+    """LoRA runs of which no version has agreed yet -> the newest version that was compared or will be."""
     queued: set[str] = field(default_factory=set)
-    """Those of them whose newest version is still to be scored here."""
+    """Those of them whose newest version the trainer has yet to score."""
     unanswered: Counter[str] = field(default_factory=Counter)
-    """Versions of each run of whole models that were scored for it since it compared one."""
+    """Number of versions of each full-parameter run scored for the watcher since it last compared one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """What a run of whole models computes with one of its versions."""
+    """What a full-parameter run computed with one of its versions."""
 
     version: int
     tokens: Array
@@ -73,17 +73,17 @@ class _Score:
 
 
 class Agreements:
-    """Has samplers that watch measured, and knows what came of it."""
+    """Has watching samplers compared with the trainer, and keeps the results."""
 
     def __init__(self, engine: EngineProcess, find: Find, metrics: CollectorRegistry) -> None:
-        """Take what finds a version's directory."""
+        """`find` returns a version's directory."""
         self._engine = engine
         self._find = find
         self._known: dict[str, dict[str, pb.Agreement]] = {}
-        """By sampler and run; of the base model ("") and of each run's version that was compared last."""
+        """By sampler and run: the agreement on the base model ("") and on each run's last compared version."""
         self._seen: dict[Watcher, _Seen] = {}
         self._scores: dict[str, _Score] = {}
-        """Of each run of whole models, with the version that was scored last."""
+        """The last score of each full-parameter run."""
         self._base: tuple[Array, Array] | None = None
         self._scoring = asyncio.Lock()
         self._tasks: dict[asyncio.Task[None], Watcher] = {}
@@ -95,19 +95,19 @@ class Agreements:
         )
 
     def all(self) -> list[pb.Agreement]:
-        """Return what is known of the samplers that watch."""
+        """Return all agreements of the watching samplers."""
         return [one for _, known in sorted(self._known.items()) for _, one in sorted(known.items())]
 
     def joined(self, watcher: Watcher) -> None:
-        """Have a sampler that has just come score tokens with the base model."""
+        """Have a sampler that just joined score tokens with the base model."""
         self._seen[watcher] = _Seen()
         self._spawn(watcher, self._probe_base(watcher))
 
     async def score(self, run: RunRecord, version: int) -> None:
-        """Have a run of whole models score tokens with the weights that become a version, in the publish's turn.
+        """Have a full-parameter run score tokens with the weights that become a version, in the publish's turn.
 
-        That takes a pass of 256 tokens. It is done for the run's first version, and while a sampler that watches was
-        compared with none. Raises EngineUnavailable; a version that fails for another reason is not compared.
+        This takes a pass of 256 tokens. It is done for the run's first version, and while a watching sampler has agreed
+        with none. Raises EngineUnavailable; a version that fails for another reason is not compared.
         """
         waiting = [seen for seen in self._seen.values() if run.run_id not in seen.agreed]
         if run.run_id in self._scores and all(seen.unanswered[run.run_id] >= _MOST_UNANSWERED for seen in waiting):
@@ -125,7 +125,7 @@ class Agreements:
         self._scores[run.run_id] = _Score(version, tokens, logprobs, self._dtype(run))
 
     def forget(self, run_id: str) -> None:
-        """Forget a run that was deleted."""
+        """Forget a deleted run."""
         self._scores.pop(run_id, None)
         for known in self._known.values():
             known.pop(run_id, None)
@@ -135,9 +135,9 @@ class Agreements:
             seen.unanswered.pop(run_id, None)
 
     def acknowledged(self, watcher: Watcher, run: RunRecord, version: int, *, is_refused: bool) -> None:
-        """Have a sampler score tokens with the first version that it has, and with the first of each run.
+        """Have a sampler score tokens with the first version that it acknowledges, and with the first of each run.
 
-        Of whole models with the first that the run scored; and until one agrees with those that follow.
+        For a full-parameter run that is the first version that the run scored. Later versions follow until one agrees.
         """
         seen = self._seen.get(watcher)
         if seen is None or run.run_id in seen.agreed:
@@ -151,7 +151,7 @@ class Agreements:
             self._compare(watcher, seen, run, version)
 
     def heard(self, watcher: Watcher, agreement: pb.Agreement) -> None:
-        """Take in what a sampler measured; nothing of a run that was deleted meanwhile."""
+        """Record what a sampler measured, unless the run was deleted meanwhile."""
         agreement.sampler_id = watcher.sampler_id
         run_id = agreement.model.run_id
         is_base = not run_id
@@ -179,7 +179,7 @@ class Agreements:
             )
 
     def left(self, watcher: Watcher, *, is_gone: bool) -> None:
-        """Forget a watcher, and where no other has its name what is known of the sampler."""
+        """Forget a watcher, and the sampler's agreements if no other watcher has its name (`is_gone`)."""
         self._seen.pop(watcher, None)
         for task in [task for task, other in self._tasks.items() if other is watcher]:
             task.cancel()
@@ -199,7 +199,7 @@ class Agreements:
         seen.unanswered.pop(run_id, None)
 
     def _compare(self, watcher: Watcher, seen: _Seen, run: RunRecord, version: int) -> None:
-        """Have a sampler score a version, once, and of those that come while the engine is away the newest."""
+        """Have a sampler score a version once; of those that come while the engine is unavailable, only the newest."""
         if version <= seen.comparing.get(run.run_id, 0):
             return
         seen.comparing[run.run_id] = version
@@ -234,7 +234,7 @@ class Agreements:
         self._send(watcher, ModelRef(run_id=run.run_id, version=version), tokens, logprobs, self._dtype(run))
 
     def _dtype(self, run: RunRecord) -> str:
-        """Return what a run is computed in."""
+        """Return the dtype that a run computes in."""
         full = run.parameters
         in_half = isinstance(full, FullParameters) and full.storage is WeightStorage.BFLOAT16
         return "bfloat16" if in_half else self._engine.describe().dtype
@@ -250,7 +250,7 @@ class Agreements:
 
     @staticmethod
     async def _when_available(score: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Score as soon as the engine is there; not again where it may have died of that. Raises EngineUnavailable."""
+        """Score as soon as the engine is available; no retry if that may have killed it. Raises EngineUnavailable."""
         attempts = 0
         while True:
             try:
@@ -262,7 +262,7 @@ class Agreements:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def _tokens(self) -> Array:
-        """Return the same random tokens each time, of the whole vocabulary: int32 [N]."""
+        """Return the same random tokens each time, drawn from the whole vocabulary: int32 [N]."""
         model = self._engine.describe()
         size = min(PROBE_TOKENS, model.max_context_length)
         return np.random.default_rng(0).integers(model.vocab_size, size=size, dtype=np.int32)
@@ -288,7 +288,7 @@ class Agreements:
             return await self._logprobs(run_id, tokens)
 
     async def _logprobs(self, run_id: str, tokens: Array) -> Array:
-        """Return what a run gives as the log-probability of each token but the first: float32 [N - 1]."""
+        """Return a run's log-probability of each token but the first: float32 [N - 1]."""
         weights = np.ones(len(tokens) - 1, np.float32)
         datum = Datum(tokens[:-1], {"target_tokens": tokens[1:].astype(np.int64), "weights": weights})
         spec = ForwardBackwardSpec("cross_entropy", forward_only=True)
@@ -302,7 +302,7 @@ class Agreements:
         try:
             yield run_id
         finally:
-            with suppress(errors.EngineUnavailable):  # then it holds no runs
+            with suppress(errors.EngineUnavailable):  # a new engine holds no runs
                 await self._engine.delete_run(run_id)
 
 

@@ -1,4 +1,4 @@
-"""The process group over which versions are broadcast: the trainer's member, and who else is in it."""
+"""The process group that broadcasts versions: the trainer's member, and the group's membership."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.publish.watch_hub import Watcher, WatchHub
 
 _FIRST_DELAY, _LAST_DELAY = 0.5, 60.0
-"""Seconds until a group that did not come about, or broke, is made again: doubled each time."""
+"""Seconds until a group that failed to form is formed again: first and longest delay, doubled each time."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """How the group is made."""
+    """Settings of the group."""
 
     listen: str
-    """host:port of the store at which members meet; port 0 means any that is free."""
+    """host:port of the store where members rendezvous; port 0 means any free port."""
     backend: str
     seconds: float
     """How long one transfer may take."""
 
 
 class BroadcastGroup:
-    """Makes a new generation of the group whenever who is in it changes. Without members there is no process either.
+    """Forms a new generation of the group whenever its membership changes. Without samplers there is no process.
 
-    While there is no group, samplers fetch versions as those of the bridge stream do: nothing waits for a group.
+    While there is no group, samplers fetch versions as with the bridge `stream`; nothing waits for a group.
     """
 
     def __init__(self, options: GroupOptions, hub: WatchHub) -> None:
@@ -45,9 +45,9 @@ class BroadcastGroup:
         self._samplers = 0
         self._changed = asyncio.Event()
         self._refused = False
-        """Whether a sampler said that this generation is of no use to it."""
+        """Whether a sampler reported that it is not in this generation."""
         self._absent: set[Watcher] = set()
-        """Those that did not come when they were called; they are called again when they watch anew."""
+        """Samplers that did not join when they were invited; they are invited again when they reconnect."""
         self._transfers = Background("broadcast failed")
 
     def count(self) -> int:
@@ -55,26 +55,26 @@ class BroadcastGroup:
         return self._samplers if self._member else 0
 
     def changed(self, watcher: Watcher) -> None:
-        """Note that a sampler came or went."""
+        """Note that a sampler started or stopped watching."""
         if watcher.joins_group:
             self._changed.set()
 
     def left(self, watcher: Watcher, left: pb.LeftGroup) -> None:
-        """Note that a sampler says that it is not, or no longer, in the group."""
+        """Note a sampler's report that it is not, or no longer, in the group."""
         _log.warning("sampler left the group", sampler=watcher.sampler_id, reason=left.reason)
         if left.generation == self._generation:
             self._refused = True
             self._changed.set()
 
     def send(self, path: Path, size: int) -> int:
-        """Broadcast a file; returns the generation to announce it with, 0 where there is no group."""
+        """Start broadcasting a file; return the generation to announce it with, or 0 if there is no group."""
         if self._member is None:
             return 0
         self._transfers.spawn(self._transfer(self._member, path, size))
         return self._member.generation
 
     async def run(self) -> None:
-        """Make groups until cancelled."""
+        """Form groups until cancelled."""
         delay = _FIRST_DELAY
         try:
             while True:
@@ -110,7 +110,7 @@ class BroadcastGroup:
                 await member.stop()
 
     async def _gather(self, member: GroupMember, samplers: Sequence[Watcher]) -> bool:
-        """Call the samplers and wait until all came; False when others came or went meanwhile. Raises PeerLost."""
+        """Invite the samplers and wait until all joined; False if the membership changed meanwhile. Raises PeerLost."""
         port = await member.listening()
         for rank, watcher in enumerate(samplers, 1):
             watcher.outbox.put_nowait(pb.WatchVersionsResponse(group=self._invitation(rank, len(samplers) + 1, port)))

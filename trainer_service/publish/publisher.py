@@ -1,4 +1,4 @@
-"""Publishing: the current weights become an immutable version, staged in memory, announced, then kept on the volume."""
+"""Publish a run's weights as an immutable version: stage it in memory, announce it, then copy it to the volume."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from trainer_service.runs.registry import RunRegistry
 _log = get_logger(__name__)
 
 _NUMBERS_RESERVED = 64
-"""Version numbers that one write of run.json reserves, so that publishing does not wait for the disk each time."""
+"""Version numbers that one write of run.json reserves, so that not every publish waits for the disk."""
 
 
 class SaveAdapter(Protocol):
-    """The engine's verb that saves a run's weights."""
+    """The engine's method that saves a run's weights."""
 
     async def __call__(
         self, run_id: str, directory: Path, captured: Captured = ..., published: PublishedAs | None = ...
@@ -42,30 +42,30 @@ class SaveAdapter(Protocol):
 
 
 class Scorer(Protocol):
-    """Has whole models compared with what samplers compute."""
+    """Scores whole models, for comparison with samplers."""
 
     async def score(self, run: RunRecord, version: int) -> None:
-        """Note what a run computes with the weights that become a version. Raises EngineUnavailable."""
+        """Record what a run computes with the weights that become a version. Raises EngineUnavailable."""
         ...
 
     def forget(self, run_id: str) -> None:
-        """Forget a run that was deleted."""
+        """Forget a deleted run."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What a publish did."""
+    """The result of a publish."""
 
     model: ServedModel
     acknowledgements: Sequence[pb.Acknowledgement]
     stage_milliseconds: float
-    """Until staged and announced."""
+    """Time until the version was staged and announced."""
     total_milliseconds: float
 
 
 class Publisher:
-    """Makes versions and keeps their files as long as they are needed."""
+    """Creates versions and keeps their files as long as they are needed."""
 
     def __init__(
         self,
@@ -88,19 +88,19 @@ class Publisher:
         self._volume = volume
         self._guard = guard
         self._scorer = scorer
-        # The same name after a crash, so that nothing is left behind in memory.
+        # The name is the same after a crash, so that nothing is left behind in memory.
         volume_hash = sha256(str(volume.root.resolve()).encode()).hexdigest()[:16]
         self._staging = staging_root / f"paceline-trainer-{volume_hash}"
         self._keep_versions = keep_versions
         self._persisting: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._left_out: dict[tuple[str, int], Path] = {}
-        """Where versions are staged that the volume had no room for."""
+        """Staging directories of versions that the volume had no room for."""
         self._retiring = asyncio.Lock()
         self._manifests: dict[Path, pb.Manifest] = {}
-        """Of the versions that are staged, by directory."""
+        """Manifests of the staged versions, by directory."""
 
     def start(self) -> None:
-        """Make an empty staging directory, and announce the newest version of each restored run."""
+        """Create an empty staging directory, and announce the newest version of each restored run."""
         shutil.rmtree(self._staging, ignore_errors=True)
         self._staging.mkdir(mode=0o700, parents=True)
         for run in self._registry:
@@ -121,10 +121,10 @@ class Publisher:
         ack_seconds: float,
         progress: CommandProgress,
     ) -> Publication:
-        """Make the run's current weights its next version; one that command `seq_id` made before a crash is used again.
+        """Publish the run's current weights as its next version, or reuse the one that `seq_id` made before a crash.
 
-        The number is taken in the command's turn; one whose publish fails later is not used again. Raises AckTimeout or
-        what a sampler refused it with; the version exists all the same.
+        The number is assigned in the command's turn; if the publish fails later, it is not used again. Raises
+        AckTimeout or the error with which a sampler refused the version; the version exists in both cases.
         """
         start = perf_counter()
         version = await self._next_version(run, seq_id)
@@ -146,14 +146,14 @@ class Publisher:
         return Publication(weights.served_model(manifest), acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
 
     def has_made(self, run: RunRecord, seq_id: int) -> bool:
-        """Whether the version that command `seq_id` publishes is on the volume from before a crash."""
+        """Return whether the version that command `seq_id` publishes is on the volume from before a crash."""
         made = self._volume.version(run.run_id, run.next_version)
         return made.exists() and int(weights.read_manifest(made).seq_id) == seq_id
 
     async def remake(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
-        """Make a version again that command `seq_id` published and that neither staging nor the volume holds.
+        """Recreate a version that command `seq_id` published and that is neither staged nor on the volume.
 
-        The run's weights are what they were then; `sha256` is that of the first time, empty where it is not known.
+        The run's weights are the same as then; `sha256` is the version's original checksum, empty if unknown.
         """
         newest = max(self._on_volume_numbers(run.run_id), default=0)
         if self._exists(run.run_id, version) or version <= newest - self._keep_versions:
@@ -168,9 +168,9 @@ class Publisher:
         self._persist(run.run_id, version, directory, manifest)
 
     async def settled(self, run_id: str) -> None:
-        """Wait until the versions that a run has published are on the volume. Raises what keeps one from it.
+        """Wait until a run's published versions are on the volume. Raises the error that keeps one from it.
 
-        Those that there was no room for are copied again.
+        Versions that the volume had no room for are copied again.
         """
         for key in [key for key in self._left_out if key[0] == run_id]:
             directory = self._left_out.pop(key)
@@ -181,7 +181,7 @@ class Publisher:
     def find(self, run: RunRecord, version: int | None) -> Path:
         """Return the directory of a version; None means the newest.
 
-        Raises VersionNotFound; EngineUnavailable while the run is restored, which may make it again.
+        Raises VersionNotFound, or EngineUnavailable while the run is being restored, which may recreate the version.
         """
         number = run.latest_version if version is None else version
         for directory in (self._staged(run.run_id, number), self._volume.version(run.run_id, number)):
@@ -195,15 +195,15 @@ class Publisher:
         raise errors.VersionNotFound(message, field="model.version.version")
 
     def staged_manifest(self, directory: Path) -> pb.Manifest | None:
-        """Return the manifest of a version that is staged; None for what lies on the volume."""
+        """Return the manifest of a staged version; None for a directory on the volume."""
         return self._manifests.get(directory)
 
     async def end_waits(self, run_id: str) -> None:
-        """Have publishes of a run that is about to be deleted wait for no sampler."""
+        """Stop publishes of a run that is about to be deleted from waiting for samplers."""
         await self._hub.end_waits(run_id)
 
     async def forget(self, run: RunRecord) -> None:
-        """Drop a run's staged versions and tell the samplers that it is gone."""
+        """Drop a run's staged versions and notify the samplers that it was deleted."""
         self._hub.forget_run(run.run_id)
         if self._scorer is not None:
             self._scorer.forget(run.run_id)
@@ -215,7 +215,7 @@ class Publisher:
         await asyncio.to_thread(shutil.rmtree, self._staging / run.run_id, ignore_errors=True)
 
     def _announce_restored(self, run: RunRecord) -> None:
-        """Find a restored run's newest version that is whole on the volume and announce it; set damaged ones aside."""
+        """Announce the newest intact version of a restored run that is on the volume; set damaged ones aside."""
         numbers = sorted(self._on_volume_numbers(run.run_id), reverse=True)
         run.latest_version = max([run.latest_version, *numbers])
         for number in numbers:
@@ -229,14 +229,14 @@ class Publisher:
                 run.damage.append(f"{directory.parent.name}/{aside.name}")
                 _log.error("version damaged and set aside", run=run.run_id, aside=aside.name, error=str(error))
                 continue
-            except OSError as error:  # not now, perhaps later
+            except OSError as error:  # may be temporary
                 _log.error("version cannot be read", run=run.run_id, version=number, error=str(error))
                 continue
             self._hub.announce(self._announcement(manifest))
             return
 
     async def _next_version(self, run: RunRecord, seq_id: int) -> int:
-        """Return the number that the run's current weights get: none that other weights ever had."""
+        """Return the version number for the run's current weights: one that no other weights ever had."""
         version = run.next_version
         while (made := self._volume.version(run.run_id, version)).exists():
             if weights.read_manifest(made).seq_id == seq_id and await self._is_current(run, made):
@@ -245,7 +245,7 @@ class Publisher:
         return version
 
     async def _is_current(self, run: RunRecord, made: Path) -> bool:
-        """Whether a version on the volume holds the run's current weights."""
+        """Return whether a version on the volume holds the run's current weights."""
         directory, known = self._directory(run, 0), weights.read_manifest(made)
         async with staged_directory(directory, durable=False) as staging:
             await self._save_adapter(run.run_id, staging)
@@ -261,11 +261,11 @@ class Publisher:
         progress: CommandProgress,
         offer: Callable[[pb.Staged], None] | None = None,
     ) -> tuple[pb.Manifest, Path]:
-        """Make a version's files and its manifest; `offer` tells of an adapter before its checksums are computed."""
+        """Create a version's files and manifest; `offer` is called for an adapter before its checksums are computed."""
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
         directory, whole = self._directory(run, version), _is_whole(run)
         async with staged_directory(directory, overwrite=whole, durable=whole) as staging:
-            # What is made again may differ from what it was: its checksum, not yet known, decides whether it is used.
+            # A recreated version may differ from the original: its checksum, not yet known, decides whether it is used.
             published = PublishedAs(run.run_id, version, run.tenant) if offer is not None else None
             with nullcontext() if whole else _staging_named():
                 await self._save_adapter(run.run_id, staging, progress.capture, published)
@@ -287,7 +287,7 @@ class Publisher:
         if not whole:
             if offer is not None:
                 offer(pb.Staged(manifest=draft, staged_path=str(directory / layout.WEIGHTS_FILE)))
-            # It is written beside the weights on their way to the volume; until then nobody reads it from a file.
+            # The manifest is written to a file when the version is copied to the volume; nobody reads it before that.
             manifest = self._manifests[directory] = await asyncio.to_thread(weights.seal, directory, draft)
         return manifest, directory
 
@@ -316,9 +316,9 @@ class Publisher:
                 self._left_out[key] = self._staged(*key)
 
     async def _retire(self, run_id: str, newest: int) -> None:
-        """Remove what a version makes superfluous; what cannot be removed is left to the next one.
+        """Remove the versions that `newest` makes superfluous; leave what cannot be removed to the next call.
 
-        One at a time: versions that are copied together find the same older ones.
+        Calls take turns, because versions that are copied at the same time find the same older ones.
         """
         async with self._retiring:
             try:
@@ -327,12 +327,12 @@ class Publisher:
                 _log.warning("older versions not removed", run=run_id, version=newest, error=str(error))
 
     def _remove_before(self, run_id: str, newest: int) -> None:
-        """Remove staged versions that the volume holds, and versions on the volume that nobody needs."""
+        """Remove older staged versions that are on the volume, and versions on the volume that nobody needs."""
         for number in layout.numbered(self._staging / run_id):
             staged = self._staged(run_id, number)
             if number < newest and self._volume.version(run_id, number).exists():
                 self._manifests.pop(staged, None)
-                shutil.rmtree(staged, ignore_errors=True)  # Its run may be deleted meanwhile.
+                shutil.rmtree(staged, ignore_errors=True)  # the run may be deleted meanwhile
         leased = self._hub.leased()
         for version in sorted(self._on_volume_numbers(run_id), reverse=True)[self._keep_versions :]:
             if (run_id, version) not in leased:
@@ -348,7 +348,7 @@ class Publisher:
         return self._staging / run_id / str(version)
 
     def _directory(self, run: RunRecord, version: int) -> Path:
-        """Return where a version is made: in memory, or where it stays if it is a whole model."""
+        """Return where a version is created: in the staging directory, or on the volume if it is a whole model."""
         run_id = run.run_id
         return self._volume.version(run_id, version) if _is_whole(run) else self._staged(run_id, version)
 
@@ -356,10 +356,10 @@ class Publisher:
         return layout.numbered(self._volume.version(run_id, 0).parent)
 
     def _announce(self, manifest: pb.Manifest, directory: Path) -> Set[str]:
-        """Announce a version that was made, and broadcast it; a whole model is on the volume from the first."""
+        """Broadcast a new version and announce it; a whole model is already on the volume."""
         whole = weights.is_model(manifest)
         announcement = self._announcement(manifest) if whole else pb.Announcement(manifest=manifest)
-        # Nothing is awaited between the two, so that members receive in the order of the announcements.
+        # There is no await between the two, so that members receive files in the order of the announcements.
         file = directory / weights.weights_file(manifest)
         announcement.broadcast_generation = self._group.send(file, manifest.total_size)
         return self._hub.announce(announcement)
@@ -370,14 +370,14 @@ class Publisher:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy a directory without others in it. Raises OSError with its number, which `shutil.copytree` leaves out."""
+    """Copy the files of a flat directory. Raises OSError with its errno, which `shutil.copytree` leaves out."""
     for path in source.iterdir():
         shutil.copy2(path, target)
 
 
 @contextmanager
 def _staging_named() -> Iterator[None]:
-    """Say of a full disk that it is not the checkpoint volume's."""
+    """Make DiskFull name the staging directory instead of the checkpoint volume."""
     try:
         yield
     except errors.DiskFull as error:
@@ -386,7 +386,7 @@ def _staging_named() -> Iterator[None]:
 
 
 def _seal_model(directory: Path, draft: pb.Manifest) -> pb.Manifest:
-    """Write the manifest and the sums of a whole model beside it, where it stays."""
+    """Write the manifest and checksums of a whole model into its directory."""
     manifest = weights.seal(directory, draft)
     weights.write_manifest(directory, manifest)
     weights.write_sums(directory, manifest)
@@ -394,5 +394,5 @@ def _seal_model(directory: Path, draft: pb.Manifest) -> pb.Manifest:
 
 
 def _is_whole(run: RunRecord) -> bool:
-    """Whether a run's versions are whole models."""
+    """Return whether a run's versions are whole models."""
     return isinstance(run.parameters, FullParameters)

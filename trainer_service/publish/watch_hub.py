@@ -1,6 +1,6 @@
-"""Who watches, what they hold, and what they said of each version.
+"""The watching samplers, the versions that they hold, and their answers to each version.
 
-The trainer keeps no list of samplers beyond this.
+The trainer has no other list of samplers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = get_logger(__name__)
 
 
 class AckPolicy(Enum):
-    """Whose acknowledgement a publish waits for. The values are those of the wire."""
+    """Whose acknowledgement a publish waits for. The values are those on the wire."""
 
     NONE = 1
     ANY = 2
@@ -34,42 +34,42 @@ class AckPolicy(Enum):
 
 @dataclass(slots=True, eq=False)
 class Watcher:
-    """A sampler that watches."""
+    """A watching sampler."""
 
     sampler_id: str
     held: dict[VersionKey, str]
-    """What it holds, with the SHA-256 that it says; empty where it does not say."""
+    """Version that the sampler holds -> SHA-256 that it reported; empty if it reported none."""
     joins_group: bool = False
-    """Whether it is to be in the process group over which versions are broadcast."""
+    """Whether the sampler joins the process group that broadcasts versions."""
     links_staged: bool = False
-    """Whether it wants to hear of versions as soon as their files are staged."""
+    """Whether the sampler wants to be notified of versions as soon as their files are staged."""
     instance: str = ""
-    """Tells a sampler that watches again from another of the same name; empty where it does not say."""
+    """Distinguishes a sampler that reconnects from another one of the same name; empty if not reported."""
     outbox: asyncio.Queue[pb.WatchVersionsResponse | errors.PacelineError] = field(default_factory=asyncio.Queue)
-    """What it is told; an error ends its watch."""
+    """Messages to the sampler; an error ends its watch."""
 
     def announce(self, announcement: pb.Announcement) -> None:
-        """Tell it of a version."""
+        """Queue the announcement of a version."""
         self.outbox.put_nowait(pb.WatchVersionsResponse(announcement=announcement))
 
     def needs(self, model: ServedModel) -> bool:
-        """Whether it is to hear of a run's newest version: it lacks these bytes, or takes another for the newest."""
+        """Return whether to announce a run's newest version: the sampler lacks its bytes or holds a higher number."""
         others = (version for run_id, version in self.held if run_id == model.run_id)
         held = self.held.get((model.run_id, model.version))
         return held not in {"", model.sha256} or max(others, default=0) > model.version
 
 
 class WatchHub:
-    """Announces versions and gathers what samplers answer.
+    """Announces versions and collects the samplers' answers.
 
-    An acknowledgement counts only where the sampler says the SHA-256 that was announced.
+    An acknowledgement counts only if it carries the SHA-256 that was announced.
     """
 
     def __init__(self) -> None:
         self._watchers: dict[str, Watcher] = {}
         self._newest: dict[str, pb.Announcement] = {}
         self._announced: dict[VersionKey, str] = {}
-        """SHA-256 of every version that was announced."""
+        """SHA-256 of every announced version."""
         self._acks: dict[VersionKey, dict[str, pb.Acknowledgement]] = defaultdict(dict)
         self._refusals: dict[VersionKey, dict[str, pb.Refusal]] = defaultdict(dict)
         self._ended: set[str] = set()
@@ -77,18 +77,17 @@ class WatchHub:
         self._changed = asyncio.Condition()
 
     def count(self) -> int:
-        """Return how many watch."""
+        """Return the number of watchers."""
         return len(self._watchers)
 
     def watchers(self) -> list[Watcher]:
-        """Return who watches."""
+        """Return all watchers."""
         return list(self._watchers.values())
 
     async def join(self, watcher: Watcher) -> None:
-        """Take in a watcher and announce to it what is newer than what it holds, or other bytes than those.
+        """Add a watcher and announce the newest versions to it, unless it holds them with the same bytes.
 
-        A sampler that watches again takes its own place, and its older watch ends. Raises SamplerExists where another
-        sampler has the name.
+        If the sampler already watches, its older watch ends. Raises SamplerExists if another sampler has the name.
         """
         older = self._watchers.get(watcher.sampler_id)
         if older is not None:
@@ -107,25 +106,25 @@ class WatchHub:
         await self._notify()
 
     async def leave(self, watcher: Watcher) -> None:
-        """Drop a watcher; its leases end."""
+        """Remove a watcher; its leases end."""
         if self._watchers.get(watcher.sampler_id) is watcher:
             del self._watchers[watcher.sampler_id]
         _log.info("sampler left", sampler=watcher.sampler_id)
         await self._notify()
 
     def offer(self, staged: pb.Staged) -> None:
-        """Tell those that share this machine's memory of a version that is about to exist."""
+        """Notify the samplers that share this machine's memory of a version that is about to exist."""
         for watcher in self._watchers.values():
             if watcher.links_staged:
                 watcher.outbox.put_nowait(pb.WatchVersionsResponse(staged=staged))
 
     def announce(self, announcement: pb.Announcement) -> frozenset[str]:
-        """Tell every watcher of a version; return their names."""
+        """Announce a version to every watcher; return their names."""
         model = announcement.manifest.model
         self._announced[model.run_id, model.version] = model.sha256
         newest = self._newest.get(model.run_id)
         if newest is None or newest.manifest.model.version <= model.version:
-            # Who comes later is not in the group that it is broadcast to now.
+            # Samplers that join later are not in the group that receives this broadcast.
             self._newest[model.run_id] = pb.Announcement(
                 manifest=announcement.manifest, volume_path=announcement.volume_path
             )
@@ -134,9 +133,9 @@ class WatchHub:
         return frozenset(self._watchers)
 
     async def acknowledge(self, watcher: Watcher, ack: pb.Acknowledgement) -> None:
-        """Note that a sampler has a version active, if it has the bytes that were announced.
+        """Record that a version is active in a sampler, if its bytes are the announced ones.
 
-        One that nobody announced, such as a version that was pushed, is the sampler's own: it is kept for it, no more.
+        A version that was not announced, such as a pushed one, is the sampler's own: it is only recorded as held.
         """
         key = (ack.run_id, ack.version)
         announced = self._announced.get(key)
@@ -153,7 +152,7 @@ class WatchHub:
         await self._notify()
 
     async def refuse(self, watcher: Watcher, refusal: pb.Refusal) -> None:
-        """Note that a sampler could not load a version, or cannot yet."""
+        """Record that a sampler could not load a version, or cannot load it yet."""
         _log.warning(
             "version refused",
             sampler=watcher.sampler_id,
@@ -167,28 +166,28 @@ class WatchHub:
         await self._notify()
 
     def release(self, watcher: Watcher, key: VersionKey) -> None:
-        """Note that a sampler no longer holds a version."""
+        """Record that a sampler no longer holds a version."""
         watcher.held.pop(key, None)
 
     def counts(self, watcher: Watcher, key: VersionKey) -> bool:
-        """Whether a sampler has acknowledged what was announced as this version."""
+        """Return whether a sampler has acknowledged an announced version."""
         return watcher.sampler_id in self._acks.get(key, {})
 
     def is_gone(self, watcher: Watcher) -> bool:
-        """Whether no sampler of this name watches."""
+        """Return whether no sampler of this name is watching."""
         return watcher.sampler_id not in self._watchers
 
     def leased(self) -> Set[VersionKey]:
-        """Return the versions that some watcher holds."""
+        """Return the versions that at least one watcher holds."""
         return frozenset(chain.from_iterable(watcher.held for watcher in self._watchers.values()))
 
     async def end_waits(self, run_id: str) -> None:
-        """Wait for no more acknowledgements of a run's versions."""
+        """Stop waiting for acknowledgements of a run's versions."""
         self._ended.add(run_id)
         await self._notify()
 
     def forget_run(self, run_id: str) -> None:
-        """Tell every watcher that a run is gone."""
+        """Forget a run and notify every watcher that it was deleted."""
         self._newest.pop(run_id, None)
         self._ended.discard(run_id)
         for key in [key for key in (*self._announced, *self._acks, *self._refusals) if key[0] == run_id]:
@@ -197,7 +196,7 @@ class WatchHub:
             watcher.outbox.put_nowait(pb.WatchVersionsResponse(run_deleted=pb.RunDeleted(run_id=run_id)))
 
     def forget_version(self, key: VersionKey) -> None:
-        """Drop what was said of a version."""
+        """Forget a version's announcement and the answers to it."""
         self._announced.pop(key, None)
         self._acks.pop(key, None)
         self._refusals.pop(key, None)
@@ -205,11 +204,11 @@ class WatchHub:
     async def wait(
         self, key: VersionKey, policy: AckPolicy, expected: Set[str], seconds: float
     ) -> list[pb.Acknowledgement]:
-        """Wait until a version is acknowledged as `policy` asks; `expected` watched when it was announced.
+        """Wait until a version is acknowledged as `policy` requires; `expected` watched when it was announced.
 
-        ALL waits for each of them that still watches, and for one at least. The version exists whatever happens here:
-        raises AckTimeout, also where a sampler could not load it for the moment, or the error with which a sampler
-        refused it for good. Both name the version and the samplers that lack it.
+        ALL waits for each of these that still watches, and for at least one. Raises AckTimeout, also if a sampler
+        cannot load the version for the moment, or the error with which a sampler refused it for good. Both name the
+        version, which exists in any case, and the samplers that lack it.
         """
         try:
             async with asyncio.timeout(seconds), self._changed:
@@ -231,9 +230,10 @@ class WatchHub:
         return bool(acknowledged) and watching <= acknowledged
 
     def _refused(self, key: VersionKey, sampler_id: str, expected: Set[str]) -> errors.PacelineError:
-        """Return what a publish says of a sampler's refusal.
+        """Return the error that a publish raises for a sampler's refusal.
 
-        What may pass by itself must not look as if the command had not been executed and could be sent again.
+        A temporary problem becomes AckTimeout: it must not look as if the command had not been executed and could be
+        sent again.
         """
         refusal, facts = self._refusals[key][sampler_id], self._facts(key, expected)
         kind = errors.CATALOG.get(refusal.reason, errors.Internal)
@@ -257,7 +257,7 @@ class WatchHub:
         return {"version": str(key[1]), "acknowledged": str(len(self._acks[key])), "missing": missing}
 
     def _missing(self, key: VersionKey, expected: Set[str]) -> list[str]:
-        """Return those that watch, heard of a version, and have not acknowledged it."""
+        """Return the watching samplers that were notified of a version and have not acknowledged it."""
         return sorted((expected & self._watchers.keys()) - self._acks[key].keys())
 
     async def _notify(self) -> None:

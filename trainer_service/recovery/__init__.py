@@ -1,1 +1,1 @@
-"""Bringing runs back after the engine or the service died."""
+"""Recovery of runs after the engine or the service died."""

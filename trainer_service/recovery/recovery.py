@@ -1,4 +1,4 @@
-"""Bringing runs back into an engine that has lost them: the newest snapshot, then the journal, in order."""
+"""Restores runs into an engine that has lost them: loads the newest snapshot, then replays the journal in order."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _log = get_logger(__name__)
 
 
 _RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
-"""Between attempts to restore a run: after the first that failed, and at most."""
+"""Delay between attempts to restore a run: initial and maximum."""
 _TRANSIENT = (errors.Unavailable, errors.DiskFull, errors.OutOfMemory)
-"""What a command that succeeded before may fail of for a while. The run waits, and is lost of none of them."""
+"""Errors that may make a replayed command fail temporarily. The run waits, and is never lost because of them."""
 
 
 class ReplayFailedError(Exception):
-    """A command that succeeded before does so no more."""
+    """A command that succeeded before fails in replay."""
 
 
 class Recovery:
-    """Rebuilds runs and lets their commands go on."""
+    """Rebuilds runs and resumes their commands."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class Recovery:
         self._restore_points = restore_points
         self._registry = registry
         self._deaths: Counter[str] = Counter()
-        """How often in a row the engine died while it executed a run's answered commands again, by run."""
+        """Consecutive engine deaths during the replay of a run's answered commands, by run."""
 
     def start(self, run: RunRecord, engines_lost: int) -> None:
-        """Let the commands of a new run execute, which was made in the engine after that many others were lost."""
+        """Start a new run's commands; `engines_lost` is the number of engines lost before the run's own."""
         if self._registry.engines_lost == engines_lost:
             run.sequencer.start(self._executor(run))
             return
-        run.in_engine = run.is_restored = False  # that engine died before it was known to hold the run
+        run.in_engine = run.is_restored = False  # that engine died before the run was registered
         self._spawn(self._try_recover(run))
 
     def _executor(self, run: RunRecord) -> RunExecutor:
@@ -82,13 +82,14 @@ class Recovery:
         return RunExecutor(run, self._verbs, save_state, settled, self._policy, self._failpoints)
 
     async def recover_all(self, runs: Iterable[RunRecord]) -> None:
-        """Bring runs into an engine that has just started."""
+        """Restore runs into an engine that has just started."""
         await asyncio.gather(*map(self._try_recover, runs))
 
     async def _try_recover(self, run: RunRecord) -> None:
-        """Restore a run unless that was done, is another engine's to do, or the run is gone; try until it is.
+        """Restore a run unless it is restored or closed; retry until that succeeds or the engine dies.
 
-        A run whose replay the engine died of lets the others go first, for longer each time.
+        After the death of an engine, the run is restored into the next one. A run whose replay kills the engine is
+        delayed, longer each time, to let the others go first.
         """
         await asyncio.sleep(backoff(self._deaths[run.run_id] - 1, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
         for failures in itertools.count(1):
@@ -112,9 +113,9 @@ class Recovery:
             await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
 
     def _take_base(self, run: RunRecord) -> None:
-        """See that the engine has the run's base weights; a run of before they had an identity gets this one.
+        """Check that the engine has the run's base weights. Raises BaseMismatch.
 
-        Raises BaseMismatch.
+        A run without a recorded identity of its base weights gets the engine's.
         """
         model = self._engine.describe()
         check_same_base(model.weights_sha256, run.base_sha256, "the run was made on")
@@ -123,7 +124,7 @@ class Recovery:
         run.base_model, run.base_sha256 = model.name, model.weights_sha256 or run.base_sha256
 
     async def recover(self, run: RunRecord) -> None:
-        """Rebuild a run's state and let its commands go on, or declare it lost. Raises EngineUnavailable."""
+        """Rebuild a run's state and resume its commands, or declare the run lost. Raises EngineUnavailable."""
         await run.sequencer.recover()
         run.shown = run.shown or run.facts()
         executor, engines_lost = self._executor(run), self._registry.engines_lost
@@ -138,7 +139,7 @@ class Recovery:
         except JournalDamagedError as damage:
             await self._lose(run, damage)
             run.damage.append(await run.sequencer.journal.begin_anew())
-        except ReplayFailedError as failure:  # its journal may serve another engine
+        except ReplayFailedError as failure:  # the journal is kept: another engine may replay it
             await self._lose(run, failure)
         if run.state is RunState.LOST:
             await self._restore_points.offer(run)
@@ -172,7 +173,7 @@ class Recovery:
                 run.go_to(place)
                 await run.sequencer.replay(seq_id, executor)
                 place = run.facts()
-            else:  # it needed the engine no more when that died, and has ended meanwhile or will
+            else:  # it no longer needed the engine when that died: it has ended, or will end
                 place = run.sequencer.place(seq_id) or place
             self._failpoints.hit("during_recovery")
         run.go_to(place)
@@ -186,7 +187,7 @@ class Recovery:
         try:
             await self._verbs.execute(run, command, CommandProgress())
         except EngineDiedError:
-            # It was answered, so it is never given up: the engine executed it before.
+            # The command was answered, so the engine has executed it before: it is never given up.
             self._deaths[run.run_id] += 1
             raise
         except _TRANSIENT as error:
@@ -197,17 +198,17 @@ class Recovery:
                 raise ReplayFailedError(f"command {command.seq_id} now fails: {error}") from error
 
     async def _remake_version(self, run: RunRecord, command: Command, before: AnswerRecord) -> None:
-        """Make a version again that was published and had not reached the volume."""
+        """Remake a version that was published but had not reached the volume."""
         if before.version == 0:
             return
         answer = answer_from_record(before)
-        # A publish that nobody acknowledged in time was refused, and its version exists all the same.
+        # A publish that was not acknowledged in time was refused, but its version exists.
         sha256 = answer.model.sha256 if isinstance(answer, pb.PublishWeightsResponse) else ""
         await self._publisher.remake(run, before.version, command.seq_id, sha256)
 
 
 def _changes_state(command: Command, before: AnswerRecord) -> bool:
-    """Whether executing a command changed the run; a refusal leaves it as it was, but for one that drops a gradient."""
+    """Return whether a command changed the run. Refused commands do not, except where the refusal drops a gradient."""
     if before.failure is not None:
         return before.failure.reason == errors.NonFiniteGradient.reason
     if command.method == "ForwardBackward":

@@ -1,4 +1,4 @@
-"""What a lost run can go on from: its newest snapshot that is whole, as a state checkpoint."""
+"""Offers a lost run's newest intact snapshot as a state checkpoint, from which the run can continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = get_logger(__name__)
 
 
 class RestorePoints:
-    """Offers lost runs what there is of their state."""
+    """Offers the snapshots of lost runs as checkpoints."""
 
     def __init__(self, volume: layout.Volume, registry: RunRegistry, checkpoints: CheckpointStore) -> None:
         self._volume = volume
@@ -27,7 +27,7 @@ class RestorePoints:
         self._checkpoints = checkpoints
 
     async def offer(self, run: RunRecord) -> None:
-        """Make a run's newest snapshot a checkpoint, unless its newest state checkpoint is of a later command."""
+        """Convert a run's newest snapshot to a checkpoint, unless its newest state checkpoint is at least as recent."""
         try:
             snapshot = await asyncio.to_thread(run.snapshots.newest)
             if snapshot is None or snapshot.seq_id <= self._seq_id_of_checkpoint(run):
@@ -57,7 +57,7 @@ class RestorePoints:
         return made.path
 
     def _seq_id_of_checkpoint(self, run: RunRecord) -> int:
-        """Return after which command the run's newest state checkpoint was saved; -1 where there is none."""
+        """Return the seq_id recorded in the run's newest state checkpoint; -1 if there is none or it is damaged."""
         if not run.latest_state_checkpoint:
             return -1
         directory = self._volume.checkpoint(CheckpointPath.parse(run.latest_state_checkpoint))

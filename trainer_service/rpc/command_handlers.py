@@ -1,4 +1,4 @@
-"""A run's commands as their RPCs name them: decode, do, encode. Called for the caller, and again for a replay."""
+"""Decodes, executes and encodes a run's commands, one method per RPC, for callers and for replays."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Commands:
         }
 
     def checked(self, run: RunRecord, command: Command) -> Command:
-        """Check a command as it comes, as far as that takes nothing but itself and room for it in the journal.
+        """Check a command on arrival, as far as this needs only the command and the room for it in the journal.
 
-        One that is wrong is returned without its content, which nothing needs any more: it keeps its place in the run's
-        order, and answers at its turn why it was refused.
+        An invalid command is returned without its content, which is no longer needed. It keeps its place in the run's
+        order and answers with the reason for its refusal at its turn.
         """
         try:
             check_message(command.request)
@@ -48,7 +48,7 @@ class Commands:
                 self._trainer.check_batch(_data(command.request), codec.spec_from_proto(command.request))
                 self._trainer.check_room(run, command.size)
         except errors.Unavailable:
-            return command  # of what it would be checked against, nothing is known now
+            return command  # what it would be checked against is unknown at present
         except errors.PacelineError as error:
             return command.refused(error)
         return command

@@ -1,4 +1,4 @@
-"""trainer.v1.TrainerService: decode, do, encode."""
+"""trainer.v1.TrainerService: each method decodes, calls the domain and encodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class _RunCommand(Protocol):
-    """A request that has its place in a run's order."""
+    """The request of a command: it has a place in a run's order."""
 
     run_id: str
     seq_id: int
@@ -46,7 +46,7 @@ class _RunCommand(Protocol):
 
 
 class TrainerServicer(TrainerServiceServicer):
-    """Runs, training, checkpoints, publishing."""
+    """RPCs for runs, training, checkpoints and publishing."""
 
     def __init__(
         self,
@@ -180,12 +180,12 @@ class TrainerServicer(TrainerServiceServicer):
         return cast("pb.PublishWeightsResponse", await self._in_order(request))
 
     def _visible_agreements(self) -> list[Agreement]:
-        """Return what is known of samplers with the base model, and with versions of the caller's own runs."""
+        """Return the agreements of samplers on the base model and on versions of the caller's own runs."""
         mine = {"", *(run.run_id for run in self._registry.owned_by(current_identity()))}
         return [agreement for agreement in self._agreements.all() if agreement.model.run_id in mine]
 
     def _model(self, name: str) -> ModelInfo:
-        """Return the base model; empty names the one that is served."""
+        """Return the base model; an empty name means the one that is served."""
         model = self._engine.describe()
         if name not in {"", model.name}:
             raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
@@ -197,7 +197,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def _in_order(self, request: _RunCommand, *, restores: bool = False) -> Message:
         """Execute a run's command at its turn.
 
-        A lost run takes only one that restores it, at any seq_id not yet executed.
+        A lost run accepts only a command that restores it, at any seq_id not yet executed.
         """
         identity = current_identity()
         run = self._registry.get(request.run_id, identity)

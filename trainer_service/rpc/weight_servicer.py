@@ -1,4 +1,4 @@
-"""weights.v1.WeightService: versions leave the trainer here."""
+"""weights.v1.WeightService: delivers versions to samplers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WeightServicer(WeightServiceServicer):
-    """Announcements, acknowledgements, and the bytes."""
+    """RPCs for announcements, acknowledgements and the bytes of versions."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class WeightServicer(WeightServiceServicer):
         describe: Callable[[], ModelInfo],
         agreements: Agreements,
     ) -> None:
-        """Take `describe` to say what base model the trainer has."""
+        """`describe` returns the trainer's base model."""
         self._hub = hub
         self._group = group
         self._publisher = publisher
@@ -75,7 +75,7 @@ class WeightServicer(WeightServiceServicer):
     async def FetchVersion(  # type: ignore[override]
         self, request: pb.FetchVersionRequest, context: Context
     ) -> AsyncIterator[bytes]:
-        """Yield serialised replies, as `register` has them sent."""
+        """Yield serialised replies; the handler that `register` adds sends them as they are."""
         identity = current_identity()
         directory = self._find(codec.model_ref_from_proto(request.model), identity)
         staged = self._publisher.staged_manifest(directory)
@@ -92,7 +92,7 @@ class WeightServicer(WeightServiceServicer):
 
     async def _join(self, requests: AsyncIterator[pb.WatchVersionsRequest], identity: Identity) -> Watcher:
         async for first in requests:
-            # Refused only now: a call that ends while its first message is on the way loses its status.
+            # Not refused earlier: a call that ends while its first message is in flight loses its status.
             if not identity.is_peer:
                 raise errors.MissingCredential("versions are announced to samplers alone")
             if first.WhichOneof("message") == "hello" and first.hello.sampler_id:
@@ -107,7 +107,7 @@ class WeightServicer(WeightServiceServicer):
         raise errors.InvalidArgument("the first message must be a hello with a sampler_id", field="hello.sampler_id")
 
     def _check_base(self, hello: pb.Hello) -> None:
-        """Refuse a sampler whose answers would come from other base weights. Raises BaseMismatch."""
+        """Refuse a sampler with another base model or other base weights. Raises BaseMismatch."""
         model = self._describe()
         check_same_base(model.weights_sha256, hello.base_sha256, f"sampler {hello.sampler_id} has")
         if hello.base_model not in {"", model.name}:
@@ -157,9 +157,9 @@ class WeightServicer(WeightServiceServicer):
 
 
 async def _outbox(watcher: Watcher, listening: asyncio.Task[None]) -> AsyncIterator[pb.WatchVersionsResponse]:
-    """Yield what the watcher is to be told until it leaves.
+    """Yield responses for the watcher until it leaves.
 
-    Raises what went wrong with what it said, and the error with which its watch is to end.
+    Raises the error that its messages caused, or the error with which its watch is to end.
     """
     while True:
         next_response = asyncio.create_task(watcher.outbox.get())

@@ -1,1 +1,1 @@
-"""Runs: who owns them, in what order their commands execute, what survives a restart."""
+"""Runs: their owners, the order of their commands, and what survives a restart."""

@@ -1,4 +1,4 @@
-"""What a run's commands answered, so that one sent again gets the first answer."""
+"""Answers of a run's commands, kept so that a repeated command gets its first answer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer_service.journal.records import AnswerRecord, Facts
 from trainer_service.runs.command import Answer, answer_from_record
 
 _KEPT_BYTES = 64 << 20
-"""Answers kept per run; the newest is kept whatever its size."""
+"""Bytes of answers kept per run; the newest is kept whatever its size."""
 _KEPT_DIGESTS = 10_000
-"""Digests kept per run, to tell a repeated command from a reused seq_id after its answer is gone."""
+"""Digests kept per run, to tell a repeated command from a reused seq_id after its answer was dropped."""
 
 
 class Answers:
@@ -23,14 +23,14 @@ class Answers:
     def __init__(self) -> None:
         self._records: OrderedDict[int, AnswerRecord] = OrderedDict()
         self._reply_bytes: OrderedDict[int, int] = OrderedDict()
-        """Of the answers whose reply is kept."""
+        """Sizes of the replies that are kept, by seq_id."""
         self._kept_bytes = 0
 
     def __iter__(self) -> Iterator[AnswerRecord]:
         return iter(list(self._records.values()))
 
     def keep(self, record: AnswerRecord) -> None:
-        """Keep an answer, and drop the oldest beyond the limits."""
+        """Keep an answer and drop the oldest ones beyond the limits."""
         seq_id = record.seq_id
         self._drop_reply(seq_id)
         self._records[seq_id] = record
@@ -44,17 +44,17 @@ class Answers:
             del self._records[oldest]
 
     def knows(self, seq_id: int, digest: bytes) -> bool:
-        """Return whether this very command was executed, as far as that is remembered."""
+        """Return whether this exact command was executed, as far as answers are still remembered."""
         record = self._records.get(seq_id)
         return record is not None and record.digest == digest
 
     def facts(self, seq_id: int) -> Facts | None:
-        """Return what the journal keeps with an answer; None when the answer is not known."""
+        """Return the facts that the journal keeps with an answer; None if the answer is not known."""
         record = self._records.get(seq_id)
         return None if record is None else record.facts
 
     def again(self, seq_id: int, digest: bytes, last_seq_id: int) -> Answer:
-        """Return the answer of a command that was executed. Raises SeqIdReused, SeqIdExpired."""
+        """Return the answer of an executed command. Raises SeqIdReused, SeqIdExpired."""
         record = self._records.get(seq_id)
         if record is not None:
             check_digest(digest, record.digest)
@@ -74,6 +74,6 @@ class Answers:
 
 
 def check_digest(given: bytes, known: bytes) -> None:
-    """Raise SeqIdReused unless the two are of the same command."""
+    """Raise SeqIdReused unless both digests are of the same command."""
     if given != known:
         raise errors.SeqIdReused("was used with another payload; take the next one", field="seq_id")

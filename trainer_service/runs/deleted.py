@@ -1,4 +1,4 @@
-"""Which requests made runs that were deleted since: repeated late, they must not make another."""
+"""Requests that created runs which were later deleted: repeating one must not create another run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = get_logger(__name__)
 
 _FILE = "deleted-runs.json"
 _KEPT = 1_000
-"""Requests of a tenant that are kept, the newest."""
+"""Newest requests kept per tenant."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -25,14 +25,14 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class DeletedRuns:
-    """The CreateRun requests of deleted runs, on the volume."""
+    """The CreateRun requests of deleted runs, stored on the volume."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / _FILE
         self._requests: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def read(self) -> None:
-        """Read them from the volume. Raises UnknownFormatError."""
+        """Read the requests from the volume. Raises UnknownFormatError."""
         if not self._path.exists():
             return
         try:
@@ -50,7 +50,7 @@ class DeletedRuns:
         return decode_checked(text, list[_Request], _FILE)
 
     def add(self, tenant: str, request_id: str, digest: str) -> None:
-        """Keep a request, durably. Raises DiskFull."""
+        """Store a request durably. Raises DiskFull."""
         self._requests[tenant, request_id] = digest
         of_tenant = [key for key in self._requests if key[0] == tenant]
         for oldest in of_tenant[:-_KEPT]:
@@ -58,10 +58,10 @@ class DeletedRuns:
         self.write()
 
     def write(self) -> None:
-        """Write what is known, durably. Raises DiskFull."""
+        """Write the known requests durably. Raises DiskFull."""
         kept = [_Request(*key, digest) for key, digest in self._requests.items()]
         write_checked(self._path, kept)
 
     def find(self, tenant: str, request_id: str) -> str:
-        """Return the digest of a tenant's request; empty if it is not known."""
+        """Return the digest of a tenant's request; empty if the request is not known."""
         return self._requests.get((tenant, request_id), "")

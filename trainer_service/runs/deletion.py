@@ -1,8 +1,8 @@
-"""Deleting a run's files, so that a crash at any point leaves it whole or deleted, also where the disk is full.
+"""Crash-safe deletion of a run's files: a crash at any point leaves the run whole or deleted, even on a full disk.
 
-One rename decides. A run that goes with its checkpoints is renamed to `.deleted-<run_id>`, one whose checkpoints stay
-gets its run.json renamed to deleted.json. Neither takes room. What is left to do, which makes room, is done again from
-the start at the next start: remove the files, remember the request, remove the last trace.
+A single rename decides. If the checkpoints are deleted too, the run's folder is renamed to `.deleted-<run_id>`; if they
+are kept, run.json is renamed to deleted.json. Neither needs disk space. The remaining steps free space, and after a
+crash the next startup repeats all of them: remove the files, store the request, remove the last trace.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from trainer_service.volume.run_file import COPY_FILE, decode_run_file, read_run
 
 _PREFIX = ".deleted-"
 _KEPT = frozenset({"state", "sampler", DELETED_FILE, COPY_FILE})
-"""What stays of a run whose checkpoints stay; the copy of its file, until all else is done."""
+"""Names that remain of a run whose checkpoints are kept; the copy of its file only until all else is done."""
 
 Remember = Callable[[str, str, str], None]
-"""Keeps a tenant's request and its digest, durably."""
+"""Stores a tenant, its request_id and the request's digest durably."""
 
 _log = get_logger(__name__)
 
 
 def delete_files(folder: Path, remember: Remember, *, keep_checkpoints: bool) -> None:
-    """Delete a run's files. The run is gone when this raises, too, but for an OSError of the first rename."""
+    """Delete a run's files. If this raises, the run is deleted all the same, unless the first rename raised OSError."""
     if keep_checkpoints:
         (folder / RUN_FILE).rename(folder / DELETED_FILE)
         layout.sync_directory(folder)
@@ -52,7 +52,7 @@ def finish_all(runs: Path, remember: Remember) -> None:
 
 
 def finish(folder: Path, remember: Remember) -> None:
-    """Remove what a deleted run leaves. What cannot be done now is done at the next start."""
+    """Remove what remains of a deleted run. What fails is retried at the next startup."""
     try:
         _finish(folder, remember)
     except (OSError, errors.DiskFull) as error:

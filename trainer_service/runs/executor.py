@@ -1,4 +1,4 @@
-"""Executes one run's commands and saves its state now and then, between two of them."""
+"""Executes one run's commands and takes snapshots of the run between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = get_logger(__name__)
 
 
 class CommandVerbs(Protocol):
-    """What executes a command of any run."""
+    """Executes the commands of all runs."""
 
     async def execute(self, run: RunRecord, command: Command, progress: CommandProgress) -> Message:
         """Execute a command and return its reply. Raises PacelineError."""
@@ -33,14 +33,14 @@ class CommandVerbs(Protocol):
 
 
 class SaveState(Protocol):
-    """The engine's verb that saves a run."""
+    """The engine's method that saves a run's state."""
 
     async def __call__(self, run_id: str, directory: Path, captured: Captured) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPolicy:
-    """When a run's state is saved: after as much work as a replay may take, or a journal may hold."""
+    """When to snapshot a run: after as much work as a replay may take, or as many bytes as its journal may hold."""
 
     commands: int
     journal_bytes: int
@@ -48,7 +48,7 @@ class SnapshotPolicy:
 
 
 class RunExecutor:
-    """Fulfils `Executor` for one run that is in the engine."""
+    """Implements `Executor` for one run in the engine."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class RunExecutor:
         policy: SnapshotPolicy,
         failpoints: Failpoints,
     ) -> None:
-        """Take `settled` to wait until the run's versions are on the volume."""
+        """`settled` waits until the versions of a run are on the volume."""
         self._run = run
         self._verbs = verbs
         self._save_state = save_state
@@ -72,7 +72,7 @@ class RunExecutor:
         self._snapshot: asyncio.Task[None] | None = None
 
     def count(self, replayed: int) -> None:
-        """Note that commands were executed again: the next start would execute them too."""
+        """Count replayed commands towards the next snapshot: the next startup would replay them too."""
         self._commands += replayed
 
     async def execute(self, command: Command, progress: CommandProgress) -> Message:
@@ -106,10 +106,10 @@ class RunExecutor:
         )
 
     async def _save(self, seq_id: int, captured: asyncio.Event) -> None:
-        """Save the run's state, and once it is durable remove what only a longer replay would need.
+        """Save a snapshot and, once it is durable, remove what only a longer replay would need.
 
-        It counts when every command up to `seq_id` is answered, and every version published by them is on the volume:
-        until then one of them may have to execute again.
+        It is completed when every command up to `seq_id` is answered and every version that they published is on the
+        volume: until then one of them may have to execute again.
         """
         sequencer, snapshots = self._run.sequencer, self._run.snapshots
         self._commands, self._seconds, self._bytes = 0, 0.0, sequencer.journal.appended_bytes

@@ -1,4 +1,4 @@
-"""Those who come one after the other."""
+"""A FIFO gate."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 
 class FifoGate:
-    """Lets each go on when all who joined before it have left."""
+    """Lets each entrant proceed when all that entered before it have left."""
 
     def __init__(self) -> None:
         self._places: deque[asyncio.Event] = deque()
 
     @contextmanager
     def enter(self) -> Iterator[asyncio.Event]:
-        """Stand in line to the end of the block; the event is set when all who joined before have left."""
+        """Queue until the end of the block; the event is set when all that entered before have left."""
         place = asyncio.Event()
         self._places.append(place)
         self._call_first()

@@ -1,4 +1,4 @@
-"""A run's commands that have no answer yet: in the journal as soon as all before them have come."""
+"""A run's commands that have no answer yet; each is journaled once all commands before it have arrived."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from trainer_service.runs.progress import CommandProgress
 
 @dataclass(slots=True, eq=False)
 class PendingCommand:
-    """A command that was not answered yet."""
+    """A command without an answer."""
 
     command: Command
     answer: asyncio.Future[Message]
     durable: asyncio.Future[None] | None = None
-    """Set when it was appended to the journal."""
+    """Set when the command is appended to the journal; done when it is durable."""
     progress: CommandProgress | None = None
-    """Set while it executes."""
+    """Set while the command executes."""
     place: Facts | None = None
-    """What held in the run's order after it; set when it was captured before it ended."""
+    """Facts after the command in the run's order; set if it was captured before it ended."""
     giving_up: asyncio.TimerHandle | None = None
-    """Set while it waits for commands before it."""
+    """Timeout, set while earlier commands are missing."""
 
     def settle(self, answer: Answer) -> None:
-        """Tell whoever waits."""
+        """Resolve the answer for every waiter."""
         if isinstance(answer, errors.PacelineError):
             self.answer.set_exception(answer)
         else:
             self.answer.set_result(answer)
 
     def waits_no_longer(self) -> None:
-        """Note that nothing before it is missing, or that it is gone: a timer would keep it in memory."""
+        """Cancel the timeout: no earlier command is missing, or this one is gone; the timer would keep it in memory."""
         if self.giving_up is not None:
             self.giving_up.cancel()
             self.giving_up = None
 
     def put_off(self, error: errors.PacelineError) -> None:
-        """Tell `error` to whoever waits now; those who come will get the answer."""
+        """Fail the current waiters with `error`; later ones wait for the answer."""
         self.settle(error)
         self.answer = _new_answer()
 
 
 class PendingCommands:
-    """Commands by seq_id, from their arrival to their answer."""
+    """Commands by seq_id, from arrival to answer."""
 
     def __init__(
         self, journal: RunJournal, last_seq_id: int, gap_wait_seconds: float, tenant: str, waiting_bytes: WaitingBytes
     ) -> None:
-        """Take commands after `last_seq_id`, which is in the journal, and count those that wait as `tenant`'s."""
+        """Accept commands after `last_seq_id`, which is in the journal; count bytes of waiting ones as `tenant`'s."""
         self.appended = self._answered = last_seq_id
         """Highest seq_id that was appended to the journal."""
         self._journal = journal
@@ -71,21 +71,21 @@ class PendingCommands:
         return iter(list(self._pending.values()))
 
     def get(self, seq_id: int) -> PendingCommand | None:
-        """Return a command; None when it was answered or has not come."""
+        """Return a command; None if it was answered or has not arrived."""
         return self._pending.get(seq_id)
 
     def restore(self, command: Command) -> None:
-        """Take in a command of the journal."""
+        """Add a command from the journal."""
         pending = self._add(command)
         pending.durable = asyncio.get_running_loop().create_future()
         pending.durable.set_result(None)
         self.appended = max(self.appended, command.seq_id)
 
     def accept(self, command: Command) -> PendingCommand:
-        """Take in a new command; append to the journal all whose turn to be appended has come.
+        """Add a new command, and append to the journal every command that no longer waits for an earlier one.
 
-        Raises QuotaExceeded or Overloaded when too many bytes of commands wait, unless it is the one that the run needs
-        to go on.
+        Raises QuotaExceeded or Overloaded if too many bytes of commands wait, unless the run needs this command to make
+        progress.
         """
         if not self._is_next(command):
             self._bytes.check(self._tenant, command.size)
@@ -99,25 +99,25 @@ class PendingCommands:
         return pending
 
     def remove(self, seq_id: int) -> None:
-        """Let go a command that was answered."""
+        """Remove a command that was answered."""
         self._let_go(seq_id)
         self._answered = max(self._answered, seq_id)
 
     def drop(self, is_dropped: Callable[[PendingCommand], bool], error: errors.PacelineError) -> None:
-        """Refuse commands that have not begun."""
+        """Refuse the selected commands that have not started."""
         for pending in self:
             if pending.progress is None and is_dropped(pending):
                 self._let_go(pending.command.seq_id)
                 pending.settle(error)
 
     def skip_to(self, seq_id: int) -> None:
-        """Go on at a command; those before it are given up."""
+        """Continue at a command; give up those before it."""
         self.appended = self._answered = seq_id - 1
         lost = errors.RunStateLost("the run was restored by a later command", field="seq_id")
         self.drop(lambda pending: pending.command.seq_id < seq_id, lost)
 
     def under_way(self) -> list[tuple[Command, CommandProgress]]:
-        """Return the commands that execute."""
+        """Return the commands that are executing."""
         return [
             (pending.command, pending.progress) for pending in self._pending.values() if pending.progress is not None
         ]
@@ -127,12 +127,12 @@ class PendingCommands:
         await self._change.wait()
 
     def notify(self) -> None:
-        """Wake up what waits for commands to end."""
+        """Wake everything that waits in `changed`."""
         self._change.set()
         self._change = asyncio.Event()
 
     def _is_next(self, command: Command) -> bool:
-        """Whether a command is the first that is missing, and none before it is left to execute."""
+        """Return whether a command is the first missing one and every command before it is answered."""
         return command.seq_id == self.appended + 1 and not any(one.durable for one in self._pending.values())
 
     def _add(self, command: Command) -> PendingCommand:
@@ -146,7 +146,7 @@ class PendingCommands:
         self._bytes.remove(self._tenant, pending.command.size)
 
     def _refuse(self, error: errors.PacelineError) -> None:
-        """Take back the commands that could not be journaled: none was executed, and their seq_ids are free."""
+        """Withdraw the commands that could not be journaled: none was executed, and their seq_ids are free again."""
         durable = {
             key
             for key, pending in self._pending.items()
@@ -167,6 +167,6 @@ class PendingCommands:
 
 def _new_answer() -> asyncio.Future[Message]:
     answer = asyncio.get_running_loop().create_future()
-    # A failure may find nobody waiting any more; it is kept as the answer all the same.
+    # Nobody may be waiting for a failure: retrieve it, so that asyncio does not log it as never retrieved.
     answer.add_done_callback(lambda future: future.cancelled() or future.exception())
     return answer

@@ -1,4 +1,4 @@
-"""What is known of a run, and the part of it that survives a restart (run.json)."""
+"""A run's record, and the part of it that survives a restart (run.json)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WEIGHT_BYTES, _STATE_BYTES = 4, 16
 
 @dataclass(frozen=True, slots=True)
 class RunOrigin:
-    """What never changes of a run, read from its file without opening its journal."""
+    """Immutable properties of a run, read from its file without opening its journal."""
 
     tenant: str
     base_model: str
@@ -28,7 +28,7 @@ class RunOrigin:
 
     @classmethod
     def from_json(cls, text: bytes) -> RunOrigin:
-        """Read it from run.json or deleted.json. Raises DamagedFileError, UnknownFormatError."""
+        """Read the properties from run.json or deleted.json. Raises DamagedFileError, UnknownFormatError."""
         facts = decode_run_file(text)
         tenant, base_model = facts["tenant"], facts["base_model"]
         return cls(tenant, base_model, _take_parameters(facts), facts.get("user_metadata", {}))
@@ -36,22 +36,22 @@ class RunOrigin:
 
 @dataclass(slots=True)
 class RunRecord:
-    """A run as the service holds it."""
+    """A run's record in the service's memory."""
 
     run_id: str
     tenant: str
     base_model: str
     parameters: RunParameters
-    """What it trains."""
+    """What the run trains: an adapter or all parameters."""
     create_time: datetime
     trainable_parameters: int
     request_id: str
     request_digest: str
-    """Of the CreateRun request, to tell its repetition from another with the same request_id."""
+    """Digest of the CreateRun request, to tell its repetition from another request with the same request_id."""
     sequencer: Sequencer
     snapshots: SnapshotStore
     base_sha256: str = ""
-    """Identity of the base weights that it was made on; empty where that is not known yet."""
+    """Identity of the base weights that the run was created on; empty if not known yet."""
     user_metadata: dict[str, str] = field(default_factory=dict)
     adapted_modules: tuple[str, ...] = ()
     step: int = 0
@@ -59,54 +59,54 @@ class RunRecord:
     next_version: int = 1
     """Number of the next version to publish."""
     version_limit: int = 0
-    """Version numbers up to this one may be in use; a run whose journal is lost goes on above it."""
+    """Version numbers up to this one may be in use; a run whose journal is lost continues above it."""
     latest_state_checkpoint: str = ""
     attachment: int = 0
-    """Number of the newest client that attached; 0 means that none did."""
+    """Number of the newest client that attached; 0 if none did."""
     attached: dict[str, int] = field(default_factory=dict)
     """Numbers of the newest clients, by the request_id of their AttachRun."""
     state: RunState = RunState.READY
     in_engine: bool = True
-    """Whether the engine holds an adapter for it."""
+    """Whether the engine holds the run."""
     is_restored: bool = True
-    """Whether it is as the engine that runs now should hold it; false from the engine's death to the replay's end."""
+    """Whether recovery into the current engine is complete; false from an engine's death to the end of the replay."""
     shown: Facts | None = None
-    """What held before the replay that is going on, which is what clients see meanwhile."""
+    """Facts from before the replay in progress, which clients see meanwhile; None if no replay is in progress."""
     recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while its state is being rebuilt."""
+    """Held while the run is being rebuilt or deleted."""
     persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while run.json is written, so that what is known last is written last."""
+    """Held while run.json is written, so that the newest facts are written last."""
     is_deleted: bool = False
-    """Whether its files are gone."""
+    """Whether the run's files are deleted."""
     damage: list[str] = field(default_factory=list)
-    """Files and directories that were found damaged and set aside, by their names in the run's folder."""
+    """Names in the run's folder of files and directories that were damaged and set aside."""
     announcing: FifoGate = field(default_factory=FifoGate)
-    """The publishes that have captured their weights: versions are announced in order."""
+    """Orders concurrent publishes, so that versions are announced in order."""
 
     @property
     def list_key(self) -> str:
-        """Order of lists: time of creation, then id."""
+        """Sort key of lists: time of creation, then id."""
         return f"{self.create_time.timestamp():020.6f} {self.run_id}"
 
     def facts(self) -> Facts:
-        """Return what the journal keeps after each command."""
+        """Return the facts that the journal keeps with each answer."""
         return Facts(self.step, self.latest_version, self.next_version, self.latest_state_checkpoint)
 
     def apply(self, facts: Facts) -> None:
-        """Take over what a journal says."""
+        """Set the run's facts to those of a journal."""
         self.step, self.latest_version, self.next_version = facts.step, facts.latest_version, facts.next_version
         self.latest_state_checkpoint = facts.latest_state_checkpoint
 
     def state_bytes(self, kind: CheckpointKind) -> int:
-        """Bytes that a checkpoint takes at most: float32 weights; for a state also gradient and two moments of each."""
+        """Return a checkpoint's maximum bytes: float32 weights; for a state also gradient and two moments of each."""
         return self.trainable_parameters * (_STATE_BYTES if kind is CheckpointKind.STATE else _WEIGHT_BYTES)
 
     def go_to(self, facts: Facts) -> None:
-        """Take over what held at a place in the run's order; what is known at any time stays."""
+        """Set the facts that depend on the place in the run's order; the others stay."""
         self.step, self.next_version = facts.step, facts.next_version
 
     def public(self) -> Run:
-        """Return what clients see: never the past, which a replay goes through."""
+        """Return the run as clients see it: never in the earlier states that a replay passes through."""
         facts = self.shown or self.facts()
         return Run(
             run_id=self.run_id,
@@ -125,7 +125,7 @@ class RunRecord:
         )
 
     def to_facts(self) -> dict[str, Any]:
-        """Return what survives a restart."""
+        """Return the content of run.json, which survives a restart."""
         return {
             "run_id": self.run_id,
             "tenant": self.tenant,
@@ -148,11 +148,11 @@ class RunRecord:
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any], sequencer: Sequencer, snapshots: SnapshotStore) -> RunRecord:
-        """Restore a run, whose state is not in the engine."""
+        """Restore a run whose state is not in the engine."""
         parameters = _take_parameters(facts)
-        del facts["last_seq_id"]  # the journal knows better
+        del facts["last_seq_id"]  # the journal is authoritative
         sequencer.attach(facts.get("attachment", 0))
-        if newest := facts.pop("attached_by", ""):  # of a file that knows the newest client alone
+        if newest := facts.pop("attached_by", ""):  # in files that record only the newest client
             facts["attached"] = {newest: facts["attachment"]}
         return cls(
             sequencer=sequencer,
@@ -174,7 +174,7 @@ def _parameters_to_json(parameters: RunParameters) -> dict[str, Any]:
 
 
 def _take_parameters(facts: dict[str, Any]) -> RunParameters:
-    """Read what a run trains, and take it out of the facts."""
+    """Remove what a run trains from the facts and return it."""
     if "lora" in facts:
         lora = facts.pop("lora")
         return LoraConfig(**{**lora, "layers": tuple(lora["layers"])})

@@ -31,7 +31,7 @@ _log = get_logger(__name__)
 
 
 class RunRegistry:
-    """Finds runs for their owners, and keeps on the volume what must survive."""
+    """Finds runs for their owners and persists what must survive a restart."""
 
     def __init__(self, volume: layout.Volume, storage: RunStorage, volume_bytes: VolumeBytes) -> None:
         self._volume = volume
@@ -40,17 +40,18 @@ class RunRegistry:
         self._deleted = DeletedRuns(volume.root)
         self._runs: dict[str, RunRecord] = {}
         self._unreadable: dict[str, tuple[str, str | None]] = {}
-        """Why runs on the volume are not served, and whose they are where some file says that; by run_id."""
+        """Why runs on the volume are not served, and their tenants if some file names them; by run_id."""
         self.engines_lost = 0
-        """How many engines these runs have outlived."""
+        """Number of engines lost since startup."""
 
     def __iter__(self) -> Iterator[RunRecord]:
         return iter(list(self._runs.values()))
 
     async def restore(self) -> None:
-        """Read every run from the volume, with its commands and answers; its state is not in the engine.
+        """Read every run from the volume, with its commands and answers; its state is not yet in the engine.
 
-        A run that cannot be read is left as it is, and its callers are told why; the others are served.
+        The files of a run that cannot be read are left as they are, and its callers get the reason. Other runs are
+        served.
         """
         await asyncio.to_thread(self._prepare)
         for folder in sorted(self._volume.runs.glob("run-*")):
@@ -74,7 +75,7 @@ class RunRegistry:
         _log.info("runs restored", runs=len(self._runs), unreadable=len(self._unreadable))
 
     def _prepare(self) -> None:
-        """Finish what a crash interrupted, for all runs together."""
+        """Finish what a crash interrupted, for all runs."""
         layout.make_folder(self._volume.runs)
         for folder in (self._volume.root, self._volume.runs):
             layout.sweep(folder)
@@ -82,9 +83,10 @@ class RunRegistry:
         finish_all(self._volume.runs, self._deleted.add)
 
     def _migrate(self) -> None:
-        """Write in today's format what is not, now that all of it was read.
+        """Rewrite older formats in the current one, after everything was read.
 
-        Where the disk is full the next start does. Runs are served meanwhile: by deleting some, tenants make room.
+        If the disk is full, the next startup does it. Runs are served meanwhile, so that tenants can delete some to
+        make room.
         """
         if is_current(self._volume.root):
             return
@@ -116,7 +118,7 @@ class RunRegistry:
     def get(self, run_id: str, identity: Identity) -> RunRecord:
         """Return the caller's run. Raises RunNotFound, also for another tenant's; RunStateLost for an unreadable one.
 
-        Whose an unreadable run is may be just what cannot be read: then whoever knows its name is told.
+        If the tenant of an unreadable run cannot be read either, any caller gets RunStateLost.
         """
         record = self._runs.get(layout.check_run_id(run_id))
         if run_id in self._unreadable:
@@ -132,19 +134,19 @@ class RunRegistry:
         return [record for record in self._runs.values() if identity.is_peer or record.tenant == identity.tenant]
 
     def tenants(self) -> list[str]:
-        """Return those who have runs."""
+        """Return the tenants that have runs."""
         return list({record.tenant for record in self._runs.values()})
 
     def find_request(self, tenant: str, request_id: str) -> RunRecord | None:
-        """Return the run that a CreateRun request made."""
+        """Return the run that a CreateRun request created."""
         return next((run for run in self._runs.values() if (run.tenant, run.request_id) == (tenant, request_id)), None)
 
     def find_deleted(self, tenant: str, request_id: str) -> str:
-        """Return the digest of the CreateRun request that made a run which was deleted since; empty if none did."""
+        """Return the digest of the CreateRun request of a deleted run; empty if there is none."""
         return self._deleted.find(tenant, request_id)
 
     async def origin(self, run_id: str) -> RunOrigin:
-        """Read what never changes of a run, also of one that was deleted and whose checkpoints were kept."""
+        """Read the immutable properties of a run, or of a deleted run whose checkpoints were kept."""
         folder = self._volume.run(run_id)
         file = folder / RUN_FILE if run_id in self._runs else folder / DELETED_FILE
         try:
@@ -157,7 +159,7 @@ class RunRegistry:
     async def making(self, run_id: str, tenant: str) -> AsyncIterator[tuple[Sequencer, SnapshotStore]]:
         """Make the folder of a tenant's new run, with an empty journal, for the block that adds the run.
 
-        It goes if that fails.
+        The folder is removed if the block fails.
         """
         folder = self._volume.run(run_id)
         try:
@@ -175,28 +177,28 @@ class RunRegistry:
         return self._storage.read(folder.name)
 
     async def add(self, record: RunRecord) -> None:
-        """Take in a new run, durably."""
+        """Add a new run durably."""
         await self.persist(record)
         await asyncio.to_thread(self._volume_bytes.count, record.run_id)
         self._runs[record.run_id] = record
 
     async def persist(self, record: RunRecord) -> None:
-        """Write what must survive a restart, as it is when this is its turn. Raises DiskFull."""
+        """Write what must survive a restart, as it is once earlier writes are done. Raises DiskFull."""
         async with record.persisting:
             if not record.is_deleted:
                 await asyncio.to_thread(write_run_file, self._volume.run(record.run_id), record.to_facts())
 
     async def note(self, record: RunRecord) -> None:
-        """Write what is useful after a restart and can be missed: what a command has done stands on a full disk."""
+        """Write what is useful after a restart but not essential: a full disk does not undo what a command has done."""
         try:
             await self.persist(record)
         except errors.DiskFull as error:
             _log.warning("run's file not written; the next change writes it", run=record.run_id, error=error.message)
 
     async def remove(self, record: RunRecord, *, keep_checkpoints: bool) -> None:
-        """Forget a run, also where the disk is full. Checkpoints that are kept stay loadable by their owner's runs.
+        """Delete a run, even if the disk is full. Kept checkpoints stay loadable by their owner's runs.
 
-        It is deleted when this returns, also where what is left of it can only be removed at the next start.
+        The run is deleted when this returns, even if the rest of its files can only be removed at the next startup.
         """
         folder = self._volume.run(record.run_id)
         async with record.persisting:
@@ -206,21 +208,21 @@ class RunRegistry:
         self._runs.pop(record.run_id, None)
 
     def hold_all(self, error: errors.PacelineError) -> None:
-        """Note that the engine is gone and the state of every run with it: commands wait until that is rebuilt."""
+        """Record that the engine is gone, and every run's state with it: commands wait until the state is rebuilt."""
         self.engines_lost += 1
         for record in self._runs.values():
             record.in_engine = record.is_restored = False
             record.sequencer.hold(error)
 
     def drain(self) -> None:
-        """Refuse commands that have not begun; those in a journal execute after the next start."""
+        """Refuse commands that have not started; those in a journal execute after the next startup."""
         for record in self._runs.values():
             record.sequencer.drain(_stopping())
 
     async def close(self) -> None:
         """Close every run's journal."""
         closing = [asyncio.create_task(record.sequencer.close(_stopping())) for record in self._runs.values()]
-        if closing:  # one that still waits for acknowledgements is in the journal, and goes on after the next start
+        if closing:  # one that still waits for acknowledgements is in the journal and continues after the next startup
             await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
         self._storage.close()
 
@@ -235,7 +237,7 @@ def _stopping() -> errors.ShuttingDown:
 
 
 def lost(record: RunRecord) -> errors.RunStateLost:
-    """Make the error that a run without state answers."""
+    """Return the error that a run without state answers."""
     checkpoint = record.latest_state_checkpoint
     remedy = f"load {checkpoint} with its optimizer and go on from there" if checkpoint else "make a new run"
     return errors.RunStateLost(

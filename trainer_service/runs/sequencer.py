@@ -1,22 +1,23 @@
-"""Order and exactly-once of one run's commands, across the death of any process.
+"""Ordered, exactly-once execution of one run's commands, across the death of any process.
 
-A command arrives with a seq_id. As soon as all before it have arrived it is appended to the run's journal; once that is
-durable and those before it have executed, it executes; its answer, good or bad, is kept, in the journal too, and
-whoever sends the same command again gets that answer. While the run's state is not in the engine commands are taken
-and wait.
+A command arrives with a seq_id. Once all commands before it have arrived, it is appended to the run's journal. Once it
+is durable there and the commands before it have executed, it executes. Its answer, a reply or an error, is kept, in the
+journal too, and a caller that sends the same command again gets that answer. While the run's state is not in the
+engine, commands are accepted and wait.
 
-A command that only reads the run's state (SaveCheckpoint, PublishWeights) lets the next begin when it has captured that
-state, so answers may come out of order. What holds all the same:
+A command that only reads the run's state (SaveCheckpoint, PublishWeights) lets the next one start once it has captured
+that state, so answers may come out of order. The following holds all the same:
 
-- Commands capture in order of seq_id: each sees the run as the commands before it left it, and no later one.
-- A command is answered, in the journal, before one of the same kind that comes after it shows what it did where both
-  do that in order (`CommandProgress.wait_for_earlier`).
-- A command that replaces the run's state (LoadCheckpoint) begins when all before it are answered.
-- When engine or service die, a command without an answer executes again at its place: `recover` leaves those that
-  others have overtaken to `replay`, which runs between the repetition of the commands around it.
-- What the journal says of the run with an answer is what held at the command's place (`Facts`).
-- A snapshot of the run after a command becomes one when all up to that command are answered (`answered`), so that no
-  command needs what a snapshot makes superfluous.
+- Commands capture in order of seq_id: each sees the run as the commands before it left it, without effects of later
+  ones.
+- Where commands of the same kind make their results visible in order (`CommandProgress.wait_for_earlier`), the answer
+  of one is in the journal before the result of the next becomes visible.
+- A command that replaces the run's state (LoadCheckpoint) starts when all commands before it are answered.
+- When the engine or the service dies, a command without an answer executes again at its place in the order: `recover`
+  leaves commands that later ones have overtaken to `replay`, which runs between the replays of the commands around it.
+- The `step` and `next_version` that the journal keeps with an answer are those at the command's place (`Facts`).
+- A snapshot of the run after a command is completed when all commands up to that one are answered (`answered`), so that
+  no command needs what the snapshot makes superfluous.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from trainer_service.runs.progress import READING, REPEATABLE, CommandProgress, 
 _log = get_logger(__name__)
 
 _MAX_UNDER_WAY = 8
-"""Commands of a run that may be under way, so that what they hold is bounded."""
+"""Most commands of a run that may be executing, to bound what they hold."""
 
 
 class Sequencer:
@@ -60,16 +61,16 @@ class Sequencer:
         tenant: str,
         waiting_bytes: WaitingBytes,
     ) -> None:
-        """Take commands after `last_seq_id`; execute none before `start`.
+        """Accept commands after `last_seq_id`; execute none before `start`.
 
-        Bytes of those that wait are counted as `tenant`'s, the run's.
+        Bytes of waiting commands count as those of `tenant`, which owns the run.
         """
         self.journal = journal
         self.answers = answers
         self.attempts: Counter[int] = Counter()
-        """How often the engine died of a command."""
+        """How often the engine died while it executed a command, by seq_id."""
         self.attachment = 0
-        """Number of the newest client that attached; new commands of those before it are refused."""
+        """Number of the newest client that attached; new commands of clients that attached earlier are refused."""
         self._max_attempts = max_attempts
         self._executed = last_seq_id
         self._failpoints = failpoints
@@ -80,32 +81,32 @@ class Sequencer:
         self._finishing = Background("command.finish_failed")
         self._refusal: errors.PacelineError | None = None
         self.is_closed = False
-        """Whether it takes no more commands, for good."""
+        """Whether the sequencer is closed for good and accepts no more commands."""
 
     @property
     def last_seq_id(self) -> int:
-        """Highest seq_id that was accepted in order: it has executed, or will."""
+        """Highest seq_id that was accepted in order: its command has executed, or will."""
         return self._waiting.appended
 
     @property
     def executed(self) -> int:
-        """Highest seq_id that has executed up to where the next may begin."""
+        """Highest seq_id whose command has executed far enough for the next to start."""
         return self._executed
 
     def restore(self, command: Command) -> None:
-        """Take in the next command of a journal that has no answer yet; later ones may have one."""
+        """Add the next command of the journal that has no answer; later ones may have one."""
         self._waiting.restore(command)
 
     def attach(self, attachment: int) -> None:
-        """Take new commands of this client from now on, and of none that attached before it.
+        """Accept new commands of this client from now on, and none of clients that attached before it.
 
-        What was accepted in order stays; what waits behind a gap is refused.
+        Of theirs, commands accepted in order stay, and commands that wait behind a gap are refused.
         """
         self.attachment = attachment
         self._waiting.drop(lambda pending: pending.durable is None and self._is_late(pending.command), _superseded())
 
     def check_client(self, command: Command) -> None:
-        """Raise ClientSuperseded for a command of a client that another one followed, unless it was accepted before.
+        """Raise ClientSuperseded for a command of a superseded client, unless the command was accepted before.
 
         Raises InvalidArgument for a number that no client was given.
         """
@@ -118,19 +119,19 @@ class Sequencer:
             raise _superseded()
 
     def knows(self, seq_id: int) -> bool:
-        """Whether a command of this number came before."""
+        """Return whether a command with this seq_id has already arrived."""
         return seq_id <= self._executed or self._waiting.get(seq_id) is not None
 
     async def execute(self, command: Command) -> Message:
         """Execute a command at its turn and return its answer; a repeated one gets the first answer.
 
-        The command goes on when the caller leaves: another may ask for its answer. Raises what the command raised,
-        ClientSuperseded, SeqIdReused, SeqIdExpired, DiskFull when it cannot be journaled, QuotaExceeded or Overloaded
-        when too many bytes of commands wait, EngineUnavailable when the engine dies while it waits, or SeqIdGap when
-        those before it do not come in time.
+        The command continues if the caller leaves, because its answer may be asked for again. Raises what the command
+        raised, ClientSuperseded, SeqIdReused, SeqIdExpired, DiskFull if it cannot be journaled, QuotaExceeded or
+        Overloaded if too many bytes of commands wait, EngineUnavailable if the engine dies while it waits, or SeqIdGap
+        if earlier commands do not arrive in time.
         """
         if self._refusal is not None:
-            raise self._refusal.with_traceback(None)  # else it grows with each call, and keeps the call's command
+            raise self._refusal.with_traceback(None)  # it would grow with each call and keep the call's command
         if command.seq_id == 0:
             raise errors.MissingField("is not set; a run's commands count from 1", field="seq_id")
         self.check_client(command)
@@ -154,7 +155,7 @@ class Sequencer:
         self._advance()
 
     def hold(self, error: errors.PacelineError) -> None:
-        """Execute none before the next `start`. Those who wait are told `error`; their commands stay."""
+        """Execute nothing before the next `start`. Waiters get `error`; their commands stay."""
         self._former, self._executor = self._executor or self._former, None
         for pending in self._waiting:
             if pending.progress is None or not pending.progress.released.is_set():
@@ -162,7 +163,7 @@ class Sequencer:
         self._waiting.notify()
 
     async def recover(self) -> None:
-        """After `hold`, take back what died with the engine; commands that need the engine no more go on."""
+        """After `hold`, roll back what died with the engine; commands that no longer need the engine continue."""
         await self._left_engine()
         if self._former is not None:
             await self._former.close()
@@ -171,32 +172,32 @@ class Sequencer:
 
     @property
     def overtaken(self) -> list[int]:
-        """Commands without an answer that have to execute again, by `replay`, before later ones go on."""
+        """Commands without an answer that `replay` has to execute again before later ones continue."""
         keys = sorted(pending.command.seq_id for pending in self._waiting)
         return [seq_id for seq_id in keys if seq_id < self._executed and self._is_undone(seq_id)]
 
     async def replay(self, seq_id: int, executor: Executor) -> None:
-        """Execute a command again whose place has come, up to where the next may begin. Raises EngineUnavailable."""
+        """Execute a command again at its place, until the next may start. Raises EngineUnavailable."""
         pending = self._waiting.get(seq_id)
         if pending is not None and not await self._begin(pending, executor):
             raise errors.EngineUnavailable("the engine died while the run was restored")
 
     def place(self, seq_id: int) -> Facts | None:
-        """Return what held in the run's order after a command that has executed, while that is known."""
+        """Return the facts after an executed command in the run's order; None if they are no longer known."""
         pending = self._waiting.get(seq_id)
         return self.answers.facts(seq_id) if pending is None else pending.place
 
     async def answered(self, seq_id: int, executor: Executor) -> None:
-        """Wait until every command up to `seq_id` is answered. Raises EngineUnavailable when `executor` is given up."""
+        """Wait until every command up to `seq_id` is answered. Raises EngineUnavailable if `executor` is given up."""
         while any(pending.command.seq_id <= seq_id for pending in self._waiting):
             if self._executor is not executor:
                 raise errors.EngineUnavailable("a command has to execute again first")
             await self._waiting.changed()
 
     async def rebase(self, seq_id: int) -> None:
-        """Make `seq_id` the next to execute where the commands before it are lost for good.
+        """Make `seq_id` the next to execute, because the commands before it are lost for good.
 
-        Commands that wait below it are refused; those executed stay executed.
+        Waiting commands below it are refused; executed ones stay executed.
         """
         if seq_id <= self.last_seq_id + 1:
             return
@@ -205,22 +206,22 @@ class Sequencer:
         await self.journal.append(RebaseRecord(seq_id), sync=True)
 
     def is_poisoned(self, command: Command) -> bool:
-        """Whether the engine died of a command as often as it may."""
+        """Return whether the engine died during a command as often as it may."""
         return self.attempts[command.seq_id] >= self._max_attempts
 
     async def count_death(self, command: Command) -> None:
-        """Note durably that the engine died of a command."""
+        """Record durably that the engine died during a command."""
         self.attempts[command.seq_id] += 1
         _log.error("engine died of a command", seq_id=command.seq_id, attempts=self.attempts[command.seq_id])
         await self.journal.append(AttemptRecord(command.seq_id), sync=True)
 
     def drain(self, error: errors.PacelineError) -> None:
-        """Refuse what has not started and what comes; what has started goes on."""
+        """Refuse new commands and those that have not started; started ones continue."""
         self._refusal = error
         self._waiting.drop(lambda _: True, error)
 
     async def close(self, error: errors.PacelineError) -> None:
-        """Drain, and wait for what has started."""
+        """Drain, and wait for the commands that have started."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -234,7 +235,7 @@ class Sequencer:
         await self.journal.close()
 
     def _is_late(self, command: Command) -> bool:
-        """Whether a client sent it that another one followed. One that did not attach is never followed."""
+        """Return whether a superseded client sent the command. A client that did not attach is never superseded."""
         return 0 < command.attachment < self.attachment
 
     def _advance(self) -> None:
@@ -249,7 +250,7 @@ class Sequencer:
         try:
             await durable
         except errors.PacelineError:
-            return  # It was refused, and everybody who waited was told.
+            return  # It was refused, and its waiters got the error.
         while self._executor is executor and self._must_wait(pending.command):
             await self._waiting.changed()
         if self._executor is executor and await self._begin(pending, executor):
@@ -259,13 +260,13 @@ class Sequencer:
             self._failpoints.hit("after_ack")
 
     def _must_wait(self, command: Command) -> bool:
-        """Whether a command whose turn has come may not begin beside those that are under way."""
+        """Return whether a command whose turn has come must wait for those that are executing."""
         under_way = len(self._waiting.under_way())
         alone = command.method not in READING | REPEATABLE
         return under_way > 0 if alone else under_way >= _MAX_UNDER_WAY
 
     async def _begin(self, pending: PendingCommand, executor: Executor) -> bool:
-        """Execute a command up to where the next may begin; return whether it came so far."""
+        """Execute a command until the next may start; return whether it got that far."""
         command = pending.command
         earlier = [progress for other, progress in self._waiting.under_way() if other.method == command.method]
         progress = pending.progress = CommandProgress(earlier, may_overlap=command.method in READING)
@@ -278,7 +279,7 @@ class Sequencer:
         return True
 
     async def _finish(self, pending: PendingCommand, progress: CommandProgress, executor: Executor) -> None:
-        """Execute a command, keep its answer, and tell it."""
+        """Execute a command, keep its answer and resolve it for the waiters."""
         command = pending.command
         try:
             answer = await self._answer(command, progress, executor)
@@ -310,26 +311,26 @@ class Sequencer:
         except errors.PacelineError as error:
             return error
         except Exception:
-            # Whatever it was, its answer is kept like any other, so that the commands after it are not held up.
+            # The error is kept as the answer like any other, so that it does not block later commands.
             answer = errors.Internal.unforeseen()
             _log.exception("command failed", seq_id=command.seq_id, **answer.metadata)
             return answer
 
     async def _not_executed(self, command: Command, error: errors.EngineUnavailable) -> None:
-        """Keep a command that the engine did not execute until the run is back."""
+        """Hold a command that the engine did not execute until the run is restored."""
         if isinstance(error, EngineDiedError):
             await self.count_death(command)
         self.hold(error)
 
     async def _left_engine(self) -> None:
-        """Return when no command asks anything of the engine."""
+        """Wait until no command uses the engine."""
         if self._task is not None:
             await asyncio.wait({self._task})
         for _, progress in self._waiting.under_way():
             await progress.released.wait()
 
     def _is_undone(self, seq_id: int) -> bool:
-        """Whether a command has no answer, and will have none unless it executes again."""
+        """Return whether a command has no answer, and gets none unless it executes again."""
         pending = self._waiting.get(seq_id)
         return pending is not None and pending.progress is None
 

@@ -1,4 +1,4 @@
-"""Where a run's journal and snapshots lie, and what is read from them when the service starts."""
+"""Location of a run's journal and snapshots, and reading them at startup and for replay."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredCommands:
-    """What the volume says of a run's commands."""
+    """A run's commands as stored on the volume."""
 
     snapshot: Snapshot | None
     history: History
 
     @property
     def first(self) -> int:
-        """First command to execute again: after the snapshot, or the newest load that succeeded."""
+        """First command to replay: the one after the snapshot, or the newest load that succeeded."""
         after = self.snapshot.seq_id + 1 if self.snapshot else self.history.base
         loads = [seq_id for seq_id, command in self.history.commands.items() if command.method == "LoadCheckpoint"]
         return max([after, *(seq_id for seq_id in loads if self.succeeded(seq_id))])
 
     @property
     def unanswered(self) -> list[int]:
-        """Commands that have no answer; later ones may have one."""
+        """Commands without an answer; later ones may have one."""
         after = self.snapshot.seq_id if self.snapshot else 0
         return [seq_id for seq_id in self.history.commands if seq_id > after and seq_id not in self.history.answers]
 
@@ -55,7 +55,7 @@ class StoredCommands:
 
     @property
     def facts(self) -> Facts | None:
-        """What was known of the run last, and held after the last command in its order that was answered."""
+        """The run's newest facts, with those that depend on the order as of the last answered command in it."""
         answers, known = self.history.answers, self.snapshot.facts if self.snapshot else None
         if not answers:
             return known
@@ -63,7 +63,7 @@ class StoredCommands:
         return next(reversed(answers.values())).facts.at(place)
 
     def facts_before(self, seq_id: int) -> Facts:
-        """Return what held in the run's order before a command."""
+        """Return the facts before a command in the run's order."""
         place = max((answered for answered in self.history.answers if answered < seq_id), default=0)
         if self.snapshot and place <= self.snapshot.seq_id:
             return self.snapshot.facts
@@ -76,13 +76,13 @@ class StoredCommands:
         return max([after_snapshot, *self.history.answers])
 
     def succeeded(self, seq_id: int) -> bool:
-        """Whether a command was answered with a reply."""
+        """Return whether a command was answered with a reply."""
         answer = self.history.answers.get(seq_id)
         return answer is not None and answer.failure is None
 
 
 class RunStorage:
-    """Makes and reads the files of runs."""
+    """Creates and reads the journals and snapshots of runs."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class RunStorage:
         self._threads = ThreadPoolExecutor(_SYNCING_THREADS, thread_name_prefix="journal")
 
     def make(self, run_id: str) -> None:
-        """Make a new run's journal."""
+        """Create a new run's journal."""
         RunJournal.make(self._volume.run(run_id) / _JOURNAL, base=1)
 
     def holds_nothing(self, run_id: str) -> bool:
-        """Whether a run's folder has nothing in it but a journal that never took a command, or less. Raises OSError.
+        """Return whether a run's folder holds at most a journal that never accepted a command. Raises OSError.
 
-        It is what a CreateRun leaves that was killed before it wrote the run's file: nobody was told of the run.
+        A CreateRun that is killed before it writes the run's file leaves such a folder: no caller got the run.
         """
         folder = self._volume.run(run_id)
         directory = folder / _JOURNAL
@@ -121,30 +121,30 @@ class RunStorage:
         return not is_torn and (history.base, history.last_seq_id, len(history.answers)) == (1, 0, 0)
 
     def snapshots(self, run_id: str) -> SnapshotStore:
-        """Return a run's snapshots."""
+        """Return a run's snapshot store."""
         return SnapshotStore(self._volume.run(run_id), self._failpoints, self._guard)
 
     def journal_bytes(self, run_id: str) -> int:
-        """Return how many bytes a run's journal has, which is about the memory that what is read of it takes."""
+        """Return the size of a run's journal in bytes, which is about the memory that its content takes once read."""
         return sum(path.stat().st_size for path in segments(self._volume.run(run_id) / _JOURNAL).values())
 
     def read(self, run_id: str) -> StoredCommands:
-        """Read what the volume says of a run: its newest snapshot that is whole, and what its journal has after that.
+        """Read a run's newest intact snapshot, and what its journal holds after that.
 
-        Raises JournalDamagedError, UnknownFormatError before anything is touched, or OSError where something cannot be
-        read now.
+        Raises JournalDamagedError, UnknownFormatError before anything is touched, or OSError if something cannot be
+        read at present.
         """
         directory = self._volume.run(run_id) / _JOURNAL
         check_formats(directory)
         index = read_index(directory)
         snapshot = self.snapshots(run_id).newest()
         history = read_history(directory, snapshot.seq_id if snapshot else 0, index.newest if index else None)
-        # One from before a journal that was begun anew has no part in it.
+        # A snapshot from before the journal was started anew does not belong to it.
         is_reached = snapshot is not None and snapshot.seq_id >= history.base - 1
         return StoredCommands(snapshot if is_reached else None, history)
 
     def read_or_restart(self, run_id: str, last_seq_id: int) -> StoredCommands:
-        """Read what the volume says of a run; where its journal is damaged, set it aside and begin one without state.
+        """Read a run's snapshot and journal; if the journal is damaged, set it aside and start one without state.
 
         Nothing is deleted. Raises UnknownFormatError, OSError, and DiskFull.
         """
@@ -156,12 +156,12 @@ class RunStorage:
             base = max(last_seq_id, self._highest_accepted(run_id)) + 1
             if (folder / _JOURNAL).exists():
                 layout.set_aside(folder / _JOURNAL)
-            # The base of a journal with state is 1, or stands behind a snapshot.
+            # A base of 1 would mean that the run's state can be rebuilt from the journal.
             RunJournal.make(folder / _JOURNAL, base=max(base, 2))
             return self.read(run_id)
 
     def _highest_accepted(self, run_id: str) -> int:
-        """Return a seq_id that no command of a run with a damaged journal was accepted above."""
+        """Return a seq_id above which no command of a run with a damaged journal was accepted."""
         directory = self._volume.run(run_id) / _JOURNAL
         index, snapshot = read_index(directory), self.snapshots(run_id).newest()
         highest = highest_seq_id(directory, index.newest if index else None)
@@ -170,7 +170,7 @@ class RunStorage:
         return max(highest, snapshot.seq_id if snapshot else 0)
 
     def open(self, run_id: str, tenant: str, past: StoredCommands) -> Sequencer:
-        """Make the sequencer of a tenant's run, with the answers it gave and the commands it has still to execute."""
+        """Build the sequencer of a tenant's run, with its past answers and the commands that are still to execute."""
         sequencer = Sequencer(
             RunJournal(
                 self._volume.run(run_id) / _JOURNAL,
@@ -193,7 +193,7 @@ class RunStorage:
         return sequencer
 
     def close(self) -> None:
-        """End the threads."""
+        """Shut down the threads."""
         self._threads.shutdown()
 
 

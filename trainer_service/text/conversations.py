@@ -1,4 +1,4 @@
-"""Conversations as data to train on: written by the model's chat template, with the loss on responses alone."""
+"""Convert conversations to training data, rendered by the model's chat template, with the loss on responses only."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ _MESSAGE_FIELDS = frozenset(
     {"role", "content", "weight", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking"}
 )
 _MOST_WORK = 1 << 26
-"""Characters that templates may write for a conversation, each response with all that is before it."""
+"""Most characters that templates may write for a conversation; each response is rendered with everything before it."""
 _WORK_OF_MESSAGE = 64
-"""What the frame of a message counts as, in characters."""
+"""Characters counted for what a template writes around a message."""
 _SLICE_WORK, _SLICE_TOKENS = 1 << 20, 1 << 16
-"""After which another tenant has its turn."""
+"""Limits after which another tenant gets its turn."""
 _REPLY_TOKENS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """A conversation that was checked."""
+    """A validated conversation."""
 
     messages: list[dict[str, Any]]
     tools: Any
     trained: list[int]
-    """Numbers of the messages to learn from."""
+    """Indices of the messages to train on."""
     work: int
     """Characters that a template writes to render it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A response and what it is the response to, in tokens."""
+    """A response and its prompt, in tokens."""
 
     prompt: list[int]
     response: list[int]
     said: int
-    """Of the response, how many tokens the model says; the template writes the rest."""
+    """Number of tokens in the response that the model generates; the template writes the rest."""
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """Tokens, and which of them the model is to learn to say."""
+    """Tokens, and which of them the model learns to generate."""
 
     tokens: list[int] = field(default_factory=list)
     is_response: list[bool] = field(default_factory=list)
@@ -73,7 +73,7 @@ class _Sequence:
         self.tokens = turn.prompt + turn.response
 
     def datum(self) -> Datum:
-        """Shift it by one position."""
+        """Return the sequence as a datum, shifted by one position."""
         counted = np.array(self.is_response[1:], np.uint8)
         return Datum(
             np.array(self.tokens[:-1], np.int32),
@@ -86,25 +86,25 @@ class _Sequence:
 
 
 class ConversationRenderer:
-    """Renders conversations with the tokenizer of one model, which is loaded when it is first needed.
+    """Renders conversations with one model's tokenizer, which is loaded on first use.
 
-    One thread does it, a slice of a call at a time, so that tenants take turns.
+    One thread renders a slice of a call at a time, so that tenants take turns.
     """
 
     def __init__(self, model: str) -> None:
-        """Take a local directory or a Hugging Face id."""
+        """`model` is a local directory or a Hugging Face id."""
         self._model = model
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._ends: frozenset[int] = frozenset()
-        """Tokens that end what is sampled."""
+        """Tokens that end sampling."""
         self._thread = ThreadPoolExecutor(1, "conversations")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def render(self, tenant: str, bodies: Sequence[bytes], max_context_length: int) -> list[list[Datum]]:
-        """Return the data of the first conversations: of as many as fit a reply, and of one at least.
+        """Return the data of the first conversations: as many as fit in a reply, and at least one.
 
         Raises UnreadableMessage, EmptyBatch, InvalidArgument, UnknownField, SequenceTooLong, OutOfRange, Unsupported,
-        with the number of the conversation in `field`.
+        with the index of the conversation in `field`.
         """
         if not bodies:
             raise errors.EmptyBatch("holds no conversation", field="conversations")
@@ -135,7 +135,7 @@ class ConversationRenderer:
         return rendered
 
     def _render(self, conversation: _Conversation, longest: int) -> list[Datum]:
-        """Return one datum where each prompt begins with all that was before it, else several."""
+        """Return one datum if each prompt starts with everything before it, otherwise several."""
         if conversation.tools and not self._writes_tools(conversation):
             raise errors.Unsupported("are not written by the model's chat template; leave them out", field="tools")
         sequences: list[_Sequence] = []
@@ -157,7 +157,7 @@ class ConversationRenderer:
         return with_tools != without
 
     def _turn(self, messages: list[dict[str, Any]], tools: Any) -> _Turn:
-        """Return the last message, and the others as its prompt."""
+        """Tokenize the last message as a response, and the others as its prompt."""
         tokenizer = self._load()
         prompt = _write(tokenizer, messages[:-1], tools, add_generation_prompt=True)
         whole = _write(tokenizer, messages, tools, add_generation_prompt=False)
@@ -177,11 +177,11 @@ class ConversationRenderer:
 
     def _load(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
-            from transformers import AutoTokenizer, GenerationConfig  # noqa: PLC0415 - seconds, if any conversation comes
+            from transformers import AutoTokenizer, GenerationConfig  # noqa: PLC0415 - takes seconds, only needed here
 
             tokenizer = AutoTokenizer.from_pretrained(self._model, trust_remote_code=False, local_files_only=True)
             ends = {tokenizer.eos_token_id}
-            with suppress(OSError):  # a model need not have one
+            with suppress(OSError):  # not every model has one
                 given = GenerationConfig.from_pretrained(self._model, local_files_only=True).eos_token_id
                 ends |= set(given) if isinstance(given, list) else {given}
             self._tokenizer, self._ends = tokenizer, frozenset(ends - {None})
@@ -216,7 +216,7 @@ def _read(body: bytes, max_context_length: int) -> _Conversation:
 
 
 def _plain(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as templates take it: its parts as one text, and no weight."""
+    """Return a message as templates expect it: with its parts joined into one text, and without a weight."""
     place = f"messages[{index}]"
     for name in message.keys() - _MESSAGE_FIELDS:
         raise errors.UnknownField("is not known", field=f"{place}.{name[:80]}")
@@ -247,7 +247,7 @@ def _write(
         text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except Exception as error:  # a template is a program of the model's
+    except Exception as error:  # a template is code that comes with the model
         problem = f"the model's chat template does not take them: {error}"
         raise errors.InvalidArgument(problem[:500], field="messages") from error
     if not isinstance(text, str):

@@ -18,7 +18,7 @@ _PATTERNS = (
 
 
 def read_tokenizer_files(model: str) -> dict[str, bytes]:
-    """Return file name to content.
+    """Return the contents of the tokenizer's files by name.
 
     `model` is a local directory or a Hugging Face id, which is looked up in the hub's cache.
     """

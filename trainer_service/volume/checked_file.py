@@ -1,4 +1,4 @@
-"""Small JSON files that say their format and carry a checksum of their content."""
+"""Small JSON files that contain their format number and a checksum of their content."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import msgspec
 from paceline import layout
 
 FORMAT = 2
-"""Of all that the trainer writes on the volume."""
+"""Format of everything that the trainer writes to the volume."""
 
 T = TypeVar("T")
 
 
 class UnknownFormatError(Exception):
-    """A file was written by another version of this service, or by something else. Nothing of it may be touched."""
+    """A file was written by another version of this service, or by something else. It must not be changed."""
 
 
 class DamagedFileError(Exception):
-    """A file is not what it was when it was written."""
+    """A file cannot be decoded or does not match its checksum."""
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -35,24 +35,24 @@ class _Format(msgspec.Struct, frozen=True):
 
 
 def write_checked(path: Path, content: Any) -> None:
-    """Write a file durably, all at once. Raises DiskFull."""
+    """Write a file durably and atomically. Raises DiskFull."""
     layout.write_file(path, encode_checked(content))
 
 
 def encode_checked(content: Any) -> bytes:
-    """Return a file's bytes."""
+    """Encode content with its format and checksum."""
     raw = msgspec.json.encode(content)
     file = _File(FORMAT, int(google_crc32c.value(raw)), msgspec.Raw(raw))
     return msgspec.json.encode(file) + b"\n"
 
 
 def read_checked(path: Path, kind: type[T]) -> T:
-    """Read a file's content. Raises DamagedFileError, UnknownFormatError, FileNotFoundError."""
+    """Read and verify a file's content. Raises DamagedFileError, UnknownFormatError, FileNotFoundError."""
     return decode_checked(path.read_bytes(), kind, path.name)
 
 
 def decode_checked(text: bytes, kind: type[T], name: str) -> T:
-    """Read a file's bytes. Raises DamagedFileError, UnknownFormatError."""
+    """Decode and verify a file's bytes. Raises DamagedFileError, UnknownFormatError."""
     found = format_of(text, name)
     if found != FORMAT:
         raise UnknownFormatError(f"{name} is of format {found}")
@@ -66,7 +66,7 @@ def decode_checked(text: bytes, kind: type[T], name: str) -> T:
 
 
 def format_of(text: bytes, name: str) -> int:
-    """Return the format that a file says it has. Raises DamagedFileError where it says none."""
+    """Return the format that a file declares. Raises DamagedFileError if it declares none."""
     try:
         return msgspec.json.decode(text, type=_Format).format
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

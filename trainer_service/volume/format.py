@@ -1,4 +1,4 @@
-"""Which format the volume has: read before anything on it is touched."""
+"""The format of the volume, which is checked before anything on it is touched."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _log = get_logger(__name__)
 
 
 class _Volume(msgspec.Struct, frozen=True):
-    """The content of volume.json: its format says it all."""
+    """The content of volume.json, which is empty: only the file's format matters."""
 
 
 def check_volume(root: Path) -> None:
-    """Refuse a volume of a format that this service does not know, and change nothing. Raises SystemExit."""
+    """Raise SystemExit if the volume has a newer format than this service knows; change nothing."""
     path = root / _FILE
     try:
         found = format_of(path.read_bytes(), _FILE) if path.exists() else FORMAT
     except DamagedFileError:
-        return  # Each run's files say their own format.
+        return  # each run's files declare their own format
     if found > FORMAT:
         raise SystemExit(
             f"the volume {root} has format {found} and this trainer knows up to {FORMAT}; nothing was changed: "
@@ -33,7 +33,7 @@ def check_volume(root: Path) -> None:
 
 
 def is_current(root: Path) -> bool:
-    """Whether the volume says that it has this service's format."""
+    """Return whether the volume declares this service's format."""
     path = root / _FILE
     try:
         return path.exists() and read_checked(path, _Volume) is not None
@@ -43,5 +43,5 @@ def is_current(root: Path) -> bool:
 
 
 def write_volume_format(root: Path) -> None:
-    """Say that the volume has this service's format. Raises DiskFull."""
+    """Declare that the volume has this service's format. Raises DiskFull."""
     write_checked(root / _FILE, _Volume())

@@ -1,4 +1,4 @@
-"""A run's file: run.json, with a second copy beside it, so that damage to one costs nothing."""
+"""A run's file, run.json, with a copy beside it, so that damage to one of them loses nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = get_logger(__name__)
 
 
 def decode_run_file(text: bytes, name: str = RUN_FILE) -> dict[str, Any]:
-    """Read what a run's file says; those of format 1 have no checksum. Raises DamagedFileError, UnknownFormatError."""
+    """Decode a run's file; format 1 has no checksum. Raises DamagedFileError, UnknownFormatError."""
     if format_of(text, name) != 1:
         return decode_checked(text, dict[str, Any], name)
     facts: dict[str, Any] = json.loads(text)
@@ -32,9 +32,9 @@ def decode_run_file(text: bytes, name: str = RUN_FILE) -> dict[str, Any]:
 
 
 def read_run_file(folder: Path) -> dict[str, Any]:
-    """Read a run's file, or the copy where it is damaged; that is then set aside and written again.
+    """Read a run's file. If it is damaged, set it aside and write it again from the copy.
 
-    Raises DamagedFileError when both are damaged, UnknownFormatError, FileNotFoundError when there is neither.
+    Raises DamagedFileError if both are damaged, UnknownFormatError, FileNotFoundError if neither exists.
     """
     paths = [path for path in (folder / RUN_FILE, folder / COPY_FILE) if path.exists()]
     if not paths:
@@ -63,16 +63,16 @@ def _write_again(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def tenant_of(folder: Path) -> str | None:
-    """Return whose a run is or was; None where no file of it says that. Changes nothing."""
+    """Return the tenant that owns or owned a run, or None if no file of the run names it. Changes nothing."""
     for name in (RUN_FILE, COPY_FILE, DELETED_FILE):
         try:
             return str(decode_run_file((folder / name).read_bytes(), name)["tenant"])
         except (OSError, DamagedFileError, UnknownFormatError, KeyError):
-            continue  # The next may say it.
+            continue  # the next file may name it
     return None
 
 
 def write_run_file(folder: Path, facts: dict[str, Any]) -> None:
-    """Write a run's file and its copy, durably. Raises DiskFull."""
+    """Write a run's file and its copy durably. Raises DiskFull."""
     write_checked(folder / COPY_FILE, facts)
     write_checked(folder / RUN_FILE, facts)

@@ -17,6 +17,8 @@ from typing import Any
 
 _PACKAGES = ("paceline", "trainer_service", "sampler_service", "gateway")
 _POLL_SECONDS = 0.02
+_EVENT_LOOPS = ("/asyncio/base_events.py", "/asyncio/runners.py", "/uvloop/__init__.py")
+"""Files of event loops: what they call has no caller."""
 
 
 class CallTracer:
@@ -62,7 +64,7 @@ class CallTracer:
             return
         caller = frame.f_back
         while caller is not None and self._name(caller.f_code) is None:
-            caller = caller.f_back
+            caller = None if caller.f_code.co_filename.endswith(_EVENT_LOOPS) else caller.f_back
         self._calls.add(((self._name(caller.f_code) or "") if caller else "", callee))
 
     def _name(self, code: CodeType) -> str | None:

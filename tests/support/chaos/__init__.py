@@ -1,1 +1,1 @@
-"""Kills, power cuts and damage, and what must hold after them."""
+"""Kills, power cuts and damage, and checks of what must hold after them."""

@@ -24,19 +24,19 @@ from trainer_service.settings import TrainerSettings
 
 KEPT_VERSIONS = TrainerSettings.model_fields["keep_versions"].default
 WINDOW = 4
-"""Commands that a client has under way."""
+"""Commands that a client has in flight."""
 NOT_EXECUTED = {errors.PoisonedCommand.reason, errors.DiskFull.reason}
-"""Refusals that a fault is the reason of: the command changed nothing. In the run without faults another stands there
-that changes nothing either."""
+"""Refusals caused by a fault: the command changed nothing. The run without faults sends another command instead that
+changes nothing either."""
 _LOST = {
     error.reason for error in (errors.RunStateLost, errors.RunNotFound, errors.ChecksumMismatch, errors.SeqIdExpired)
 }
-"""Refusals after which a client gives its run up."""
+"""Refusals after which a client gives up its run."""
 _SAMPLED_TOKENS = 8
 
 
 def command(seed, run_id, seq_id):
-    """Return the method and request of a run's command; what it is depends on `seed` and `seq_id` alone."""
+    """Return the method and request of a run's command, which `seed` and `seq_id` determine."""
     rng = Random(seed * 1_000_003 + seq_id)
     kind = rng.choices(("forward", "step", "state", "sampler", "publish", "load", "bad"), (10, 8, 2, 1, 3, 1, 1))[0]
     common = {"run_id": run_id, "seq_id": seq_id}
@@ -63,13 +63,13 @@ def command(seed, run_id, seq_id):
 
 
 def refused(run_id, seq_id):
-    """Return a command that is refused whatever the run is."""
+    """Return a command that is refused in every state of the run."""
     return "ForwardBackward", pb.ForwardBackwardRequest(run_id=run_id, seq_id=seq_id, loss_fn="none")
 
 
 @dataclass
 class Completion:
-    """Tokens that were sampled, from the version that the answer named."""
+    """Tokens sampled from the version that the answer named."""
 
     version: int
     sha256: str
@@ -80,25 +80,25 @@ class Completion:
 
 @dataclass
 class Client:
-    """Trains one run, sends everything until it is answered, and keeps every answer."""
+    """Trains one run: repeats every request until it is answered, and keeps every answer."""
 
     channel: grpc.aio.Channel
     seed: int
     token: str = ""
     samples: bool = False
-    """Whether it samples from what it publishes."""
+    """Whether it samples from the versions that it publishes."""
     skipped: frozenset[int] = frozenset()
-    """Commands in whose place it sends one that is refused."""
+    """seq_ids for which it sends a command that is refused."""
     answers: dict[int, str] = field(default_factory=dict)
     versions: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Of each command that published one: its number and SHA-256."""
+    """Number and SHA-256 of a version, by the seq_id of the command that published it."""
     completions: list[Completion] = field(default_factory=list)
     found: list[str] = field(default_factory=list)
-    """What was wrong at once."""
+    """Problems noticed during training."""
     run_id: str = ""
     seq_id: int = 0
     lost: str = ""
-    """Why it cannot go on."""
+    """Reason why it cannot continue; empty while it can."""
 
     def __post_init__(self) -> None:
         self.trainer = TrainerServiceStub(self.channel)
@@ -107,9 +107,9 @@ class Client:
 
     @property
     def last_before_damage(self) -> int:
-        """The last command up to which all were answered as if nothing were damaged.
+        """The last command before the first one that was refused because of damage.
 
-        Those after the first that was refused were already on their way, and found the run without it.
+        Later commands were already in flight and found the run without the refused one.
         """
         told = [seq_id for seq_id, answer in self.answers.items() if answer in _LOST]
         return min(told, default=self.seq_id + 1) - 1
@@ -132,7 +132,7 @@ class Client:
         return await self._next("OptimStep", pb.OptimStepRequest, adamw=adamw)
 
     async def train(self, is_over, published=None) -> None:
-        """Issue commands, several at a time, until `is_over` says so; tell `published` of versions, in their order."""
+        """Send commands, several at a time, until `is_over` is true; call `published` for each version, in order."""
         under_way = set()
         while not (is_over(self) or self.lost):
             self.seq_id += 1
@@ -143,7 +143,7 @@ class Client:
         await asyncio.gather(*under_way)
 
     async def finish(self, volume: Path) -> dict[str, Path]:
-        """Save the run's state; return the files that make it up by their names."""
+        """Save the run's state; return its files by name."""
         await self._next("SaveCheckpoint", pb.SaveCheckpointRequest, name="final", kind=pb.CHECKPOINT_KIND_STATE)
         folder = volume / "runs" / self.run_id / "state" / "final"
         return {
@@ -189,7 +189,7 @@ class Client:
         except errors.PacelineError as error:
             newest = max(known for known, _ in self.versions.values())
             if isinstance(error, errors.VersionNotFound) and newest >= version + KEPT_VERSIONS:
-                return  # it took so long to be answered that the version is not kept any more
+                return  # the answer took so long that the version is no longer kept
             self.found.append(f"seed {self.seed}: version {version}, just published, cannot be sampled: {error}")
             return
         (sequence,) = reply.sequences
@@ -205,7 +205,7 @@ class Client:
 
 
 async def until_answered(stub: Any, method: str, request: Any, metadata: Any = ()):
-    """Send a request until it is answered; return the reply. Raises what it is refused with."""
+    """Repeat a request until it is answered; return the reply. Raises the error of a refusal."""
     while True:
         try:
             return await getattr(stub, method)(request, timeout=30, metadata=metadata)

@@ -1,4 +1,4 @@
-"""What happens to services in the chaos tests: kills, stops, full disks, flipped bits."""
+"""Faults of the chaos tests: kills, stops, full disks, flipped bits."""
 
 import asyncio
 import os
@@ -31,13 +31,13 @@ ENGINE_POINTS = (
 )
 _START_SECONDS = 120.0
 _WATCHDOG_SECONDS = 300.0
-"""A stopped engine has to be replaced within this."""
+"""A stopped engine must be replaced within this time."""
 _TMPFS_BYTES = 512 << 20
 
 
 @dataclass
 class Service:
-    """One service, which may be started again and again at the same address."""
+    """One service, which can be restarted at the same address."""
 
     name: str
     module: str
@@ -46,7 +46,7 @@ class Service:
     environment: dict[str, str]
     log: Path
     abort: threading.Event
-    """Set where something went wrong, to end the killing."""
+    """Set when something goes wrong, to end the killing."""
     process: WarmProcess | None = None
     victim: Path | None = None
     """A run whose files may be damaged while the service is down."""
@@ -113,7 +113,7 @@ class Services:
 
 @dataclass
 class Killer:
-    """Kills one service, also while it starts, and stops it for a while."""
+    """Kills one service repeatedly, sometimes while it starts, and stops it for a while."""
 
     service: Service
     kills_left: int
@@ -126,7 +126,7 @@ class Killer:
         self.random = Random(f"{self.seed} {self.service.name}")
 
     def run(self) -> None:
-        """Kill as often as was asked for; leave the service running."""
+        """Kill the service `kills_left` times, then leave it running."""
         try:
             while self.kills.total() < self.kills_left and not self.service.abort.is_set():
                 self.live_once()
@@ -136,7 +136,7 @@ class Killer:
         self.service.start()
 
     def live_once(self) -> None:
-        """Start the service, and kill it: while it starts, or some time after."""
+        """Start the service and kill it, while it starts or some time later."""
         process = self.service.start()
         while_starting = self.random.random() < 0.3
         if while_starting:
@@ -159,7 +159,7 @@ class Killer:
             assert time.monotonic() < deadline, f"{self.service.name} does not start"
 
     def ended_by_itself(self) -> AssertionError:
-        """Return the error of a service that ended although nobody killed it."""
+        """Return the error for a service that ended without being killed."""
         return AssertionError(f"{self.service.name} ended by itself: {self.service.log.read_text()[-3000:]}")
 
     def pause(self, pid: int) -> None:
@@ -173,7 +173,7 @@ class Killer:
 
 
 class TrainerKiller(Killer):
-    """Kills the trainer and its engine at named points and at any moment, also during recovery."""
+    """Kills the trainer and its engine at failpoints and at any moment, even during recovery."""
 
     def __init__(self, services: Services, kills: int, seed: int, *, stops: bool) -> None:
         super().__init__(services.trainer, kills, seed, stops)
@@ -208,7 +208,7 @@ class TrainerKiller(Killer):
                 assert not (patience and engine), "a stopped engine is not replaced"
                 try:
                     process.kill()
-                except ProcessLookupError:  # its failpoint was faster; `wait` is about to say so
+                except ProcessLookupError:  # its failpoint was faster; the next `wait` reports that
                     continue
                 process.wait(60)
                 self.kills["trainer at any moment"] += 1
@@ -218,7 +218,7 @@ class TrainerKiller(Killer):
         self.kills[name] += 1
 
     def _end_engine(self, process: WarmProcess) -> float:
-        """Kill the engine, or stop it for good; return how long it may take until another is there."""
+        """Kill the engine, or stop it for good; return how many seconds its replacement may take."""
         time.sleep(self.random.uniform(0.0, 1.0))
         is_stopped = self.stops and self.random.random() < 0.1
         for pid in process.engines():
@@ -234,7 +234,7 @@ class TrainerKiller(Killer):
 
 
 def flip_bit(run: Path, random: Random) -> str:
-    """Flip a bit in one of a run's files; return what kind of file it is, empty where there is none."""
+    """Flip a bit in one of a run's files; return the kind of file, or an empty string if there is none."""
     files = sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size)
     if not files:
         return ""
@@ -249,10 +249,10 @@ def flip_bit(run: Path, random: Random) -> str:
 
 
 class FullDisk:
-    """A checkpoint volume that is full now and then.
+    """A checkpoint volume that is full at times.
 
-    With the right to mount it is a file system of its own, which is filled; without, the largest file that the trainer
-    and its engine may write is limited for a while: a write above that fails as on a full disk.
+    Where mounting is allowed, it is a file system of its own that gets filled. Otherwise the size of the files that the
+    trainer and its engine may write is limited for a while: a write beyond the limit fails as on a full disk.
     """
 
     def __init__(self, volume: Path) -> None:
@@ -291,10 +291,10 @@ class FullDisk:
             subprocess.run(["umount", "-l", str(self._volume)], check=True)
 
     def _fill(self, random: Random, seconds: float) -> None:
-        """Leave less than what is to stay free, or nothing."""
+        """Leave less room than must stay free, or none."""
         with self._filler.open("wb") as file:
             room = shutil.disk_usage(self._volume).free - random.choice((0, 64 << 20))
-            with suppress(OSError):  # others write meanwhile
+            with suppress(OSError):  # others write at the same time
                 os.posix_fallocate(file.fileno(), 0, max(room, 1))
             time.sleep(seconds)
         self._filler.unlink()

@@ -1,4 +1,4 @@
-"""Runs of several tenants that train, publish and sample while everything is killed, and the same without faults."""
+"""Runs of several tenants under kills and other faults, compared with the same runs without faults."""
 
 import asyncio
 import json
@@ -22,18 +22,18 @@ from support.chaos.chaos_scores import Scorer
 from support.unreliable_proxy import UnreliableProxy
 
 TOLERANCE = 1e-5
-"""Norm of the difference, relative, between runs that shared passes with others and those that did not."""
+"""Relative norm of the difference between runs that shared passes with others and runs that did not."""
 LOGPROB_TOLERANCE = 1e-4
-"""Between log-probabilities of the sampler and of PEFT, both in float32."""
+"""Between the log-probabilities of the sampler and of PEFT, both in float32."""
 TENANTS = ("red", "green")
 FAULTS = ("kills", "stops", "disk", "flips")
 FEWEST_COMMANDS = 20
-"""Of a run, however soon the kills are over: a client that they kept from its first command has its run, too."""
+"""Minimum per run, however soon the kills end: a client that could not send a command until then still trains."""
 
 
 @dataclass
 class Outcome:
-    """What the killing came to."""
+    """The result of a chaos run."""
 
     kills: Counter
     commands: int
@@ -42,15 +42,15 @@ class Outcome:
     seconds: float
     differences: list[str]
     notes: Counter
-    """Of other faults, and of what was refused because of them."""
+    """Counts of other faults and of the refusals that they caused."""
 
 
 class Chaos:
     """A trainer, a sampler and a gateway that are killed, their clients, and their reference.
 
-    Settings are the defaults but for addresses, directories and `settings`. `joint_passes` is off, or what others
-    wait for at the time would change the rounding of a run's numbers; on, weights and states are compared within
-    TOLERANCE, and answers by their kind.
+    Settings are the defaults except for addresses, directories and `settings`. With `joint_passes`, the load of other
+    runs changes the rounding of a run's numbers, so weights and states are compared within TOLERANCE, and answers by
+    type only.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Chaos:
 
     @property
     def kills(self) -> int:
-        """Kills so far."""
+        """Number of kills so far."""
         return sum(killer.kills.total() for killer in self._killers)
 
     @property
@@ -91,11 +91,11 @@ class Chaos:
         return self.services.trainer.port
 
     def start(self, failpoints: str):
-        """Start the trainer alone, with points at which it or its engine dies."""
+        """Start the trainer alone, with failpoints at which it or its engine dies."""
         return self.services.trainer.start(FAILPOINTS=failpoints)
 
     async def run(self, kills: int, clients: int = 3) -> Outcome:
-        """Kill `kills` times while clients train; then train the same without a fault and compare."""
+        """Kill services `kills` times while clients train; then train the same without faults and compare."""
         start = time.perf_counter()
         proxy = UnreliableProxy(f"127.0.0.1:{self.services.gateway.port}", self.seed)
         stub_port = await proxy.start()
@@ -107,7 +107,7 @@ class Chaos:
                 if self.disk is not None:
                     self.disk.begin(self.services, Random(self.seed), self.notes, killing.done)
                 faulty = [self._client(channel, index, samples=True) for index in range(clients)]
-                async with asyncio.TaskGroup() as tasks:  # which ends the clients where a killer fails
+                async with asyncio.TaskGroup() as tasks:  # ends the clients if a killer fails
                     tasks.create_task(_wait_for(killing))
                     for client in faulty:
                         tasks.create_task(self._train(client, killing))
@@ -151,7 +151,7 @@ class Chaos:
             client.found.append(f"seed {client.seed}: the run is lost: {client.lost}")
 
     async def _fall(self, channel: grpc.aio.Channel, killing: asyncio.Future) -> list[Client]:
-        """Train runs whose files are damaged, one after the other, each until it is refused."""
+        """Train runs whose files get damaged, one after the other, each until it is refused."""
         fallen: list[Client] = []
         while "flips" in self.faults and not killing.done():
             client = Client(channel, 1_000 + self.seed + len(fallen), f"pl-{TENANTS[-1]}")
@@ -165,7 +165,7 @@ class Chaos:
         return fallen
 
     async def _compare(self, theirs: Client, channel: grpc.aio.Channel, *, to_the_end: bool = True) -> list[str]:
-        """Train the same run without faults; return how the one with faults differs."""
+        """Train the same run without faults; return the differences."""
         refused = {seq_id for seq_id, answer in theirs.answers.items() if answer in NOT_EXECUTED}
         self.notes.update(theirs.answers[seq_id] for seq_id in refused)
         ours = Client(channel, theirs.seed, theirs.token, skipped=frozenset(refused))
@@ -194,7 +194,7 @@ class Chaos:
         return found
 
     async def _check_samples(self, theirs: Client, ours: Client, seq_id: int) -> list[str]:
-        """Score what was sampled from a version by PEFT on the file of the same weights."""
+        """Compare a version's samples with the scores of PEFT on a file with the same weights."""
         if seq_id not in theirs.versions or self.joint_passes:
             return []
         version, sha256 = theirs.versions[seq_id]
@@ -205,7 +205,7 @@ class Chaos:
             if completion.sha256 != sha256
         ]
         directory = self.volume / "runs" / ours.run_id / "versions" / str(ours.versions[seq_id][0])
-        while completions and not directory.exists():  # noqa: ASYNC110 - it is copied there, and nothing tells of it
+        while completions and not directory.exists():  # noqa: ASYNC110 - it is copied there without a notification
             await asyncio.sleep(0.01)
         for completion in completions:
             scores = await asyncio.to_thread(self.scorer.score, directory, completion.prompt, completion.tokens)
@@ -216,7 +216,7 @@ class Chaos:
     def _is_same_answer(self, one: str, other: str, refused: set[int]) -> bool:
         if self.joint_passes:
             return one.partition("(")[0] == other.partition("(")[0]
-        if refused:  # a publish that was refused has had its number
+        if refused:  # a refused publish has used up its number
             one, other = (re.sub(r"\bversion=\d+", "", text) for text in (one, other))
         return one == other
 
@@ -231,7 +231,7 @@ async def _wait_for(killing: asyncio.Future) -> None:
 
 
 def _distance(one: Path, other: Path) -> float:
-    """Return the norm of the difference of two files' tensors, relative to the first's."""
+    """Return the norm of the difference between two files' tensors, relative to the first's."""
     first, second = load_file(one), load_file(other)
     if first.keys() != second.keys():
         return float("inf")

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens at a version, by transformers and PEFT."""
+"""Log-probabilities of sampled tokens under a version, by transformers and PEFT."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ class Scorer:
         self._model = model
 
     def score(self, adapter: Path, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return the log-probability of each of `tokens` after `prompt` and those before it, in float32."""
+        """Return the float32 log-probability of each of `tokens`, given `prompt` and the tokens before it."""
         base = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
         model = PeftModel.from_pretrained(base, adapter).eval()
         every = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))

@@ -1,14 +1,14 @@
 """Record what processes do to the files of a folder, call by call: names, contents, syncs.
 
-A recorded process installs a seccomp filter that reports the system calls which change files, and is traced. The calls
-are let through one at a time, and after each the folder is looked at: what a call changed is what is different, so no
-call's arguments are read but the descriptor of those that have one. Native code and mapped memory are seen like
-everything else: a mapped file is read when it is synced. Nothing has to be installed for it; Linux 5.3, x86-64.
+A recorded process is traced, with a seccomp filter that reports the system calls that change files. Calls proceed one
+at a time, and the recorder scans the folder after each: the difference is what the call changed, so no arguments are
+read except file descriptors. Native code and mapped memory are covered too: a mapped file is read when it is synced.
+Needs Linux 5.3 on x86-64 and no installation.
 
     python file_recorder.py <folder> <socket> <recording>
 
-A process that is to be recorded calls `record_me` before it starts threads. The recorder ends when its standard input
-does, and writes the recording.
+A process to be recorded calls `record_me` before it starts threads. When its standard input ends, the recorder writes
+the recording and ends.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ _NAMES = {
     "symlinkat": 266,
 }
 _OPEN = {"open": (2, 24), "openat": (257, 32)}
-"""Number, and where in seccomp's data the flags are."""
+"""Call number, and offset of the flags in seccomp's data."""
 _COPY = {"copy_file_range": 326}
 _CALLS = {number: name for calls in (_DATA, _SYNC, _OUT, _NAMES, _COPY) for name, number in calls.items()}
 _CALLS |= {number: name for name, (number, _) in _OPEN.items()}
@@ -62,7 +62,7 @@ _libc.ptrace.restype = ctypes.c_long
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
-    """One name in one folder, by the numbers of what they stand for; 0: nothing."""
+    """A change of one name in one folder. Numbers identify files and folders; 0 means none."""
 
     folder: int
     name: str
@@ -75,26 +75,26 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     start: int
-    """time.monotonic_ns before it was let through."""
+    """time.monotonic_ns before it proceeded."""
     end: int
     changes: list[Change]
-    """Of names, which appear or disappear together."""
+    """Names that appear or disappear together."""
     contents: dict[int, bytes]
-    """Whole new content of a file, by its number."""
+    """The whole new content of files, by number."""
     folders: list[int]
-    """Numbers that are new and stand for folders."""
+    """Numbers of new folders."""
     synced: int
-    """Number of the file or folder that was synced; 0: none."""
+    """Number of the file or folder that was synced; 0 means none."""
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """Calls in the order in which they happened. 1 stands for the folder itself, which was empty."""
+    """Calls in the order in which they happened. Number 1 is the folder itself, which was empty."""
 
     calls: list[Call]
 
 
 def record_me() -> None:
-    """Have this process and its children recorded, if a recorder is told of in the environment."""
+    """Have this process and its children recorded, if the environment names a recorder."""
     if VARIABLE not in os.environ:
         return
     _libc.prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)  # PR_SET_PTRACER: any, where Yama restricts it
@@ -106,7 +106,7 @@ def record_me() -> None:
 
 
 def _filter_calls() -> None:
-    """Let the tracer know of the calls that change files."""
+    """Report the calls that change files to the tracer."""
     load, jump_equal, jump_set, give = 0x20, 0x15, 0x45, 0x06
     trace, allow = 0x7FF00000, 0x7FFF0000
     program = [(load, 0, 0, 0)]
@@ -123,7 +123,7 @@ def _filter_calls() -> None:
 
 
 class _Folder:
-    """The folder as it was last seen: numbers of its files and folders, which are never used twice."""
+    """The folder as last seen, with the numbers of its files and folders. Numbers are never reused."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -133,7 +133,7 @@ class _Folder:
         self._next = 2
 
     def look(self) -> tuple[list[Change], list[int], list[tuple[int, Path]]]:
-        """Return the names that changed since, the numbers of new folders, and new files with their paths."""
+        """Return the names changed since the last look, the numbers of new folders, and new files with their paths."""
         found: dict[tuple[int, str], int] = {}
         numbers = {self.root.stat().st_ino: 1}
         folders: list[int] = []
@@ -161,7 +161,7 @@ class _Folder:
                 self._walk(entry.path, child, found, numbers, folders, files)
 
     def read(self, number: int, path: Path) -> dict[int, bytes]:
-        """Return the content of a file by its number, if it is not what it was."""
+        """Return the content of a file by its number, if it has changed."""
         content = path.read_bytes()
         if self.contents.get(number) == content:
             return {}
@@ -169,7 +169,7 @@ class _Folder:
         return {number: content}
 
     def number_of(self, process: int, descriptor: int) -> int:
-        """Return the number of what a process's descriptor is, 0 if that has no name in the folder."""
+        """Return the number of the file behind a process's descriptor, 0 if it has no name in the folder."""
         path = Path(f"/proc/{process}/fd/{descriptor}")
         try:
             inside = path.readlink().is_relative_to(self.root)
@@ -229,7 +229,7 @@ class _Tracer:
 
     def _began(self, process: int) -> None:
         _, _, number, *arguments = self._info(process)
-        if number not in _CALLS:  # The process was killed meanwhile.
+        if number not in _CALLS:  # The process has been killed.
             return
         if not self._is_inside(process, _CALLS[number], arguments):
             self._go(_CONT, process)
@@ -251,7 +251,7 @@ class _Tracer:
         if self._under_way is None and self._waiting:
             process, number, arguments = self._waiting.pop(0)
             descriptor = self._descriptor(_CALLS[number], arguments)
-            if _CALLS[number] in _SYNC:  # what is mapped is written without calls
+            if _CALLS[number] in _SYNC:  # mapped files are written without calls
                 self._note("mapped", time.monotonic_ns(), process, descriptor)
             self._under_way = (process, number, -1 if descriptor is None else descriptor, time.monotonic_ns())
             self._go(_SYSCALL, process)
@@ -261,7 +261,7 @@ class _Tracer:
             return
         _, number, descriptor, start = self._under_way
         self._under_way = None
-        if _CALLS[number] in _OPEN:  # it may have cut a file that was there
+        if _CALLS[number] in _OPEN:  # it may have truncated an existing file
             descriptor = self._info(process)[2]
         self._note(_CALLS[number], start, process, descriptor if 0 <= descriptor < 1 << 31 else None)
         self._next()
@@ -288,7 +288,7 @@ class _Tracer:
 
     @staticmethod
     def _go(request: int, process: int, number: int = 0) -> None:
-        _libc.ptrace(request, process, None, number)  # fails for a process that was killed meanwhile, which is told
+        _libc.ptrace(request, process, None, number)  # fails if the process was killed; `waitpid` reports that
 
 
 def main() -> None:

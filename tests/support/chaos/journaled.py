@@ -1,4 +1,4 @@
-"""A sequencer on a real journal, with an executor that notes what it executes."""
+"""A sequencer on a real journal, with an executor that records what it executes."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +19,11 @@ from trainer_service.runs.sequencer import Sequencer
 NO_FAILPOINTS = Failpoints("")
 NO_GUARD = DiskGuard(0)
 _OPEN = []
-"""Runs of the test that runs."""
+"""Runs of the current test."""
 
 
 class Executor:
-    """Notes commands; `act` holds what some of them do beside that, `rest` what they do after they captured."""
+    """Records commands. By seq_id, `act` holds what a command does first, and `rest` what it does after capturing."""
 
     def __init__(self):
         self.ran = []
@@ -87,7 +87,7 @@ class JournaledRun:
             self.start()
 
     def send_large(self, seq_id, size=4 << 20, refusal=None):
-        """Send a command of `size` bytes, refused as it comes where `refusal` is given."""
+        """Send a command of `size` bytes, refused on arrival if `refusal` is given."""
         command = Command.of(pb.ForwardBackwardRequest(run_id="run", seq_id=seq_id, loss_fn="x" * size), "team")
         return asyncio.ensure_future(self.sequencer.execute(command.refused(refusal) if refusal else command))
 
@@ -95,23 +95,23 @@ class JournaledRun:
         self.sequencer.start(self.executor)
 
     def send(self, seq_id, rate=1e-3, run_id="run", attachment=0):
-        """Send a command, an OptimStep; return the task of its answer."""
+        """Send a command (OptimStep); return a task for its answer."""
         request = pb.OptimStepRequest(run_id=run_id, seq_id=seq_id, attachment=attachment)
         request.adamw.learning_rate = rate
         return asyncio.ensure_future(self.sequencer.execute(Command.of(request, "team")))
 
     def save(self, seq_id):
-        """Send a command that only reads, a SaveCheckpoint; return the task of its answer."""
+        """Send a command that only reads the state (SaveCheckpoint); return a task for its answer."""
         request = pb.SaveCheckpointRequest(run_id="run", seq_id=seq_id, name="x")
         return asyncio.ensure_future(self.sequencer.execute(Command.of(request, "team")))
 
     def load(self, seq_id):
-        """Send a command that replaces the run's state, a LoadCheckpoint; return the task of its answer."""
+        """Send a command that replaces the run's state (LoadCheckpoint); return a task for its answer."""
         request = pb.LoadCheckpointRequest(run_id="run", seq_id=seq_id, path="x")
         return asyncio.ensure_future(self.sequencer.execute(Command.of(request, "team")))
 
     async def recover(self):
-        """Execute again what others have overtaken, and go on."""
+        """Execute again the commands that later ones overtook, then start."""
         await self.sequencer.recover()
         for seq_id in self.sequencer.overtaken:
             await self.sequencer.replay(seq_id, self.executor)
@@ -137,7 +137,7 @@ def blocked(release):
 
 @pytest_asyncio.fixture(autouse=True)
 async def leave_runs():
-    """Begin no more commands of the runs that a test leaves: the end of its event loop lets those before them end."""
+    """Start no more commands of the runs that a test leaves: closing its event loop ends the commands before them."""
     yield
     for run in _OPEN:
         run.sequencer._executor = None

@@ -1,10 +1,10 @@
-"""What a file system may have kept of recorded calls when the power went.
+"""What a file system may have kept of recorded calls after a power cut.
 
-Sure is what was synced: a file's content when its fsync began, a folder's names when its own did. All else is open. Of
-a folder's later calls a file system keeps those up to some point; of a file's later contents it keeps, block by block,
-the old, the new, one between, or zeros, at some length between. Folders and files know nothing of each other: a rename
-may be kept and the data not, a file that was unlinked in a folder may be gone and the folder's own rename undone. File
-systems that order their journals are kinder than this; none may be less kind.
+Only synced data is certain: a file's content when its fsync started, and a folder's names when its own did. Everything
+else is open. A file system keeps a folder's later changes up to some point. Of a file's later contents it keeps, block
+by block, the old one, the new one, one in between, or zeros, with some length in between. Folders and files are
+independent: a rename may be kept without the data, and an unlink in a folder may be kept while the folder's own rename
+is undone. File systems that order their journals lose less than this; none may lose more.
 """
 
 from dataclasses import dataclass, field
@@ -15,21 +15,21 @@ from random import Random
 from support.chaos.file_recorder import Call
 
 BLOCK = 512
-"""Bytes that a disk writes wholly or not."""
+"""Bytes that a disk writes atomically."""
 
 
 class Kept(Enum):
-    """What was kept of that which was not synced."""
+    """What was kept of unsynced changes."""
 
     EVERYTHING = auto()
-    """As when the processes alone were killed."""
+    """As when only the processes are killed."""
     NOTHING = auto()
     NAMES = auto()
-    """Rename before data: files are as long as they became, and empty."""
+    """Names without data: files have their new length, with zeros for unsynced content."""
     CONTENTS = auto()
-    """Data, and no name."""
+    """Data without names."""
     ANYTHING = auto()
-    """By chance."""
+    """Chosen at random."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class KeptVolume:
         self._files: dict[int, _File] = {}
 
     def apply(self, call: Call) -> None:
-        """Let a call happen."""
+        """Apply a call."""
         for number in call.folders:
             self._folders[number] = _Folder()
         for number, content in call.contents.items():
@@ -82,7 +82,7 @@ class KeptVolume:
             file.synced, file.later = file.newest, []
 
     def write(self, root: Path, kept: Kept, random: Random) -> None:
-        """Make the folder anew as it may have been kept."""
+        """Write the folder as it may have been kept."""
         made: dict[int, Path] = {}
         self._write(root, 1, kept, random, made)
 
@@ -91,7 +91,7 @@ class KeptVolume:
         made[number] = path
         for name, child in _names(self._folders[number], kept, random).items():
             if child in self._folders:
-                if child not in made:  # where a rename between folders was kept by half
+                if child not in made:  # already made if half of a rename between folders was kept
                     self._write(path / name, child, kept, random, made)
             elif child in made:
                 (path / name).hardlink_to(made[child])
@@ -115,7 +115,7 @@ def _content(file: _File, kept: Kept, random: Random) -> bytes:
         return file.synced
     contents = [file.synced, *file.later]
     if kept is Kept.NAMES:
-        # What was synced stays; what was cut off and what came to it is not known.
+        # Synced content stays; what was truncated or appended is unknown.
         length = min(map(len, contents))
         return file.synced[:length].ljust(len(file.newest), b"\0")
     length = random.choice([*map(len, contents), random.randint(min(map(len, contents)), max(map(len, contents)))])
@@ -125,7 +125,7 @@ def _content(file: _File, kept: Kept, random: Random) -> bytes:
 
 
 def _block(contents: list[bytes], start: int, length: int, random: Random) -> bytes:
-    """Choose a block among those that were written at this place, or zeros where the synced file has none."""
+    """Choose one of the blocks that were written at this place, or zeros beyond the end of a content."""
     choices = [content[start : start + length].ljust(length, b"\0") for content in contents]
     if len({*choices}) == 1 and start + length <= len(contents[0]):
         return choices[0]

@@ -1,9 +1,9 @@
-"""A trainer whose files are recorded while it is used, and what it makes of volumes that power cuts may have left.
+"""Record a trainer's file operations, then start the trainer on volumes that power cuts may have left.
 
 The scripts use everything that writes to the volume: commands and their answers, snapshots, checkpoints that are
 overwritten, expire and are deleted, versions, runs that are deleted, and a start after a kill. A cut is a number of
-calls and what was kept of those; on the volume that is left the trainer starts, is asked for every answer that it gave
-before, and goes on.
+calls and what was kept of them. On the volume that a cut leaves, the trainer starts, must repeat every answer that it
+gave before, and continues.
 """
 
 import asyncio
@@ -36,16 +36,16 @@ from support.stacks.warm_processes import WarmProcesses
 STATE, SAMPLER = pb.CHECKPOINT_KIND_STATE, pb.CHECKPOINT_KIND_SAMPLER
 COMMANDS = {"ForwardBackward", "OptimStep", "SaveCheckpoint", "LoadCheckpoint", "PublishWeights"}
 GONE = {"DeleteCheckpoint": errors.CheckpointNotFound, "DeleteRun": errors.RunNotFound}
-"""What a deletion answers that was done already."""
+"""The error of a deletion that was already done."""
 FINAL_FILES = ("adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json")
 
 
 @dataclass
 class Item:
-    """A call of a script, and what came of it when it was recorded."""
+    """A call of a script, and its recorded outcome."""
 
     make: Callable[[str], Any]
-    """Makes the request from the run's id."""
+    """Builds the request from the run's id."""
     sent: int = 0
     answered: int = 0
     """time.monotonic_ns."""
@@ -63,7 +63,7 @@ class Item:
 
 @dataclass
 class Script:
-    """The calls of one client, one after the other, about one run."""
+    """The calls of one client for one run, in sequence."""
 
     name: str
     items: list[Item] = field(default_factory=list)
@@ -130,14 +130,14 @@ class Script:
         self.items.append(Item(make))
 
     async def record(self, stub: TrainerServiceStub, first: int, last: int) -> None:
-        """Do the calls and note what comes of them."""
+        """Make the calls and record their outcomes."""
         for item in self.items[first:last]:
             item.sent = time.monotonic_ns()
             item.answer = await self.call(stub, item)
             item.answered = time.monotonic_ns()
 
     async def call(self, stub: TrainerServiceStub, item: Item) -> Any:
-        """Do a call; return its reply, or the reason of its refusal."""
+        """Make a call; return its reply, or the reason of its refusal."""
         try:
             reply = await until_answered(stub, item.method, item.make(self.run_id))
         except errors.PacelineError as error:
@@ -153,7 +153,7 @@ def _path(run: str) -> str:
 
 @dataclass
 class Cut:
-    """A moment at which the power goes, and what is kept."""
+    """A moment at which the power fails, and what is kept."""
 
     calls: int
     kept: Kept
@@ -164,7 +164,7 @@ class Cut:
 
 
 class PowerCuts:
-    """A recording, and a trainer that starts on what cuts leave of it."""
+    """A recording, and a trainer that starts on the volumes that cuts leave."""
 
     def __init__(self, directory: Path, model: Path, rounds: int) -> None:
         self.directory = directory
@@ -183,7 +183,7 @@ class PowerCuts:
             "PACELINE_TRAINER_DTYPE": "float32",
             "PACELINE_TRAINER_DEVICE": "cpu",
             "PACELINE_TRAINER_INSECURE": "true",
-            # What others wait for beside it changes a run's rounding.
+            # With joint passes, the load of other runs changes a run's rounding.
             "PACELINE_TRAINER_JOINT_PASSES": "false",
             "PACELINE_TRAINER_SNAPSHOT_COMMANDS": "5",
             "PACELINE_TRAINER_KEEP_VERSIONS": "3",
@@ -195,7 +195,7 @@ class PowerCuts:
         self._warm.close()
 
     async def record(self) -> None:
-        """Use a trainer, kill it in the middle, use it on; keep its calls and answers."""
+        """Run the scripts on a trainer that is killed in the middle; keep its calls and answers."""
         volume, socket, recording = (self.directory / name for name in ("recorded", "recorder.sock", "recording"))
         volume.mkdir()
         recorder = await asyncio.create_subprocess_exec(
@@ -216,7 +216,7 @@ class PowerCuts:
             script.final = {name: (folder / name).read_bytes() for name in FINAL_FILES}
 
     def cuts(self, count: int, seed: int) -> list[Cut]:
-        """Choose cuts: at as many calls as there are, in every way, those by chance more often."""
+        """Sample cuts after any number of calls and of every kind, with 16 seeds of ANYTHING per number of calls."""
         random = Random(seed)
         every = [Cut(calls, kept, 0) for calls in range(len(self.calls) + 1) for kept in Kept]
         every += [Cut(calls, Kept.ANYTHING, again) for calls in range(len(self.calls) + 1) for again in range(1, 16)]
@@ -225,7 +225,7 @@ class PowerCuts:
         )
 
     async def check(self, cut: Cut, *, to_the_end: bool) -> list[str]:
-        """Start the trainer on what a cut leaves; return what is wrong with what it says."""
+        """Start the trainer on the volume that a cut leaves; return what is wrong with its answers."""
         volume = self.directory / f"cut-{cut.calls}-{cut.kept.name}-{cut.seed}"
         await asyncio.to_thread(self.leave, volume, cut)
         scripts = [Script(script.name, script.items, script.run_id, script.final) for script in self.scripts]
@@ -244,7 +244,7 @@ class PowerCuts:
         return [f"{cut}: {line}" for line in found]
 
     def leave(self, volume: Path, cut: Cut) -> None:
-        """Make the volume that a cut leaves."""
+        """Write the volume that a cut leaves."""
         kept = KeptVolume()
         for call in self.calls[: cut.calls]:
             kept.apply(call)
@@ -327,7 +327,7 @@ class PowerCuts:
 
 
 class TrainerEndedError(Exception):
-    """A trainer ended by itself."""
+    """The trainer ended by itself."""
 
 
 class _Trainer:
@@ -362,11 +362,11 @@ class _Trainer:
 
 
 def torn(volume: Path) -> list[str]:
-    """Return what has its final name on a volume and is not whole."""
+    """Return what has its final name on a volume but is incomplete."""
     found = [f"{path} was given up" for path in volume.glob("runs/**/*.damaged-*")]
     for directory in volume.glob("runs/run-*/*/[!.]*"):
         if not (directory.parent.parent / "run.json").exists():
-            continue  # A deleted run: what is left of it is nobody's, but for its checkpoints, which lists check.
+            continue  # A deleted run: only its checkpoints matter, and listing them checks those.
         kind = directory.parent.name
         try:
             if kind in {"state", "snapshots"} and (name := weights.find_damaged(directory)):

@@ -1,8 +1,8 @@
-"""What of an answer must be the same whatever happened to the trainer meanwhile."""
+"""The part of an answer that must not depend on what happened to the trainer."""
 
 import hashlib
 
-# A time is written with as many digits as it needs, so a checkpoint's size varies with the moment.
+# A time is written with as many digits as it needs, so a checkpoint's size depends on the time.
 VOLATILE = {
     "milliseconds",
     "stage_milliseconds",
@@ -17,7 +17,7 @@ VOLATILE = {
 
 
 def stable(message) -> str:
-    """Return what must be the same in a run without faults."""
+    """Return the part that must be the same in a run without faults."""
     fields = []
     for descriptor, value in message.ListFields():
         if descriptor.name not in VOLATILE:

@@ -1,4 +1,4 @@
-"""Hostile calls, made from the contracts' descriptors: the same seed and number give the same call."""
+"""Hostile calls built from the contracts' descriptors: the same seed and number give the same call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _METADATA = [
 
 
 def methods() -> list[MethodDescriptor]:
-    """Every method of every contract, in a fixed order."""
+    """Return every method of every contract, in a fixed order."""
     found = []
     for contract in sorted(_PROTO.rglob("*_service.proto")):
         module = import_module(".".join(contract.relative_to(_PROTO).with_suffix("").parts) + "_pb2")
@@ -56,7 +56,7 @@ def methods() -> list[MethodDescriptor]:
 
 
 def path_of(method: MethodDescriptor) -> str:
-    """/package.Service/Method."""
+    """Return the path /package.Service/Method."""
     return f"/{method.containing_service.full_name}/{method.name}"
 
 
@@ -69,14 +69,14 @@ class Case:
     messages: list[bytes]
     metadata: list[tuple[str, str | bytes]]
     leaves: bool
-    """Whether the caller leaves before the answer."""
+    """Whether the caller cancels before the answer."""
 
     def __str__(self) -> str:
         return f"case {self.number}: {path_of(self.method)} {[m[:200].hex() for m in self.messages]} {self.metadata}"
 
 
 class CaseMaker:
-    """Makes cases; `names` are runs and checkpoints that exist, of the caller and of others."""
+    """Makes cases; `names` are existing runs and checkpoints, of the caller and of others."""
 
     def __init__(self, seed: int, names: list[str]) -> None:
         self._seed = seed
@@ -84,7 +84,7 @@ class CaseMaker:
         self._texts = [*_TEXTS, *names, *names, *names]
 
     def make(self, number: int) -> Case:
-        """Make one case."""
+        """Make the case with this number."""
         rng = random.Random(f"{self._seed}:{number}")
         method = self._methods[number % len(self._methods)]
         count = rng.choice([0, 1, 1, 2, 4]) if method.client_streaming else rng.choice([0] + [1] * 30)

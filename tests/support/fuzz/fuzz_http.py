@@ -38,7 +38,7 @@ _FIELDS = {
     "/checkpoint": ("model", "name"),
     "/weights/x/generate": ("prompt", "logprobs", "prompt_logprobs"),
 }
-"""POST paths and what their bodies have. What waits for a result for half a minute is not among them."""
+"""POST paths and the fields of their bodies, without the paths that wait half a minute for a result."""
 _GETS = (
     "/api/v1/training_runs?limit={0}&offset={1}",
     "/api/v1/training_runs/{0}",
@@ -73,13 +73,13 @@ class HttpCase:
 
 
 class HttpCaseMaker:
-    """Makes requests, some of them about things that the caller has."""
+    """Makes requests, some of them about the caller's own objects."""
 
     def __init__(self, seed: int, names: list[str]) -> None:
         self._seed, self._names = seed, names
 
     def make(self, number: int) -> HttpCase:
-        """Make the request of a number."""
+        """Make the request with this number."""
         rng = random.Random(f"{self._seed}/http/{number}")
         if rng.random() < 0.2:
             texts = [_quoted(self._text(rng)) for _ in range(2)]
@@ -99,7 +99,7 @@ class HttpCaseMaker:
         return HttpCase(number, "POST", path, headers, content)
 
     def _train(self, rng: random.Random, number: int) -> HttpCase:
-        """Conversations that look right at first."""
+        """Make a request with conversations that look right at first."""
         roles = ("system", "user", "assistant", "tool", self._text(rng))
         messages = [
             {"role": rng.choice(roles), "content": rng.choice((self._text(rng), self._value(rng, 2)))}

@@ -1,4 +1,4 @@
-"""Fires hostile calls at three real services while another tenant trains beside, and tells what came of it."""
+"""Fire hostile calls at three real services while another tenant trains, and report the outcome."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ _HTTP_SECONDS = 60.0
 _STEPS = 6
 _REFUSED = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
 _CLIENT_GAVE_UP = "Internal error from Core"
-"""What grpc's own client says where a stream's status overtakes a message that is being written."""
+"""The error of grpc's own client when a stream's status arrives while a message is being written."""
 
 
 @dataclass
 class Outcome:
-    """What came of the cases."""
+    """The outcome of the cases."""
 
     codes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
-    """Bytes of the three services and their children, at equal distances."""
+    """Bytes of the three services and their children, sampled at equal intervals."""
     losses: list[float] = field(default_factory=list)
-    """The canary's, beside the cases."""
+    """The canary's losses while the cases run."""
     expected: list[float] = field(default_factory=list)
-    """The canary's, alone."""
+    """The canary's losses without the cases."""
 
 
 @dataclass
 class Fuzz:
-    """A cluster that is fuzzed."""
+    """Fuzzes a cluster."""
 
     cluster: Cluster
     seed: int
 
     async def run(self, first: int, cases: int) -> Outcome:
-        """Run the cases from `first` on."""
+        """Run `cases` cases, starting with number `first`."""
         outcome = Outcome()
         key = add_key(self.cluster.state / "keys.json", "hostile", f"hostile-{self.seed}-{first}")
         outcome.expected = await asyncio.to_thread(train, self.cluster)
@@ -87,7 +87,7 @@ class Fuzz:
                         await self._request(edge, http.make(number), outcome)
                         continue
                     case = maker.make(number)
-                    # Services take what the gateway would pass on, and what it would not.
+                    # Call services directly too, with what the gateway would forward and with what it would not.
                     package = case.method.containing_service.full_name
                     direct = t if ".sampler." not in package else s
                     if number % 5 == 4 and ".gateway." not in package:
@@ -117,7 +117,7 @@ class Fuzz:
         )
 
     async def _http_names(self, key: str) -> list[str]:
-        """Make a session and a model, and return their names."""
+        """Make a session and a model; return their names."""
         async with self._http(key) as edge:
             made = await edge.post("/api/v1/create_session", json={})
             session = made.json()["session_id"]
@@ -127,7 +127,7 @@ class Fuzz:
         return [session, future["model_id"], f"tinker://{future['model_id']}/weights/a", f"{session}:sample:0", "model"]
 
     async def _request(self, edge: httpx.AsyncClient, case: HttpCase, outcome: Outcome) -> None:
-        """Send a request: the answer says what was wrong, in JSON, and is never that of a server that does not know."""
+        """Send a request; note a failure on an unexpected 5xx status, or on an error without an explanation in JSON."""
         request = edge.build_request(case.method, case.path, content=case.content, headers=case.headers)
         try:
             answer = await edge.send(request)
@@ -174,7 +174,7 @@ class Fuzz:
                 outcome.failures.append(f"{code.name} {failure.details()}: seed {self.seed} {case}")
 
     def memory(self) -> int:
-        """Bytes that the services and their children have."""
+        """Return the resident bytes of the services and their children."""
         total = 0
         for service in self.cluster.services.values():
             parent = psutil.Process(service.process.pid)
@@ -198,7 +198,7 @@ def train(cluster: Cluster) -> list[float]:
 
 
 def is_flat(memory: list[int]) -> bool:
-    """Whether memory stays where it was after a fifth of the cases: within a fifth, or 256 MiB."""
+    """Whether memory grows by at most a fifth, or 256 MiB, after the first fifth of the cases."""
     settled = memory[len(memory) // 5]
     return memory[-1] <= settled + max(settled // 5, 256 << 20) and math.isfinite(settled)
 

@@ -1,4 +1,4 @@
-"""A peer that speaks as little HTTP/2 (RFC 9113) as it takes to misbehave: calls that begin and never go on."""
+"""A peer that speaks just enough HTTP/2 (RFC 9113) to misbehave: it starts calls and never continues them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ END_STREAM, END_HEADERS, ACK = 1, 4, 1
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Make a frame."""
+    """Encode a frame."""
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
@@ -44,21 +44,21 @@ def _string(text: bytes) -> bytes:
 
 @dataclass
 class Peer:
-    """A connection; `run` reads what comes and keeps account of it."""
+    """A connection; `run` reads what arrives and keeps track of it."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     max_streams: int = 0
-    """What the server allows."""
+    """Concurrent streams that the server allows."""
     ended: set[int] = field(default_factory=set)
     """Streams that the server ended."""
     windows: dict[int, int] = field(default_factory=dict)
-    """Bytes that the server lets each stream send beyond the first 64 KiB; 0 is the connection's own."""
+    """Bytes that the server lets each stream send beyond the first 64 KiB; stream 0 is the connection."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     async def connect(cls, port: int | str, window: int = 65_535) -> Peer:
-        """Connect to a port, or to a socket's path, and say hello; each stream may send `window` bytes."""
+        """Connect to a port, or to a socket's path, and send the preface; each stream may send `window` bytes."""
         if isinstance(port, int):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
         else:
@@ -82,7 +82,7 @@ class Peer:
             self.changed.set()
 
     async def until(self, condition) -> None:
-        """Wait for something that comes with a frame."""
+        """Wait until `condition()` is true, checking it after each frame."""
         while not condition():
             self.changed.clear()
             await self.changed.wait()

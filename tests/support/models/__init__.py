@@ -1,1 +1,1 @@
-"""Tiny models, and what is computed with them."""
+"""Tiny models and computations with them."""

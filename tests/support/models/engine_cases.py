@@ -53,9 +53,9 @@ def warmed(engine, run_id="run"):
 
 
 def lora_gradients(directory, state, data):
-    """Gradients of cross entropy by stock transformers and PEFT in float64, one datum at a time.
+    """Return loss and gradients of cross entropy by stock transformers and PEFT in float64, one datum at a time.
 
-    `state` is a run's weights, its LoRA configuration that of `LoraConfig(rank=4)`.
+    `state` holds a run's weights; the run's LoRA configuration is that of `LoraConfig(rank=4)`.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -74,14 +74,14 @@ def lora_gradients(directory, state, data):
 
 
 def saved(engine, directory, run_id="run"):
-    """Bytes of every file that save_state writes into a new directory."""
+    """Return the bytes of every file that save_state writes into a new directory."""
     directory.mkdir()
     engine.save_state(run_id, directory)
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def check_non_finite_gradient_is_refused(engine, run_id="run"):
-    """Check that a step by an infinite gradient is refused and changes no weight."""
+    """Check that a step with an infinite gradient is refused and changes no weight."""
     data = make_data((5,))
     data[0].loss_inputs["weights"][-1] = np.inf
     train(engine, run_id, data=data)

@@ -1,4 +1,4 @@
-"""Formulas that tests compare with, in numpy."""
+"""Reference formulas in numpy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import numpy as np
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities over the last dimension."""
+    """Return log-probabilities over the last dimension."""
     shifted = logits - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))

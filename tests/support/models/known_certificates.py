@@ -1,7 +1,7 @@
-"""Engines of one process that load the same model with the same options find the same: it is found once.
+"""Cache certificates: engines of one process that load the same model with the same options share one result.
 
-For tests of what engines do afterwards. What a certificate finds, and that every engine of a service has one, is seen
-by test_certificate, test_models_table and the tests of services.
+For tests of what engines do after loading. What a certificate finds, and that every engine of a service has one, is
+covered by test_certificate, test_models_table and the tests of services.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer_service.engine.certificate import certified_base
 
 
 def _key(loading) -> Hashable:
-    """What a certificate depends on."""
+    """Return what a certificate depends on."""
     computes = replace(loading._options, scratch_dir="", run_memory_bytes=None, failpoints="")
     files = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(Path(computes.model_path).iterdir()))
     return files, computes, loading._seed, loading._device, loading._ranks.size
@@ -25,7 +25,7 @@ def _key(loading) -> Hashable:
 
 @contextmanager
 def known_certificates() -> Iterator[None]:
-    """Keep what certificates find, for the block."""
+    """Cache the results of certificates until the block ends."""
     stocks, verdicts = {}, {}
     measure, certify = certified_base._Loading._measure, certified_base.certify
 

@@ -1,4 +1,4 @@
-"""Versions that are whole models, and what transformers says of them."""
+"""Versions that are whole models, and the reference values of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN = new_run_id()
 
 
 def make_model_version(volume, version, run_id=RUN, **config):
-    """Put a whole model on the volume, as the trainer publishes it; `config` overwrites what its configuration says."""
+    """Put a whole model on the volume, as the trainer publishes it; `config` overrides its configuration."""
     directory = make_tiny_llama(volume.version(run_id, version), seed=version)
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
@@ -35,7 +35,7 @@ def announce(volume, trainer, manifest):
 
 @torch.no_grad()
 def expected(directory):
-    """Log-probabilities of the prompt by transformers itself."""
+    """Return the prompt's log-probabilities, computed by transformers."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     logits = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
     return logits.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
@@ -46,7 +46,7 @@ def close(data, reference):
 
 
 async def publish_and_check(volume, trainer, client, version):
-    """Announce the next version and see that it is acknowledged, and that what is served is what transformers says."""
+    """Announce the next version; check that it is acknowledged and that the served model matches transformers."""
     manifest = make_model_version(volume, version)
     announce(volume, trainer, manifest)
     ack = (await until(lambda: trainer.heard("acknowledgement")[version - 1 :]))[0]

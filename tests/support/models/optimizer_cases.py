@@ -1,4 +1,4 @@
-"""Weights and gradients for tests of the optimizers, and settings for each of them that all take part."""
+"""Weights and gradients for tests of the optimizers, and settings for each that all have an effect."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_weights(seed=0, shapes=SHAPES):
 
 
 def make_gradients(step, shapes=SHAPES):
-    """Gradients whose size changes from step to step; that of the first step is 0 for one weight, as LoRA's A's is."""
+    """Make gradients whose size changes from step to step; at step 1 one weight's is 0, as that of LoRA's A is."""
     generator = torch.Generator().manual_seed(100 + step)
     size = (1.0, 30.0, 0.2, 5.0, 2.0)[step % 5]
     gradients = {name: torch.randn(shape, generator=generator) * size for name, shape in shapes.items()}
@@ -52,7 +52,7 @@ def norm_of(gradients):
 
 
 def clipped(gradients, limit=COMMON["grad_clip_norm"]):
-    """The gradients in float64, scaled down to a norm of `limit`."""
+    """Return the gradients in float64, scaled down to a norm of at most `limit`."""
     factor = min(1.0, limit / norm_of(gradients))
     return {name: gradient.double() * factor for name, gradient in gradients.items()}
 
@@ -65,7 +65,7 @@ def step_with(optimizer, weights, params, step):
 
 
 def trained(params, steps):
-    """Weights after some steps of an optimizer, and the optimizer."""
+    """Return weights after some steps of an optimizer, and the optimizer."""
     weights = make_weights()
     optimizer = make_optimizer(weights, params)
     for step in range(1, steps + 1):

@@ -1,7 +1,7 @@
-"""How far stock vLLM is from stock transformers: what trainer and sampler may differ by on the same machine.
+"""The difference between stock vLLM and stock transformers, which bounds that of trainer and sampler on a machine.
 
 `python stock_libraries.py MODEL DTYPE PROMPT` prints the mean |difference of log-probabilities| of the tokens that
-vLLM samples. It is a process of its own, so that its memory is free again.
+vLLM samples. It runs in its own process, so that its memory is freed afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SAMPLES, _TOKENS = 16, 16
 
 
 def bound(model: Path, prompt: Sequence[int], dtype: str = "bfloat16") -> float:
-    """Return twice the difference of the stock libraries: ours may come from other tokens."""
+    """Return twice the difference of the stock libraries, because ours may be measured on other tokens."""
     program = [sys.executable, __file__, str(model), dtype, json.dumps(list(prompt))]
     done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True)
     return 2 * float(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Small random models with a real tokenizer, made on the fly."""
+"""Small random models with a real tokenizer, built on the fly."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
-    # Heads of 32, the smallest that vLLM's CPU attention takes.
+    # Heads of 32, the smallest that vLLM's CPU attention supports.
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 512,
     "pad_token_id": 256,
     "bos_token_id": 257,
     "eos_token_id": EOS_ID,
-    # Wide enough for logits that differ, so that wrong attention or wrong positions show.
+    # Wide enough for distinct logits, so that wrong attention or wrong positions show.
     "initializer_range": 0.2,
 }
 
@@ -94,34 +94,34 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_EXPERTS, **_LATENT},
     "mixtral": {"num_local_experts": 4},
 }
-"""By model type: what a tiny model needs beside _SHAPE."""
+"""Settings that a tiny model needs besides _SHAPE, by model type."""
 
 
 def make_tiny_llama(directory: Path, *, tied: bool = False, seed: int = 0, scaled_rope: bool = False) -> Path:
-    """Save a random Llama with grouped-query attention and its tokenizer; returns `directory`."""
+    """Save a random Llama with grouped-query attention and its tokenizer; return `directory`."""
     rope = {"rope_parameters": _SCALED_ROPE} if scaled_rope else {}
     return _save(LlamaForCausalLM, LlamaConfig(**_SHAPE, **rope, tie_word_embeddings=tied), directory, seed)
 
 
 def make_tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
-    """Save a random Qwen2 (biases on q, k and v) and its tokenizer; returns `directory`."""
+    """Save a random Qwen2 (biases on q, k and v) and its tokenizer; return `directory`."""
     return _save(Qwen2ForCausalLM, Qwen2Config(**_SHAPE, tie_word_embeddings=tied), directory, seed)
 
 
 def make_tiny_qwen3(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
-    """Save a random Qwen3 (norms on q and k) and its tokenizer; returns `directory`."""
+    """Save a random Qwen3 (norms on q and k) and its tokenizer; return `directory`."""
     return _save(Qwen3ForCausalLM, Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=tied), directory, seed)
 
 
 def make_tiny(kind: str, directory: Path, *, seed: int = 0, **settings: Any) -> Path:
-    """Save a random model of a `model_type` and its tokenizer; returns `directory`."""
+    """Save a random model of a `model_type` and its tokenizer; return `directory`."""
     own = _ARCHITECTURES.get(kind, {})
     config = AutoConfig.for_model(kind, **{**_SHAPE, "tie_word_embeddings": False, **own, **settings})
     return _save(AutoModelForCausalLM.from_config, config, directory, seed)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer: one token for each byte, no merges, and a chat template."""
+    """Make a byte-level tokenizer: one token for each byte, no merges, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

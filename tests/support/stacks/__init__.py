@@ -1,1 +1,1 @@
-"""Services and parts of them, put together for tests."""
+"""Services and parts of them, assembled for tests."""

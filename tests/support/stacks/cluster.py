@@ -1,4 +1,4 @@
-"""The real services as processes, for tests: start them, kill them, start them again."""
+"""The real services as processes that tests start, kill and restart."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ServiceProcess:
     process: subprocess.Popen | WarmPopen | None = None
 
     def start(self) -> None:
-        """Start it and return when it is ready."""
+        """Start it and wait until it is ready."""
         self.spawn()
         self.wait_ready()
 
@@ -58,7 +58,7 @@ class ServiceProcess:
             os.sched_setaffinity(self.process.pid, self.plan.cores)
 
     def engines(self) -> list[int]:
-        """Ids of the processes that it started."""
+        """Return the ids of the processes that it started."""
         pid = self.process.pid
         return [behind(int(child)) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -68,7 +68,7 @@ class ServiceProcess:
             os.kill(pid, signal.SIGKILL)
 
     def wait_ready(self, *others: ServiceProcess) -> None:
-        """Return when it is ready; fail when it, or one of those that it may wait for, has ended."""
+        """Wait until it is ready; fail if it, or one of `others`, which it may wait for, has ended."""
         deadline = time.monotonic() + PATIENCE
 
         def is_over() -> bool:
@@ -107,13 +107,13 @@ class Cluster:
 
     @classmethod
     def make(cls, state: Path, model: Path, engine: str = "hf", bridge: str = "stream", **settings: str) -> Cluster:
-        """Plan a cluster; `settings` are further environment variables of the services."""
+        """Plan a cluster; `settings` are more environment variables for the services."""
         options = UpOptions(
             model=str(model),
             address=f"127.0.0.1:{free_service_ports()}",
             engine=engine,
             bridge=bridge,
-            # float32 on a CPU, bfloat16 on GPUs, where vLLM takes no adapters in float32; both services alike
+            # float32 on a CPU, bfloat16 on GPUs, where vLLM supports no float32 adapters; the same for both services
             dtype="auto",
             max_lora_rank=16,
         )
@@ -134,7 +134,7 @@ class Cluster:
 
     @contextmanager
     def running(self, *services: ServiceProcess):
-        """Run these services, one after the other has come up, or all, until the block ends."""
+        """Run these services, started one after the other, or all services, until the block ends."""
         try:
             for service in services:
                 service.start()
@@ -153,9 +153,9 @@ class Cluster:
                     stack.callback(service.stop)
 
     def agreements(self, run_id: str = "") -> list[weights_pb.Agreement]:
-        """What the trainer knows of how closely samplers agree with it: base model and a run's version, or all runs'.
+        """Wait until the trainer has at least two agreements, and return them.
 
-        Once it has both.
+        With `run_id`, only those of the base model and of this run's versions count.
         """
         credential = (self.state / "credential").read_text()
         with grpc.insecure_channel(self.trainer.plan.environment["PACELINE_TRAINER_LISTEN"]) as channel:

@@ -1,4 +1,4 @@
-"""Reads the files of `deploy/` as the tools that run them do, and what they tell each service."""
+"""Reads the files of `deploy/` as the deployment tools do, and the settings that they give each service."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def make_secrets(directory: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One service as a way of deployment runs it."""
+    """One service as a deployment runs it."""
 
     service: str
     environment: dict[str, str]
-    """Variables of the image, with those of the deployment above them."""
+    """The image's variables, overridden by those of the deployment."""
     spec: dict[str, Any]
-    """What compose or Kubernetes says about it."""
+    """Its specification in compose or Kubernetes."""
 
 
 def load(path: Path) -> Any:
-    """Return the one document of a YAML file."""
+    """Return the only document of a YAML file."""
     return yaml.safe_load(path.read_text())
 
 
@@ -58,7 +58,7 @@ def port(address: str) -> int:
 
 
 def default_port(service: str, field: str) -> int:
-    """Return the port that a service's settings begin with."""
+    """Return the port in a service's default settings."""
     return port(SETTINGS[service].model_fields[field].default)
 
 
@@ -76,7 +76,7 @@ def image_environment(service: str) -> dict[str, str]:
 
 
 def compose_services(file: str) -> dict[str, dict[str, Any]]:
-    """Return a compose file's services with what they extend merged in."""
+    """Return a compose file's services, merged with what they extend."""
     return {name: _extended(spec) for name, spec in load(ROOT / file)["services"].items()}
 
 
@@ -102,7 +102,7 @@ def kustomized(folder: Path) -> list[dict[str, Any]]:
 
 
 def kubernetes_container(service: str) -> Container:
-    """Return the one container of a service's pods; `spec` is the pod's."""
+    """Return the only container of a service's pods; its `spec` is the pod's."""
     objects = kustomized(DEPLOY / "k8s" / service)
     (pod,) = [item["spec"]["template"]["spec"] for item in objects if item["kind"] in {"Deployment", "StatefulSet"}]
     (container,) = pod["containers"]
@@ -113,7 +113,7 @@ def kubernetes_container(service: str) -> Container:
 
 
 def settings_of(container: Container, monkeypatch: pytest.MonkeyPatch, credential: Path) -> Any:
-    """Return what the service would read; `credential` stands for the mounted file."""
+    """Return the settings that the service would read, with `credential` as the mounted file."""
     prefix = f"PACELINE_{container.service.upper()}_"
     environment = container.environment | {f"{prefix}CREDENTIAL_FILE": str(credential)}
     check_environment(SETTINGS[container.service], environment)

@@ -1,4 +1,4 @@
-"""A real gateway in front of real gRPC servers that implement what a proxy needs of the services' contracts."""
+"""A real gateway in front of real gRPC servers that implement the parts of the contracts that a proxy needs."""
 
 # ruff: noqa: N802
 
@@ -50,7 +50,7 @@ _OPTIONS = (
 
 @dataclass
 class Trainer(TrainerServiceServicer):
-    """Answers GetRun with who calls, fails as told, and blocks in ListRuns."""
+    """Answers GetRun with the caller's tenant, fails with `error` if set, and blocks in ListRuns."""
 
     error: errors.PacelineError | None = None
     metadata: dict[str, str | bytes] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Trainer(TrainerServiceServicer):
 
 @dataclass
 class Sampler(SamplerServiceServicer):
-    """Says by its name who answered; Sample waits while `gate` is closed, SampleStream never ends."""
+    """Answers with its name; Sample waits while `gate` is closed, SampleStream never ends."""
 
     name: str = "sampler"
     error: errors.PacelineError | None = None
@@ -135,7 +135,7 @@ class Sampler(SamplerServiceServicer):
 
 @asynccontextmanager
 async def serving(*servicers: TrainerServiceServicer | SamplerServiceServicer, port: int = 0) -> AsyncIterator[int]:
-    """Serve behind the services' own interceptors; yields the port."""
+    """Serve behind the services' own interceptors; yield the port."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor(), CredentialInterceptor(CREDENTIAL)], options=_OPTIONS)
     for servicer in servicers:
         if isinstance(servicer, TrainerServiceServicer):
@@ -152,7 +152,7 @@ async def serving(*servicers: TrainerServiceServicer | SamplerServiceServicer, p
 
 @dataclass(frozen=True)
 class Client:
-    """Stubs on the gateway."""
+    """Stubs for the gateway."""
 
     channel: grpc.aio.Channel
     address: str
@@ -171,7 +171,7 @@ class Client:
 
 
 def bearer(key: str) -> tuple[str, str]:
-    """Metadata that shows a key."""
+    """Return the metadata that carries a key."""
     return ("authorization", f"Bearer {key}")
 
 

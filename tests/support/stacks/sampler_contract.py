@@ -1,4 +1,4 @@
-"""Requests to sampler engines, and the same model in plain transformers and PEFT in fp32 to compare answers with."""
+"""Requests to sampler engines, and the same model in plain transformers and PEFT (fp32) to compare answers with."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Reference:
             return model.eval()(torch.tensor([tokens])).logits[0].double().numpy()
 
     def logprobs(self, tokens: list[int], adapter: Adapter | None = None) -> np.ndarray:
-        """Log-probability of each token but the first, at temperature 1."""
+        """Return the log-probability of each token but the first, at temperature 1."""
         rows = log_softmax(self.logits(tokens, adapter))
         return rows[np.arange(len(tokens) - 1), tokens[1:]]
 
 
 def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Log-probabilities of one distribution after temperature, min_p, top_k and top_p, in this order."""
+    """Return the log-probabilities of one distribution after temperature, min_p, top_k and top_p, in this order."""
     logprobs = log_softmax(logits / params.temperature)
     logprobs[np.exp(logprobs) < params.min_p * np.exp(logprobs.max())] = -np.inf
     order = np.argsort(-logprobs)
@@ -77,7 +77,7 @@ def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def make_model(path: Path) -> Path:
-    """A random Llama with heads of 32, the least that vLLM's CPU attention takes."""
+    """Save a random Llama with heads of 32, the smallest that vLLM's CPU attention supports; return `path`."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -135,11 +135,11 @@ async def one(engine: SamplerEngine, request: GenerationRequest) -> Completion:
 
 
 async def cache_is_free(engine: Any) -> bool:
-    """Whether no request holds any of the KV cache, as seen between two steps of the scheduler."""
+    """Whether no request holds any of the KV cache, as seen between two scheduler steps."""
     if engine.name == "vllm":
-        # Handled in the order of arrival, before the next step: vLLM forgets prefixes only when no block is in use.
+        # Handled in order, before the next step. vLLM resets the prefix cache only if no block is in use.
         return await engine._started.llm.reset_prefix_cache()
-    # The first look may come before the step that drops the rows.
+    # The first check may come before the step that drops the rows.
     for _ in range(2):
         rows = await asyncio.get_running_loop().run_in_executor(engine._thread, _rows, engine)
     return not rows

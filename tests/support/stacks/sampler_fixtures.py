@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run a sampler; a test module names this one in `pytest_plugins`."""
+"""Fixtures for tests that run a sampler; a test module lists this module in `pytest_plugins`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real sampler on a tiny model, following a trainer's WeightService, both in this process."""
+"""A real sampler on a tiny model that watches a trainer's WeightService, both in this process."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class Client:
         return answer.logprobs.data, answer.model
 
     async def loaded(self) -> dict[int, pb.LoadedVersion]:
-        """What is loaded, by version."""
+        """Return the loaded versions by number."""
         answer = await self.be(PEER_TENANT).call("ListVersions", pb.ListVersionsRequest())
         return {version.model.version: version for version in answer.versions}
 
     def staged(self) -> list[Path]:
-        """Directories of streamed adapters."""
+        """Return the directories of streamed adapters."""
         return [path for path in self.staging.glob("paceline-sampler-*/*") if path.is_dir()]
 
 
@@ -117,7 +117,7 @@ def base_ref(name: str = "") -> model_pb2.ModelRef:
 async def sampling(
     model: Path, trainer_port: int, folder: Path, running: SamplerEngine | None = None, **settings: Any
 ) -> AsyncIterator[Client]:
-    """Run a sampler on a tiny model with the hf engine, or with one that runs already."""
+    """Run a sampler on a tiny model with the hf engine, or with `running`, an engine that already runs."""
     chosen = SamplerSettings(
         **{
             "model": str(model),
@@ -145,7 +145,7 @@ async def sampling(
     await service.start(readiness)
     with (
         TemporaryDirectory() as sockets
-    ):  # A socket's path has 107 characters at most, and a test's folder may be long.
+    ):  # A socket's path is limited to 107 characters, and a test's folder may be longer.
         address = f"unix:{sockets}/sampler"
         server = make_server(service, chosen.model_copy(update={"listen": address}), registry)
         await server.start()

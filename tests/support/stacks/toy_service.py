@@ -1,7 +1,7 @@
-"""A service for the tests of `paceline up`. TOY_DOES says what it does, separated by commas.
+"""A service for the tests of `paceline up`. TOY_DOES lists what it does, separated by commas.
 
-serves: opens the health port TOY_HEALTH, ready. leaves: starts a process that outlives it, in a session of its own and
-with its output, and appends that one's id to TOY_PIDS. stubborn: pays no heed to SIGTERM. breaks: fails to import.
+serves: opens the health port TOY_HEALTH, ready. leaves: starts a process that outlives it, in its own session but with
+the same output, and appends the process's id to TOY_PIDS. stubborn: ignores SIGTERM. breaks: fails to import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sampler small enough for the client's tests, and the server that it shares with the trainer of toy_trainer."""
+"""A sampler small enough for the client's tests, and the server that it shares with toy_trainer's trainer."""
 
 # ruff: noqa: N802
 
@@ -28,7 +28,7 @@ class ToySampler(SamplerServiceServicer):
         self.in_flight = self.most_in_flight = self.answered = 0
         self.crowd = 1
         self.crowded = asyncio.Event()
-        """So many calls were in flight together."""
+        """Set when `crowd` calls are in flight at once."""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.refusals: list[errors.PacelineError] = []
@@ -38,7 +38,7 @@ class ToySampler(SamplerServiceServicer):
         self.left = asyncio.Event()
         self.silent = False
         self.silent_after = -1
-        """Token of a stream before which it says nothing more."""
+        """Token before which a stream falls silent."""
 
     async def Sample(self, request, context):
         self.routes.append(dict(context.invocation_metadata()).get(ROUTE_KEY))
@@ -100,7 +100,7 @@ class ToySampler(SamplerServiceServicer):
 
 
 class ToyServer:
-    """Both services on one port, which they keep over a restart."""
+    """Both services on one port, which they keep across a restart."""
 
     def __init__(self) -> None:
         self.trainer = ToyTrainer()

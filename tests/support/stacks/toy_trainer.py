@@ -1,6 +1,6 @@
-"""A trainer small enough for the client's tests: a real order of commands and a real gradient.
+"""A trainer small enough for the client's tests: with a real order of commands and a real gradient.
 
-The model is a table of bigrams: the logits of the next token are the row of the present one.
+The model is a bigram table: the logits of the next token are the row of the current one.
 """
 
 # ruff: noqa: N802
@@ -26,7 +26,7 @@ VOCABULARY = 7
 
 
 def make_data(count=2, length=5, seed=0, **inputs):
-    """Random datums for cross_entropy, with further inputs if given."""
+    """Make random datums for cross_entropy, with additional inputs if given."""
     rng = np.random.default_rng(seed)
     return [
         Datum(
@@ -42,7 +42,7 @@ def make_data(count=2, length=5, seed=0, **inputs):
 
 
 class ToyTrainer(TrainerServiceServicer):
-    """One run. Commands execute in the order of their seq_id; the same command again gets its first answer."""
+    """One run. Commands execute in the order of their seq_id; a repeated command gets its first answer."""
 
     def __init__(self, gap_seconds: float = 5.0) -> None:
         self.run_id = new_run_id()

@@ -1,4 +1,4 @@
-"""A supervisor of toy services, and such a service: `python -m support.stacks.toy_up PLANS.json`.
+"""A supervisor of toy services: `python -m support.stacks.toy_up PLANS.json`.
 
 PLANS.json: {"services": {name: environment}, "logs": directory, "until_eof": bool, "stop_seconds": seconds}
 """

@@ -1,9 +1,9 @@
 """Service processes that start in a fraction of a second, so that tests can start and kill many.
 
-For each service a process that imports what the service imports, when it is first asked, waits at a socket and forks
-the service whenever it is asked. These are the real programs, `python -m trainer_service` and the like, in processes of
+For each service, a fork server listens on a socket, imports the service's modules on the first request, and forks the
+service on every request. The forks are the real programs, `python -m trainer_service` and the like, in processes of
 their own; only the interpreter's start and the imports are shared. The trainer starts its engine as always, by
-executing sys.executable: that is a script there, which asks for a fork and ends as the fork ends.
+executing sys.executable. There, that is a script that requests a fork and ends as the fork ends.
 """
 
 import gc
@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 
 VARIABLE = "WARM_PROCESSES"
-"""The directory of the sockets, in the environment of the tests and of what they start."""
+"""Environment variable with the directory of the sockets, for the tests and the processes that they start."""
 
 _ENGINE = "trainer_service.engine"
 _RECORDER = "support.chaos.file_recorder"
@@ -36,18 +36,18 @@ _PROGRAMS = {
     "sampler_service": ("sampler_service.engine.hf.engine", "sampler_service.engine.vllm.forks", "setproctitle"),
     "gateway": ("gateway.http.edge",),
 }
-"""What a service's process has imported besides the service itself."""
+"""What each fork server imports besides the service itself."""
 
 
 class WarmProcesses:
-    """A client's view of the forking processes that listen in a directory."""
+    """A client's view of the fork servers that listen in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     @staticmethod
     def at_hand(directory: Path) -> "WarmProcesses":
-        """Return those that all tests share; where there are none, as in a bench, new ones in `directory`."""
+        """Return the fork servers that all tests share, or new ones in `directory` if there are none, as in a bench."""
         shared = os.environ.get(VARIABLE)
         return WarmProcesses(Path(shared)) if shared else OwnWarmProcesses(directory)
 
@@ -56,11 +56,11 @@ class WarmProcesses:
         return WarmProcess(_ask_for_service(self.directory, program, environment, log))
 
     def close(self) -> None:
-        """End them if they are one's own."""
+        """End the fork servers if this object owns them."""
 
 
 class OwnWarmProcesses(WarmProcesses):
-    """The owner's view of the forking processes, which ends them."""
+    """The owner's view of the fork servers, which ends them."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -72,13 +72,13 @@ class OwnWarmProcesses(WarmProcesses):
             f"sys.path.insert(0, {_TESTS!r})\nfrom {__spec__.name} import stand_in\nstand_in(int(sys.argv[-1]))\n"
         )
         stand_in.chmod(0o755)
-        # Its other end reads the end of it when this process ends, whatever ends it.
+        # The other end reads EOF when this process ends, for whatever reason.
         alive, self._alive = socket.socketpair()
         with alive:
             self._servers = [self._serve(name, alive.fileno()) for name in _PROGRAMS]
 
     def close(self) -> None:
-        self._alive.shutdown(socket.SHUT_RDWR)  # forks of this process hold it, too, so closing it would tell nothing
+        self._alive.shutdown(socket.SHUT_RDWR)  # forks of this process hold it too, so closing it would not signal EOF
         self._alive.close()
         for server in self._servers:
             server.wait()
@@ -95,7 +95,7 @@ class OwnWarmProcesses(WarmProcesses):
 
 
 def start_warm(directory: Path, program: str, environment: dict[str, str], log: Path) -> "WarmPopen":
-    """Start a service, whose output goes to the end of `log`, from the processes of whoever made the directory."""
+    """Start a service with the fork servers of `directory`; its output is appended to `log`."""
     return WarmPopen(_ask_for_service(directory, program, environment, log))
 
 
@@ -111,7 +111,7 @@ class WarmProcess:
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Have it finish what it does, and end."""
+        """Ask it to finish its work and end."""
         os.kill(self.pid, signal.SIGTERM)
 
     def wait(self, seconds: float) -> bool:
@@ -126,7 +126,7 @@ class WarmProcess:
         return self.returncode is not None
 
     def engines(self) -> list[int]:
-        """Process ids of the engines that were forked for it."""
+        """Return the process ids of the engines that were forked for it."""
         try:
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
             return [behind(pid) for pid in map(int, children) if behind(pid) != pid]
@@ -135,7 +135,7 @@ class WarmProcess:
 
 
 class WarmPopen(WarmProcess):
-    """The same with the methods of a Popen."""
+    """A forked service with the methods of a Popen."""
 
     def poll(self) -> int | None:
         self._has_ended(0)
@@ -193,7 +193,7 @@ def _serve(program: str, listener: socket.socket, alive: int) -> None:
         forks.add(pid)
         if message["program"] != _ENGINE:
             with suppress(PermissionError, ProcessLookupError):
-                os.setpgid(pid, pid)  # before whoever asked can kill the group
+                os.setpgid(pid, pid)  # before the requester can kill the group
         for file in files:
             os.close(file)
         connection.send(str(pid).encode())
@@ -212,13 +212,13 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
 def _report(connection: socket.socket, pid: int, forks: set[int]) -> None:
     _, status = os.waitpid(pid, 0)
     forks.discard(pid)
-    with suppress(OSError):  # whoever asked is gone
+    with suppress(OSError):  # the requester is gone
         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
     connection.shutdown(socket.SHUT_RDWR)
 
 
 def _end_with(connection: socket.socket, pid: int) -> None:
-    """End the fork when whoever asked for it ends."""
+    """End the fork when its requester ends."""
     with suppress(OSError):
         while connection.recv(64):
             pass
@@ -227,7 +227,7 @@ def _end_with(connection: socket.socket, pid: int) -> None:
 
 
 def _run(message: dict, files: list[int]) -> None:
-    """Be the program, in this fork."""
+    """Run the program in this fork."""
     program, environment = message["program"], message["environment"]
     os.environ.clear()
     os.environ.update(environment)
@@ -265,13 +265,13 @@ def _run(message: dict, files: list[int]) -> None:
 
 
 def behind(pid: int) -> int:
-    """Process id of the engine that a process stands in for; else that process's own."""
+    """Return the process id of the engine that a process stands in for, or else the process's own."""
     name = Path(f"/proc/{pid}/comm").read_text().strip()
     return int(name) if name.isdigit() else pid
 
 
 def stand_in(descriptor: int) -> None:
-    """Be the trainer's engine for the service that started this process."""
+    """Stand in for the engine of the trainer that started this process."""
     directory = Path(os.environ[VARIABLE])
     connection = _ask(directory, "trainer_service", _ENGINE, dict(os.environ), [descriptor, 2])
     os.close(descriptor)
@@ -285,7 +285,7 @@ def stand_in(descriptor: int) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path.cwd()))
     if sys.argv[1] == "sampler_service":
-        # Titles are written over a process's arguments and environment, which are found while these are as they were.
+        # setproctitle overwrites the arguments and environment in place, and finds them only while they are unchanged.
         from setproctitle import setproctitle
 
         setproctitle("warm sampler_service")

@@ -1,4 +1,4 @@
-"""A trainer that tests start, kill and start again in a fraction of a second, and a run on it."""
+"""A trainer that tests can start, kill and restart in a fraction of a second, and a run on it."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ class WarmTrainer:
         }
 
     def start(self, **settings):
-        """Start it and return whether it serves; `settings` are variables without their prefix."""
+        """Start it and return whether it serves; `settings` are environment variables without their prefix."""
         given = {f"PACELINE_TRAINER_{name.upper()}": str(value) for name, value in settings.items()}
         self.service = self.warm.start({**self.environment, **given}, self.log)
         return wait_until_serving(f"127.0.0.1:{self.health}", SERVICE, lambda: self.service.wait(0.01))
@@ -59,7 +59,7 @@ class WarmTrainer:
         assert self.service.wait(PATIENCE)
 
     def kill_engine(self):
-        """Kill the engine alone."""
+        """Kill only the engine."""
         for pid in self.service.engines():
             os.kill(pid, signal.SIGKILL)
 
@@ -67,18 +67,18 @@ class WarmTrainer:
         self.warm.close()
 
     def text(self):
-        """Return what it logged."""
+        """Return its log."""
         return self.log.read_text(errors="replace")
 
     @contextmanager
     def connect(self):
-        """Give a stub."""
+        """Yield a stub."""
         with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
             yield TrainerServiceStub(channel)
 
 
 class WarmRun:
-    """A run, called from a thread, that sends each command until it is answered."""
+    """A run, called from a thread, that repeats each command until it is answered."""
 
     def __init__(self, stub, request_id="run", **lora):
         self.stub = stub

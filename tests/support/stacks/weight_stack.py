@@ -1,4 +1,4 @@
-"""A small real WeightService that serves versions from a volume, and what it serves."""
+"""A small but real WeightService that serves versions from a volume, and the versions that it serves."""
 
 # ruff: noqa: N802
 
@@ -34,7 +34,7 @@ BASE = "tiny"
 
 
 def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4) -> Path:
-    """Write a PEFT directory whose B is not zero, so that it changes what the model says."""
+    """Write a PEFT directory whose B is not zero, so that it changes the model's output."""
     model = AutoModelForCausalLM.from_pretrained(base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -48,14 +48,14 @@ def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4) -> Path:
 
 
 def make_version(volume: Volume, base: Path, run_id: str, version: int, **facts: Any) -> weights_pb.Manifest:
-    """Put a version on a volume, as a trainer would; its weights come from its number."""
+    """Put a version on a volume, as a trainer would; its number seeds its weights."""
     return _describe(
         volume.version(run_id, version), base, ServedModel(BASE, run_id, version), **{"seed": version, **facts}
     )
 
 
 def make_checkpoint(volume: Volume, base: Path, path: str, seed: int, **facts: Any) -> weights_pb.Manifest:
-    """Put a sampler checkpoint on a volume, replacing what is there."""
+    """Put a sampler checkpoint on a volume, replacing any present one."""
     parsed = CheckpointPath.parse(path)
     return _describe(
         volume.checkpoint(parsed), base, ServedModel(BASE, parsed.run_id, checkpoint=path), seed=seed, **facts
@@ -82,15 +82,15 @@ def _describe(
 
 @dataclass
 class Trainer(WeightServiceServicer):
-    """Serves versions from a volume and keeps what samplers say."""
+    """Serves versions from a volume and keeps what samplers send."""
 
     volume: Volume
     damage: bool = False
-    """Flip a bit in what is sent."""
+    """Whether to flip a bit in every chunk."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
-    """Closed, FetchVersion waits before its first chunk."""
+    """While closed, FetchVersion waits before its first chunk."""
     shared: Path | None = None
-    """Where samplers that accept it are told that staged versions lie, by run and version."""
+    """Directory named to samplers that accept a staged path; it holds versions by run and number."""
     fetched: list[str] = field(default_factory=list)
     said: list[weights_pb.WatchVersionsRequest] = field(default_factory=list)
     announced: list[weights_pb.WatchVersionsResponse] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Trainer(WeightServiceServicer):
         self.tell(weights_pb.WatchVersionsResponse(announcement=message))
 
     def offer(self, manifest: weights_pb.Manifest, path: Path) -> None:
-        """Tell of a version whose checksums are not known yet."""
+        """Offer a staged version whose checksums are not known yet."""
         draft = weights_pb.Manifest()
         draft.CopyFrom(manifest)
         draft.model.ClearField("sha256")
@@ -122,7 +122,7 @@ class Trainer(WeightServiceServicer):
             outbox.put_nowait(None)
 
     def heard(self, kind: str) -> list[Any]:
-        """All that samplers said of one kind, in order."""
+        """Return all messages of one kind that samplers sent, in order."""
         return [getattr(message, kind) for message in self.said if message.WhichOneof("message") == kind]
 
     async def WatchVersions(self, request_iterator, context) -> AsyncIterator[weights_pb.WatchVersionsResponse]:
@@ -181,13 +181,13 @@ class Trainer(WeightServiceServicer):
 
 
 def chunks_of(weights: Path) -> list[weights_pb.Chunk]:
-    """Cut a file into the chunks in which it travels."""
+    """Split a file into the chunks in which it travels."""
     return [weights_pb.FetchVersionResponse.FromString(reply).chunk for reply in read_replies(weights)]
 
 
 @asynccontextmanager
 async def serving(trainer: Trainer, port: int = 0) -> AsyncIterator[int]:
-    """Serve a trainer behind the services' own interceptors; yields the port."""
+    """Serve a trainer behind the services' own interceptors; yield the port."""
     server = grpc.aio.server(
         interceptors=[ErrorInterceptor(), CredentialInterceptor(CREDENTIAL)],
         options=(("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 5_000)),

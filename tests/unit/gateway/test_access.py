@@ -1,4 +1,4 @@
-"""Every method of every contract is listed, and what is not listed is closed."""
+"""Every method of every contract is listed, and unlisted methods are closed."""
 
 from __future__ import annotations
 

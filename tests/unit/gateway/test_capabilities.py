@@ -1,4 +1,4 @@
-"""One list of quotas out of those of several services."""
+"""The quotas of several services are merged into one list."""
 
 from __future__ import annotations
 

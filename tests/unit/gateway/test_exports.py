@@ -1,4 +1,4 @@
-"""`import gateway` gives the client and starts nothing."""
+"""`import gateway` exports the client and starts nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys and tokens: who is let in, and what the file gives away."""
+"""API keys and tokens: who is admitted, and what the file reveals."""
 
 from __future__ import annotations
 

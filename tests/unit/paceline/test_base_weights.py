@@ -1,4 +1,4 @@
-"""The identity of base weights: the same however they are cut into files, and another one for other weights."""
+"""The identity of base weights: the same however they are split into files, and different for other weights."""
 
 from __future__ import annotations
 

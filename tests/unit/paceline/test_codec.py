@@ -1,4 +1,4 @@
-"""Every pair of encoder and decoder gives back what it was given, and malformed messages are refused by field."""
+"""Every encoder and decoder pair round-trips, and malformed messages are refused by field."""
 
 from dataclasses import fields
 from datetime import UTC, datetime

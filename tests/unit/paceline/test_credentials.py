@@ -1,4 +1,4 @@
-"""A service never starts open because a credential turned out to be empty."""
+"""A service never starts open because its credential is empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error catalog, and errors on the wire."""
+"""The error catalog and errors on the wire."""
 
 import grpc
 import pytest

@@ -1,4 +1,4 @@
-"""Directories of processes go with them, and those of living ones stay."""
+"""A process's directory is removed after its end; those of living processes stay."""
 
 from __future__ import annotations
 

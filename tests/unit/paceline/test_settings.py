@@ -1,4 +1,4 @@
-"""What a service says of settings that it cannot start with: the variable, the value, what to do."""
+"""How a service reports settings that it cannot start with: the variable, the value, what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combinations of settings that one copy of the base weights cannot have are refused at the start, with a reason."""
+"""Settings that a shared copy of the base weights does not allow are refused at startup, with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents say what the code does: every error, loss and setting is there as it is, and no link is broken."""
+"""The documentation matches the code: every error, loss and setting is listed, and no link is broken."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def page(name: str) -> str:
 
 
 def section(text: str, heading: str) -> str:
-    """Return what stands between a heading and the next one of any level."""
+    """Return the text between a heading and the next one of any level."""
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.MULTILINE | re.DOTALL)
     assert found, f"no section {heading}"
     return found[1]
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Return the cells of a text's table rows after the first, by the first one's code."""
+    """Return the cells after the first of a text's table rows, by the code in the first."""
     lines = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `"))
     return {first.strip("` |"): [cell.strip("` |") for cell in rest] for first, *rest in lines}
 
 
 def shown(default: object) -> str:
-    """Write a default as the tables do."""
+    """Format a default as the tables do."""
     if default is PydanticUndefined:
         return "required"
     if isinstance(default, bool):
@@ -100,7 +100,7 @@ def test_every_relative_link_leads_somewhere(path):
 
 
 def leads(page_path: Path, link: str) -> bool:
-    """Whether a link's file exists and, where it names a heading of a page, the heading too."""
+    """Whether a link's file exists and, if the link names a heading, the heading too."""
     name, _, anchor = link.partition("#")
     target = (page_path.parent / name).resolve() if name else page_path
     if not target.exists() or not anchor:

@@ -1,4 +1,4 @@
-"""The tests that need a GPU run elsewhere; here they can at least be imported, with all that they take from others."""
+"""The tests that need a GPU run elsewhere; check here that they and all their imports can be imported."""
 
 from __future__ import annotations
 

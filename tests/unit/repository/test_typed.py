@@ -1,4 +1,4 @@
-"""What the wheel tells type checkers: a user's program sees the types of the client, not Any."""
+"""The wheel's types for type checkers: a user's program sees the types of the client, not Any."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_strict_type_checker_sees_the_types_of_the_installed_client(tmp_path):
     program.write_text(PROGRAM)
     arguments = ["--strict", "--config-file=", f"--cache-dir={tmp_path / 'cache'}"]
     python = ["--python-executable", str(environment / "bin" / "python")]
-    found = subprocess.run(  # noqa: PLW1510 - mistakes are what it is asked for
+    found = subprocess.run(  # noqa: PLW1510 - it is expected to report mistakes
         [sys.executable, "-m", "mypy", *arguments, *python, str(program)],
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "MYPYPATH"}},
@@ -91,7 +91,7 @@ def test_a_strict_type_checker_sees_the_types_of_the_installed_client(tmp_path):
 
 
 def install_client(packages):
-    """Put into a folder what the wheel holds of the client, the generated stubs included."""
+    """Copy the wheel's files of the client, including the generated stubs, into a folder."""
     for file in WheelBuilder(str(ROOT)).recurse_included_files():
         if file.distribution_path.startswith("paceline/"):
             target = packages / file.distribution_path

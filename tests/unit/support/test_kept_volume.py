@@ -1,4 +1,4 @@
-"""What a power cut may leave, by hand."""
+"""What a power cut may leave, in cases written by hand."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""What Prometheus sees of the base model's certificate."""
+"""The base model's certificate in Prometheus metrics."""
 
 from __future__ import annotations
 

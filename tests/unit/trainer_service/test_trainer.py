@@ -1,4 +1,4 @@
-"""What is begun for a caller who leaves is finished, and is there once when it is asked for again."""
+"""Work started for a caller that leaves is finished, and exists once when it is requested again."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def trainer(volume):
 
 
 async def leave(work, monkeypatch, module, name):
-    """Begin work, and leave while `module.name` is under way in a thread."""
+    """Start work, and cancel it while `module.name` runs in a thread."""
     began, go_on, real = Event(), Event(), getattr(module, name)
 
     def slow(*arguments, **options):

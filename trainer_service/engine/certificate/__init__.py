@@ -1,1 +1,1 @@
-"""The check that a base model computes what stock transformers computes."""
+"""The startup check that the engine computes what stock transformers computes."""

@@ -1,4 +1,4 @@
-"""Whether runs compute what stock transformers computes: measured at every load, before a model is served."""
+"""Measure at every load, before a model is served, whether runs compute what stock transformers computes."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What the engine gives for a probe."""
+    """What the engine computes for a probe."""
 
     logprobs: dict[str, list[Array]]
-    """Run -> log-probabilities of each sequence, computed beside the other run's."""
+    """Run -> log-probabilities of each sequence, computed alongside the other run's."""
     gradients: dict[str, Weights]
     alone: Array
-    """Log-probabilities of the first run's last sequence, computed by itself, without gradients."""
+    """Log-probabilities of the first run's last sequence, computed on its own and without gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """How far results are from those of stock transformers."""
+    """How far results differ from those of stock transformers."""
 
     logprob: float
     gradient: float
     typical: float
-    """Median of the differences between log-probabilities."""
+    """Median absolute difference between log-probabilities."""
 
     @classmethod
     def between(cls, results: Results, stock: Stock) -> Differences:
-        """Compare all that there is."""
+        """Compare all log-probabilities and gradients."""
         off = [results.alone - next(iter(stock.logprobs.values()))[-1]]
         for run, sequences in stock.logprobs.items():
             off += [own - theirs for own, theirs in zip(results.logprobs[run], sequences, strict=True)]
@@ -49,11 +49,11 @@ class Differences:
         return cls(rms(*off), gradient, float(np.median(np.abs(np.concatenate(off)))))
 
     def within(self, stock: Stock) -> bool:
-        """Whether rounding explains them; NaN it never does."""
+        """Return whether rounding explains the differences. It never explains NaN."""
         return self.logprob <= stock.logprob_bound and self.gradient <= stock.gradient_bound
 
     def of_few(self, stock: Stock) -> bool:
-        """Whether most tokens are as they should be and a few are not, as where rounding chose another expert."""
+        """Return whether most tokens match and a few do not, as happens when rounding selects another expert."""
         return not self.within(stock) and self.typical <= stock.logprob_bound
 
     def __str__(self) -> str:
@@ -64,41 +64,41 @@ class Candidate(Protocol):
     """An engine that is not certified yet."""
 
     def use(self, mode: PassMode) -> None:
-        """Compute passes by a mode from now on. Raises Unsupported for what the model does not take."""
+        """Switch to a mode for all later passes. Raises Unsupported if the model does not support it."""
         ...
 
     def mixes(self, mode: PassMode) -> bool:
-        """Tell whether a sequence depends on those before it in its pass."""
+        """Return whether a sequence depends on earlier sequences in its pass."""
         ...
 
     def compute(self, stock: Stock) -> Results:
-        """Compute the probe of which `stock` is what transformers gives, with its adapters."""
+        """Compute the probe that `stock` was measured with, using the adapters in `stock`."""
         ...
 
     def explain(self, mode: PassMode, error: Exception | None) -> str:
-        """Say in a sentence what a mode gets wrong, and in which module; `error` is what it failed of, if it did."""
+        """Say in a sentence what a mode gets wrong, and in which module. `error` is what it raised, if anything."""
         ...
 
 
 class InDoubtError(Exception):
-    """A few tokens differ, which other tokens would show to be chance or not."""
+    """A few tokens differ; only other tokens can show whether that is chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The mode that an engine uses from now on."""
+    """The mode that an engine was certified in."""
 
     mode: PassMode
     differences: Differences
     reason: str
-    """Why sequences do not share passes; empty where they do."""
+    """Why sequences do not share passes; empty if they do."""
 
 
 def certify(engine: Candidate, modes: Sequence[PassMode], stock: Stock, name: str, *, last: bool) -> Verdict:
-    """Let the engine use the first of `modes` in which it computes what stock transformers computes.
+    """Switch the engine to the first of `modes` in which it computes what stock transformers computes.
 
-    Raises Unsupported, with a sentence that names a module, where there is none; unless this is the `last` probe,
-    InDoubtError where a mode may have failed by chance.
+    Raises Unsupported, with a sentence that names a module, if there is none. Unless this is the `last` probe, raises
+    InDoubtError if a mode may have failed by chance.
     """
     reason = packing = ""
     for mode in modes:
@@ -114,14 +114,14 @@ def certify(engine: Candidate, modes: Sequence[PassMode], stock: Stock, name: st
 
 
 def _try(engine: Candidate, mode: PassMode, stock: Stock) -> tuple[Differences | None, str]:
-    """Return how far a mode is from stock transformers, None without results, and why it is not taken, if it is not."""
+    """Return how far a mode is from stock transformers (None without results), and why it is rejected, if it is."""
     try:
         engine.use(mode)
         if mode.is_packed and engine.mixes(mode):
             return None, engine.explain(mode, None)
         differences = Differences.between(engine.compute(stock), stock)
     except OutOfMemory:
-        raise  # Of the machine, not of the mode.
+        raise  # The machine's fault, not the mode's.
     except Exception as error:
         return None, engine.explain(mode, error)
     return differences, "" if differences.within(stock) else engine.explain(mode, None)

@@ -1,4 +1,4 @@
-"""The base model that an engine serves: loaded, made ready for adapters, and computed by a mode that was checked."""
+"""The base model that an engine serves: loaded, prepared for adapters, and run in a mode that passed the check."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from trainer_service.engine.runs.offload import RunOffloader
 from trainer_service.engine.runs.run import seeded_rng_state
 
 _PROBES = 4
-"""Times that tokens are drawn, at most."""
+"""Most times that tokens are drawn."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CertifiedBase:
-    """A base model, what routes the rows of runs through it, and how its passes are computed."""
+    """A base model, the routing of runs' rows through its adapters, and the mode of its passes."""
 
     sharded: ShardedModel
     routing: Routing
@@ -58,16 +58,16 @@ class CertifiedBase:
 
 
 def load_certified_base(options: EngineOptions, ranks: Ranks, device: torch.device) -> CertifiedBase:
-    """Load the base model and find the fastest way in which it computes what stock transformers computes.
+    """Load the base model and find the fastest mode in which it computes what stock transformers computes.
 
-    All ranks do this together. Raises Unsupported, with a sentence that names a module, where there is none; else what
-    `load_base_model` raises.
+    All ranks call this together. Raises Unsupported, with a sentence that names a module, if there is none, and
+    whatever `load_base_model` raises.
     """
     return _Loading(options, ranks, device).certified()
 
 
 class _Loading:
-    """Fulfils `certificate.Candidate`."""
+    """Implements `certificate.Candidate`."""
 
     _sharded: ShardedModel
     _routing: Routing
@@ -78,21 +78,21 @@ class _Loading:
     _rope = ""
     """Module whose rotary frequencies depend on the longest sequence of a pass."""
     _variant = ""
-    """What the model adds to attention that only its own computes."""
+    """What the model adds to attention that only its own implementation computes."""
 
     def __init__(self, options: EngineOptions, ranks: Ranks, device: torch.device) -> None:
         self._options, self._ranks, self._device = options, ranks, device
         self._stock: Stock | None = None
         self._seed = 0
-        """Of the tokens."""
+        """Seed of the tokens."""
         self._seconds = 0.0
-        """Spent on checking so far."""
+        """Time spent on the check so far."""
 
     def certified(self) -> CertifiedBase:
-        """Load and check, on other tokens again where a few differ."""
+        """Load and check the model; check it again on other tokens if only a few differ."""
         while True:
             self._load(fused=True)
-            # Rank 0 has measured, and all compare with the same.
+            # Rank 0 has measured this; all ranks compare with its numbers.
             stock = messages.decode(self._ranks.share(messages.encode(self._stock)), Stock)
             start, last = time.perf_counter(), self._seed == _PROBES - 1
             try:
@@ -127,7 +127,7 @@ class _Loading:
             certificate.seconds,
             verdict.reason,
         )
-        self._sharded.names_modules = False  # From now on errors are those of commands.
+        self._sharded.names_modules = False  # Later errors are those of commands.
         return CertifiedBase(self._sharded, self._routing, mode, certificate)
 
     @property
@@ -158,7 +158,7 @@ class _Loading:
         self._scheduler = Scheduler(tokens if mode.is_packed else 1, joint=mode.is_packed, ranks=self._ranks.size)
 
     def mixes(self, mode: PassMode) -> bool:
-        """By a derivative, which is zero to the last bit, in every dtype, where there is nothing to depend on."""
+        """Differentiate a sequence by an earlier one: if independent, the result is exactly 0, in every dtype."""
         data = next(iter(self._probe.values()))
         tokens = torch.from_numpy(data[-1].model_input.astype(np.int64)).to(self._device)
         lengths = (len(tokens) // 2, len(tokens) - len(tokens) // 2)
@@ -172,7 +172,7 @@ class _Loading:
         def derive() -> bool:
             hidden = self._sharded.inside(lambda: hidden_states(self._model, mode, tokens[None], positions, lengths))
             own = hidden[:, lengths[0] :].float()
-            # Not their sum, which norms keep constant.
+            # A plain sum would not do: norms keep it constant.
             (slope,) = torch.autograd.grad((own * torch.arange(own.shape[-1], device=own.device).sin()).sum(), entered)
             return bool((slope[:, : lengths[0]] != 0).any())
 
@@ -217,11 +217,11 @@ class _Loading:
         return why_different(self._model, mode, device_tokens, self._pass, mixes=self._mixes)
 
     def _pass(self, work: Callable[[], object]) -> object:
-        """Do a pass without gradients; all ranks do the same one."""
+        """Run a pass without gradients; all ranks run the same one."""
         return self._sharded.run(lambda: self._sharded.inside(work), with_gradient=False)
 
     def _load(self, *, fused: bool) -> None:
-        for name in ("_sharded", "_execution"):  # They hold a model that was loaded before.
+        for name in ("_sharded", "_execution"):  # They hold the previously loaded model.
             self.__dict__.pop(name, None)
         self._sharded = ShardedModel(
             lambda: load_base_model(self._options, fused=fused, examine=self._examine), self._ranks, self._device
@@ -251,7 +251,7 @@ class _Loading:
     def _measure(self, model: PreTrainedModel) -> Stock:
         modules, head = adaptable_modules(model), output_head(model)
         without_head = [name for name in modules if model.get_submodule(name) is not head]
-        # One run trains the head and one does not, which is computed in another way.
+        # One run trains the head and one does not: the engine computes a frozen head in another way.
         stock = measure_stock(
             model, dict(zip(self._probe, (modules, without_head or modules), strict=True)), self._probe
         )
@@ -278,7 +278,7 @@ class _Loading:
         return ForwardBackwardJob(run, data, Batch(data, ("target_tokens", "weights")), spec)
 
     def _finish(self, jobs: list[ForwardBackwardJob], announce: Callable[[Sequence[str]], None]) -> None:
-        """Do passes until all jobs are done. Raises what one failed of."""
+        """Run passes until all jobs are done. Raises the error of a job that failed."""
         while not all(job.is_done for job in jobs):
             self._executor.compute(self._scheduler.next_passes(jobs), announce)
         for job in jobs:

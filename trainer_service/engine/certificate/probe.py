@@ -1,4 +1,4 @@
-"""What the check of a base model computes: random tokens in sequences of several lengths, of two runs."""
+"""Input of the startup check: random tokens in sequences of several lengths, for two runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from paceline.types import Datum
 from paceline.types.training import Array
 
 LENGTHS = {"certificate-1": (72, 16), "certificate-2": (31, 7)}
-"""Run -> tokens of its sequences. Few, for each costs time at every start; of all kinds, for short ones fill no block
-and long ones pass the windows of small models."""
+"""Run -> tokens in each of its sequences. Few, because each costs time at every start; short and long, because short
+ones fill no block and long ones exceed the windows of small models."""
 
 Probe = dict[str, list[Datum]]
 """Run -> its sequences."""
@@ -22,7 +22,7 @@ _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq
 
 
 def make_probe(config: PretrainedConfig, seed: int) -> Probe:
-    """Draw sequences that a model of `config` takes, without its special tokens."""
+    """Draw sequences that a model of `config` accepts, without its special tokens."""
     generator, text = np.random.default_rng(seed), config.get_text_config(decoder=True)
     usual = np.setdiff1d(np.arange(text.vocab_size), sorted(_special(config) | _special(text)))
     longest = context_length(config)
@@ -30,7 +30,7 @@ def make_probe(config: PretrainedConfig, seed: int) -> Probe:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Return the longest sequence in tokens, for models without a limit 2^20."""
+    """Return the length of the longest sequence in tokens; 2^20 for models without a limit."""
     text = config.get_text_config(decoder=True)
     limits = (getattr(text, field, None) for field in _CONTEXT_FIELDS)
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), _UNLIMITED)
@@ -43,7 +43,7 @@ def _draw(generator: np.random.Generator, length: int, tokens: Array) -> Datum:
 
 
 def _special(config: Any) -> set[int]:
-    """Token ids that the config names: padding, images, ends."""
+    """Return the token ids that the config names, such as those for padding, images and the end of a sequence."""
     values = [value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index", "_id"))]
     flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
     return {one for one in flat if isinstance(one, int)}

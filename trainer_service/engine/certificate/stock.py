@@ -1,4 +1,4 @@
-"""A base model as transformers computes it, one sequence at a time, and how much of that is rounding."""
+"""What stock transformers computes, one sequence at a time, and how far rounding moves it."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from paceline.types.training import Array
 from trainer_service.engine.certificate.probe import Probe
 
 RANK = 2
-"""Of the adapters that the check puts on every module that can have one; their alpha is as much."""
+"""Rank and alpha of the adapters that the check puts on every module that can have one."""
 
 _SHARE = 0.2
-"""Size of what an adapter adds to a module's weight, by the size of the weight."""
+"""Size of what an adapter adds to a module's weight, relative to the weight."""
 _ROUNDED = (1,)
-"""Places of the sequences whose rounding is measured; long ones would cost more and say the same."""
+"""Indices of the sequences whose rounding is measured; long ones would cost more and show the same."""
 _ROUNDINGS = {torch.float32: 8.0}
-"""dtype -> roundings by which a module's output is moved, where that is not one. Sums are computed in float32: those of
-a float32 model are rounded at every step, those of others once, at their end."""
+"""dtype -> roundings by which a module's output is perturbed; one for other dtypes. Sums are computed in float32: those
+of a float32 model are rounded at every step, those of other models once, at the end."""
 _SLACK = 2.0
-"""How many times the measured rounding two ways to compute the same may differ."""
+"""Two ways to compute the same thing may differ by this many times the measured rounding."""
 _SUMS = 64.0
-"""Roundings in float32 that are always allowed: those within sums, whose order differs, are not measured."""
+"""float32 roundings that are always allowed: rounding within sums, whose order differs, is not measured."""
 
 Weights = dict[str, Array]
-"""An adapter's weights, or their gradients, float32, by the names that they have in adapter_model.safetensors."""
+"""An adapter's weights or their gradients, float32, by their names in adapter_model.safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What stock transformers gives for a probe, and how far from that rounding may lead."""
+    """What stock transformers computes for a probe, and how far rounding may move it."""
 
     adapters: dict[str, Weights]
     """Run -> its adapter."""
@@ -50,26 +50,26 @@ class Stock:
     gradients: dict[str, Weights]
     """Run -> gradients of its cross entropy."""
     logprob_bound: float
-    """For the root mean square of differences between log-probabilities."""
+    """Bound on the root mean square of differences between log-probabilities."""
     gradient_bound: float
-    """For the norm of the difference between gradients, by the norm of the gradient."""
+    """Bound on the norm of the difference between gradients, relative to the norm of the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """What one sequence gives."""
+    """Results of one sequence."""
 
     logprobs: Array
     gradients: list[Array]
-    """Of A and B of each module in turn."""
+    """Gradients of A and B, module by module."""
 
 
 def measure_stock(model: PreTrainedModel, targets: Mapping[str, Sequence[str]], probe: Probe) -> Stock:
-    """Compute a probe by a model as transformers made it, with adapters on the modules that `targets` names for a run.
+    """Compute a probe with a model as transformers built it, with each run's adapter on the modules in `targets`.
 
-    The bounds come from Monte Carlo arithmetic (Parker, 1997): every module's output is moved at random by as much as
-    roundings in its dtype may, and what that does to the results is what rounding does. Raises Unsupported for models
-    whose tokens see later ones, or whose numbers are not finite.
+    The bounds come from Monte Carlo arithmetic (Parker, 1997): every module's output is perturbed at random by as much
+    as rounding in its dtype may change it, and the change in the results shows the effect of rounding. Raises
+    Unsupported for models whose tokens see later ones, or whose numbers are not finite.
     """
     adapters = {run: _draw_adapter(model, targets[run], seed) for seed, run in enumerate(probe)}
     results: dict[str, list[_Sequence]] = {}
@@ -109,7 +109,7 @@ def rms(*arrays: Array) -> float:
 
 
 def apart(ones: Sequence[Array], others: Sequence[Array]) -> float:
-    """Return the norm of the difference between arrays of the same shapes, by the norm of the first ones."""
+    """Return the norm of the difference between arrays of the same shapes, relative to the norm of `ones`."""
     norm = _norm(ones)
     off = _norm([one - other for one, other in zip(ones, others, strict=True)])
     return off / norm if norm else off
@@ -124,14 +124,14 @@ def _sums(lists: Sequence[Sequence[Array]]) -> list[Array]:
 
 
 def _draw_adapter(model: PreTrainedModel, modules: Sequence[str], seed: int) -> Weights:
-    """Draw A and B that change what each module computes by a share of it, on the CPU."""
+    """Draw, on the CPU, A and B whose product is `_SHARE` of the size of each module's weight."""
     generator, adapter = torch.Generator().manual_seed(seed), Weights()
     for name in modules:
         linear: Any = model.get_submodule(name)
         weight = linear.weight[:64].detach().float().cpu()
         a = torch.rand(RANK, weight.shape[1], generator=generator) * 2 - 1
         b = torch.rand(linear.weight.shape[0], RANK, generator=generator) * 2 - 1
-        # A and B of variance 1/3 make a product of variance RANK / 9.
+        # The product of A and B, each of variance 1/3, has variance RANK / 9.
         b *= _SHARE * weight.square().mean().sqrt() * 3 / math.sqrt(RANK)
         adapter[f"base_model.model.{name}.lora_A.weight"] = a.numpy()
         adapter[f"base_model.model.{name}.lora_B.weight"] = b.numpy()
@@ -140,7 +140,7 @@ def _draw_adapter(model: PreTrainedModel, modules: Sequence[str], seed: int) -> 
 
 @contextmanager
 def _adapted(model: PreTrainedModel, adapter: Mapping[str, Array]) -> Iterator[list[Tensor]]:
-    """Let a run's adapter act; returns its A and B in turn, which gradients can be computed for."""
+    """Apply a run's adapter; yield its A and B, module by module, as tensors that require gradients."""
     factors = {name: torch.from_numpy(value).to(model.device).requires_grad_() for name, value in adapter.items()}
     handles = []
     for name, a in factors.items():
@@ -161,7 +161,7 @@ def _add_product(_module: nn.Module, inputs: tuple[Tensor], out: Tensor, *, a: T
 
 @contextmanager
 def _moved_outputs(model: PreTrainedModel) -> Iterator[None]:
-    """Move what every module computes by up to a rounding, at random."""
+    """Perturb every module's output at random by up to `_ROUNDINGS` of its dtype."""
     epsilon = torch.finfo(model.dtype).eps / 2 * _ROUNDINGS.get(model.dtype, 1.0)
     generator = torch.Generator(model.device).manual_seed(0)
 
@@ -194,7 +194,7 @@ def _compute(model: PreTrainedModel, datum: Datum, factors: Sequence[Tensor]) ->
 
 
 def _logprobs(model: PreTrainedModel, datum: Datum, length: int | None = None) -> Tensor:
-    """Log-probabilities of a sequence's targets, of its first `length` tokens alone."""
+    """Compute the log-probabilities of a sequence's targets, from its first `length` tokens alone."""
     tokens = torch.from_numpy(datum.model_input[:length].astype(np.int64)).to(model.device)
     targets = torch.from_numpy(datum.loss_inputs["target_tokens"][:length]).to(model.device)
     logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].float()

@@ -1,1 +1,1 @@
-"""The engine process as the service sees it."""
+"""The service's side of the engine process."""

@@ -1,4 +1,4 @@
-"""A running engine process and the pipe to it: requests out, reports in, and what its death means for each call."""
+"""A running engine process and the pipe to it: requests out, reports in, and how its death affects each call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer_service.engine.watchdog import Patience, RankSigns, Watchdog
 R = TypeVar("R")
 
 Captured = Callable[[], None]
-"""Called when a command has taken a run's state, so that the next may change it."""
+"""Called when a command has captured a run's state, so that the next one may change it."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,26 +36,26 @@ _EXIT_SECONDS = 5.0
 """How long the process may take to end once its pipe is closed."""
 
 _STREAM_LIMIT = 16 * 1024 * 1024
-"""Bytes that may wait unread before the pipe is paused."""
+"""Bytes that may be buffered unread before the pipe is paused."""
 
 
 def ignore() -> None:
-    """Do nothing with a capture."""
+    """Ignore a capture."""
 
 
 @dataclass(slots=True, eq=False)
 class _PendingCall:
-    """A call without an answer."""
+    """An unanswered call."""
 
     command: messages.Start | messages.AnyCommand
     answer: asyncio.Future[msgspec.Raw]
     captured: Captured
     is_captured: bool = False
-    """Whether the engine writes what it took, while it executes other commands."""
+    """Whether the engine has captured the state and writes it while it executes other commands."""
 
 
 class EngineConnection:
-    """A running process and the pipe to it."""
+    """A running engine process and the pipe to it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class EngineConnection:
         self._suspects = suspects
         self._waiting: dict[int, _PendingCall] = {}
         self._executing: set[int] = set()
-        """Ids of the requests that the engine said it began and did not answer."""
+        """Ids of the requests that the engine reported as started and has not answered."""
         self._ids = itertools.count(1)
         self._dead = self._closing = False
         self._watchdog = Watchdog(patience, ranks)
@@ -97,7 +97,7 @@ class EngineConnection:
                     *engine_command(ranks, directory.path),
                     stdin=theirs.fileno(),
                     env=engine_environment(ranks),
-                    # Ctrl-C on a terminal is the service's to act on; the launcher would pass it on.
+                    # The service handles Ctrl-C on a terminal; the launcher would forward it.
                     start_new_session=ranks > 1,
                 )
             reader, writer = await asyncio.open_connection(sock=ours, limit=_STREAM_LIMIT)
@@ -130,12 +130,12 @@ class EngineConnection:
                 header = await self._read(messages.LENGTH_BYTES)
                 self._take(messages.decode_report(await self._read(int.from_bytes(header, "little"))))
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # The pipe is closed, here or by the death of the process.
+            pass  # the pipe was closed, from this side or by the death of the process
         finally:
             await self._end()
 
     async def _read(self, size: int) -> bytes:
-        """Read `size` bytes; each part of them is a sign of life. Raises IncompleteReadError."""
+        """Read `size` bytes; each part that arrives is a sign of life. Raises IncompleteReadError."""
         parts: list[bytes] = []
         while size:
             part = await self._reader.read(size)
@@ -165,13 +165,13 @@ class EngineConnection:
         self._kill()
 
     def _is_busy(self) -> bool:
-        """Whether the engine's loop has something to do that takes no longer than a pass; loading a model may."""
+        """Return whether the engine's loop has work other than loading a model, which may take longer than a pass."""
         return any(not (w.is_captured or isinstance(w.command, messages.Start)) for w in self._waiting.values())
 
     def _kill(self) -> None:
-        """Kill the process, and of several ranks all: also those that are stopped and notice nothing.
+        """Kill the process and all ranks, including those that are stopped and notice nothing.
 
-        The launcher has each rank lead a session of its own, so that its group is not theirs.
+        The launcher starts each rank in its own session, so that the ranks are not in the launcher's process group.
         """
         for pid in self._signs.processes():
             with suppress(ProcessLookupError):
@@ -224,7 +224,7 @@ class EngineConnection:
                 self._on_exit(status)
 
     async def _wait_for_exit(self) -> int:
-        # The process ends when its pipe closes. Killing it at once would race with its own end for the exit status.
+        # The process ends when its pipe closes. Killing it immediately could replace the exit status of its own end.
         with suppress(TimeoutError):
             return await asyncio.wait_for(self.process.wait(), _EXIT_SECONDS)
         self._kill()

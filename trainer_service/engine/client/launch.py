@@ -1,4 +1,4 @@
-"""How the engine is started: as one process, or as several by torch's elastic launcher. Nothing here imports torch."""
+"""How to start the engine: as one process, or as several with torch's elastic launcher. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def engine_command(ranks: int, directory: Path) -> tuple[str, ...]:
-    """Return what to execute, with the socket to the service as standard input, which ranks inherit.
+    """Return the command to execute, with the socket to the service as standard input, which ranks inherit.
 
-    Ranks, and the launcher, find each other by files in `directory`: there is no port to choose and none that others
-    could reach. The launcher ends all ranks when one ends and starts none again, as that is the service's to do.
+    The ranks and the launcher rendezvous through files in `directory`: there is no port to choose, and none that others
+    could reach. The launcher ends all ranks when one ends. It restarts none, because the service does that.
     """
     if ranks == 1:
         return (sys.executable, *_ENGINE)
@@ -33,7 +33,7 @@ def engine_command(ranks: int, directory: Path) -> tuple[str, ...]:
 
 
 def engine_environment(ranks: int) -> Mapping[str, str]:
-    """Return the environment for `engine_command`. Ranks share the threads that one process would have had."""
+    """Return the environment for `engine_command`. Ranks share the threads that a single process would use."""
     if ranks == 1:
         return os.environ
     threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
@@ -42,6 +42,6 @@ def engine_environment(ranks: int) -> Mapping[str, str]:
         "NCCL_SOCKET_IFNAME": _LOOPBACK,
         **os.environ,
         "OMP_NUM_THREADS": str(max(1, threads // ranks)),
-        # The launcher would otherwise listen on all interfaces for ranks that do not ask.
+        # Otherwise the launcher would listen on all interfaces, although no rank connects.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }

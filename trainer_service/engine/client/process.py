@@ -1,4 +1,4 @@
-"""The engine as the service sees it: a process of its own, so that its death is an error and not the service's end."""
+"""The service's interface to the engine: a separate process, so that its death does not end the service."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ R = TypeVar("R")
 class EngineProcess:
     """Starts an engine in a child process and mirrors TrainerEngine with coroutines.
 
-    A run's commands are executed in order of their calls, those of other runs beside them. A call whose waiting is
-    cancelled is executed all the same. When the process dies, the call that it was certainly executing raises
-    EngineDiedError; calls that wait and later ones raise EngineUnavailable until `restart`, and its runs are gone.
-    Where it did several things at the same time, a pass of several calls or a pass and what is saved, these raise
-    EngineUnavailable too, and are executed alone when they are made again. Until then errors are the engine's own.
-    A process that hangs, as `patience` has it, is killed, which is a death like any other.
+    A run's commands are executed in the order of their calls, concurrently with those of other runs. Cancelling a call
+    does not stop its execution. When the process dies, its runs are lost: the call that it was certainly executing
+    raises EngineDiedError; waiting calls, and later ones until `restart`, raise EngineUnavailable. If the process was
+    doing several things at once, such as a pass for several calls or a pass and a save, those calls also raise
+    EngineUnavailable, and are executed alone when they are repeated. While the process lives, calls raise the engine's
+    own errors. A process that hangs for longer than `patience` allows is killed, which counts as a death.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class EngineProcess:
         on_exit: Callable[[int], None] | None = None,
         patience: Patience = DEFAULT_PATIENCE,
     ) -> None:
-        """Take `on_exit` to be called with the exit status when the process dies by itself (negative: the signal)."""
+        """`on_exit` is called with the exit status if the process dies by itself (negative: the signal)."""
         self._options = options
         self._on_exit = on_exit
         self._patience = patience
         self._connection: EngineConnection | None = None
         self._info: ModelInfo | None = None
         self.base_sha256 = ""
-        """Identity of the base weights, told by whoever knows their files."""
+        """Identity of the base weights; set by the caller, who knows their files."""
         self._suspects = CrashSuspects()
 
     async def __aenter__(self) -> Self:
@@ -66,11 +66,11 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the engine. Raises EngineUnavailable when there is none."""
+        """Process id of the engine. Raises EngineUnavailable if it is not running."""
         return self._running().process.pid
 
     async def start(self) -> ModelInfo:
-        """Start the process and load the model. Raises what loading raised, or EngineUnavailable."""
+        """Start the process and load the model. Raises the error of loading, or EngineUnavailable."""
         connection = self._connection = await EngineConnection.open(
             self._options.ranks, self._on_exit, self._suspects, self._patience
         )
@@ -82,19 +82,19 @@ class EngineProcess:
         return self._info
 
     async def restart(self) -> ModelInfo:
-        """End the process, if it still runs, and start a fresh one, which holds no runs."""
+        """Stop the process, if it is still running, and start a new one, which holds no runs."""
         await self.close()
         self._options = replace(self._options, failpoints=Failpoints(self._options.failpoints).lasting)
         return await self.start()
 
     async def close(self) -> None:
-        """End the process, at once; waiting calls raise EngineUnavailable."""
+        """Stop the process immediately; waiting calls raise EngineUnavailable."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
 
     def describe(self) -> ModelInfo:
-        """Say what base model is loaded."""
+        """Describe the loaded base model."""
         if self._info is None:
             raise EngineUnavailable("the engine has not started.")
         return replace(self._info, weights_sha256=self.base_sha256)

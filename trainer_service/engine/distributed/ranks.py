@@ -1,6 +1,6 @@
 """The ranks of an engine: processes with a device each, which execute the same requests in the same order.
 
-Rank 0 holds the pipe to the service. What travels between ranks is numbers and bytes, never pickled objects.
+Rank 0 holds the pipe to the service. Ranks exchange numbers and bytes, never pickled objects.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from trainer_service.engine.failures import failure_of
 from trainer_service.engine.watchdog import sign_file, write_sign
 
 _TIMEOUT = timedelta(minutes=15)
-"""How long a rank waits for the others. A rank that died is noticed by the launcher, long before."""
+"""How long a rank waits for the others. The launcher notices a dead rank long before."""
 _WATCH_MILLISECONDS = 500
 
 T = TypeVar("T")
 
 
 class OutOfStepError(BaseException):
-    """A rank went another way than the others. Their runs may differ, so the engine must begin anew.
+    """A rank diverged from the others. Their runs may differ, so the engine must restart.
 
-    Not an Exception, so that nothing takes it for the failure of a command: the others may wait in a collective.
+    Not an Exception, so that nothing treats it as a failed command: the others may wait in a collective.
     """
 
 
 @contextmanager
 def in_step() -> Iterator[None]:
-    """Do a collective; raise OutOfStepError if it fails, for other ranks may have done it."""
+    """Run a collective; raise OutOfStepError if it fails, because other ranks may have completed it."""
     try:
         yield
     except Exception as error:
@@ -50,10 +50,10 @@ def in_step() -> Iterator[None]:
 
 
 class Ranks:
-    """This process among those that make up the engine; one alone needs no process group and no agreement."""
+    """This process among those that make up the engine; a single one needs no process group and no agreement."""
 
     def __init__(self, rank: int, size: int, sign: Path | None = None) -> None:
-        """Take the file of this rank's signs, where somebody looks for them."""
+        """Write the process id to `sign`, the heartbeat file of this rank, if the service watches one."""
         self.rank = rank
         self.size = size
         self._sign = sign
@@ -62,12 +62,12 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Be the only one."""
+        """Return the only rank of an engine."""
         return cls(0, 1)
 
     @classmethod
     def join(cls, store: Path) -> Ranks:
-        """Join the others, started by torch's elastic launcher, at the file `store`."""
+        """Join the other ranks that torch's elastic launcher started, through the file `store`."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
         meeting = FileStore(str(store), size)
@@ -80,14 +80,14 @@ class Ranks:
         return self.rank == 0
 
     def give_sign(self) -> None:
-        """Say that this rank lives. Raises OSError where nobody looks for that any more."""
+        """Touch the heartbeat file. Raises OSError if the service has removed its directory."""
         if self._sign is not None:
             self._sign.touch()
 
     def take_device(self, device: str) -> str:
-        """Take this rank's own device of the kind `device`: a GPU, or a share of the CPU's cores; returns its name.
+        """Claim this rank's own device of the kind `device`, a GPU or a share of the CPU's cores; return its name.
 
-        Raises Unsupported where there are fewer GPUs than ranks.
+        Raises Unsupported if there are fewer GPUs than ranks.
         """
         if self.size == 1:
             return device
@@ -103,7 +103,7 @@ class Ranks:
         return device
 
     def share(self, payload: bytes, source: int = 0) -> bytes:
-        """Return the payload of rank `source`; that of the others is ignored."""
+        """Return the payload of rank `source`; the others' payloads are ignored."""
         if self.size == 1:
             return payload
         with in_step():
@@ -115,7 +115,7 @@ class Ranks:
             return content.numpy().tobytes()
 
     def share_all(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the payloads of rank 0; those of the others are ignored."""
+        """Return the payloads of rank 0; the others' payloads are ignored."""
         if self.size == 1:
             return payloads
         shared = self.share(b"".join(map(messages.frame, payloads)))
@@ -134,7 +134,7 @@ class Ranks:
         return [content[: int(n)].numpy().tobytes() for content, n in zip(padded, lengths, strict=True)]
 
     def total(self, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
-        """Sum float32 tensors over the ranks, None being zeros `like` the others; the same bits on each of them."""
+        """Sum float32 tensors over the ranks, to the same bits on each; None means zeros of the shape in `like`."""
         pairs = list(zip(tensors, like, strict=True))
         flat = self.together(
             lambda: torch.cat([(torch.zeros_like(shape) if own is None else own).reshape(-1) for own, shape in pairs])
@@ -145,10 +145,10 @@ class Ranks:
         return [part.view_as(shape) for part, shape in zip(parts, like, strict=True)]
 
     def together(self, work: Callable[[], T], catch_up: Callable[[], None] | None = None) -> T:
-        """Do `work` on every rank and raise on all of them what it raised on any.
+        """Run `work` on every rank and raise on all of them what it raised on any.
 
-        Where `work` consists of collectives, `catch_up` completes those that this rank left out when it raised. Raises
-        OutOfStepError where it cannot.
+        If `work` runs collectives, `catch_up` completes those that this rank skipped when it raised. Raises
+        OutOfStepError if it cannot.
         """
         if self.size == 1:
             return work()
@@ -156,10 +156,10 @@ class Ranks:
         failure = None
         try:
             result.append(work())
-        except Exception as error:  # Whatever it is, the others wait for this rank.
+        except Exception as error:  # Whatever the error is, the others wait for this rank.
             failure = failure_of(error, "a rank's part")
         if failure is not None and catch_up is not None:
-            gc.collect()  # Torch's frames refer to themselves, and hold what the part had allocated.
+            gc.collect()  # Torch's frames are in reference cycles and hold what the part had allocated.
             catch_up()
         agreed = self._first(failure)
         if agreed is not None:
@@ -167,12 +167,12 @@ class Ranks:
         return result[0]
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """Do `work` on one rank after the other and raise on all of them what it raised on any."""
+        """Run `work` on one rank after another and raise on all of them what it raised on any."""
         results = [self.together(work if turn == self.rank else _nothing) for turn in range(self.size)]
         return cast("T", results[self.rank])
 
     def check_alike(self, outcome: str) -> None:
-        """Check that a command came to the same end everywhere. Raises OutOfStepError."""
+        """Check that a command had the same outcome on every rank. Raises OutOfStepError."""
         if self.size == 1:
             return
         outcomes = {payload.decode() for payload in self.gather(outcome.encode())}
@@ -180,7 +180,7 @@ class Ranks:
             raise OutOfStepError(f"ranks disagree: {', '.join(sorted(outcomes))}")
 
     def _first(self, failure: messages.Failure | None) -> messages.Failure | None:
-        """Return the failure of the lowest rank that has one."""
+        """Return the failure of the lowest rank that has one; None if no rank failed."""
         with in_step():
             lowest = torch.tensor(self.size if failure is None else self.rank)
             dist.all_reduce(lowest, dist.ReduceOp.MIN)
@@ -190,13 +190,13 @@ class Ranks:
 
 
 def end_with(descriptor: int) -> None:
-    """End this process within a second of the service, at the other end of `descriptor`, or of the launcher."""
+    """Exit within a second after the service, at the other end of `descriptor`, or the launcher has ended."""
     threading.Thread(target=_watch, args=(descriptor, os.getppid()), daemon=True).start()
 
 
 def _watch(descriptor: int, launcher: int) -> NoReturn:
     poll = select.poll()
-    poll.register(descriptor, 0)  # Hang-ups are always reported; what can be read is rank 0's to read.
+    poll.register(descriptor, 0)  # Hang-ups are always reported; the data is for rank 0 to read.
     while os.getppid() == launcher and not poll.poll(_WATCH_MILLISECONDS):
         pass
     os._exit(0)

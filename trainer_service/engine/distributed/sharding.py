@@ -1,4 +1,4 @@
-"""The base model dealt over the ranks by FSDP2: each holds a part of every layer and gathers a layer while it runs."""
+"""The base model sharded over the ranks by FSDP2: each holds a part of every layer and gathers a layer to run it."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ T = TypeVar("T")
 
 
 class ShardedModel:
-    """A frozen base model on one rank or dealt over several, which pass through it at the same time."""
+    """A frozen base model on one rank, or sharded over several ranks that run their passes at the same time."""
 
     def __init__(self, load: Callable[[], PreTrainedModel], ranks: Ranks, device: torch.device) -> None:
-        """Load the model and deal its weights over `ranks`, onto `device`; all ranks do this together.
+        """Load the model and shard its weights over `ranks`, onto `device`; all ranks call this together.
 
-        Raises Unsupported for models without a list of layers, and for a torch that cannot recover a failed pass.
+        With several ranks, raises Unsupported for models without a list of layers, and for a torch that cannot recover
+        from a failed pass.
         """
         self._ranks, self._device = ranks, device
         self._gathers = _Gathers()
         self._root: Any = None
         self._mode = FASTEST
         self.entrances: list[Tensor] = []
-        """What entered the layers of this pass, if every backward pass has to reach it."""
+        """Input of the layers in this pass, if every backward pass must reach it."""
         self.names_modules = False
-        """Whether what a pass raises says which module it came from: other ranks see no more than its message."""
+        """Whether errors of a pass name the module that raised them: other ranks see only the message."""
         if ranks.size == 1:
             self.model = load()
             return
         mesh = init_device_mesh(device.type, (ranks.size,))
-        # One after the other, so that there is one whole copy in the host's memory, and not one for each rank.
+        # In turn, so that host memory holds one whole copy and not one for each rank.
         self.model = ranks.in_turn(lambda: self._deal(load(), mesh))
 
     def rehearse(self, mode: PassMode) -> None:
-        """Note the collectives of each kind of pass of a mode, before any can fail; all ranks do this together."""
+        """Record the collectives of each kind of pass in a mode, before any can fail; all ranks call this together."""
         self._mode = mode
         self._gathers.forget()
         for with_gradient in (True, False):
             self.run(None, with_gradient=with_gradient)
 
     def run(self, work: Callable[[], T] | None, *, with_gradient: bool) -> T | None:
-        """Do `work`, one forward pass, and a backward pass `with_gradient`; raise on all ranks what any of them raised.
+        """Run `work`, a forward pass, also backward `with_gradient`; raise on all ranks what any of them raised.
 
-        A rank whose `work` is None passes a single token through the model, for the collectives alone.
+        A rank whose `work` is None runs a single token through the model to take part in the collectives.
         """
         if self._root is None:
             return self._named(work) if work is not None else None
@@ -65,13 +66,13 @@ class ShardedModel:
             return self._ranks.together(lambda: self._named(own), self._catch_up)
         finally:
             self.entrances.clear()
-            # After a pass without backward the weights outside the layers are still whole.
+            # After a pass without backward the weights outside the layers are still gathered.
             self._root.reset_iter_state()
 
     def inside(self, compute: Callable[[], T]) -> T:
-        """Do the forward part of a pass, the output head's too; returns the tensors that its backward part begins with.
+        """Run the forward part of a pass, with the output head; return the tensors that its backward part starts from.
 
-        Only from then on, until the pass ends, are the weights outside the layers whole.
+        The weights outside the layers are gathered only from this call until the pass ends.
         """
         return compute() if self._root is None else self._root(compute)
 
@@ -79,7 +80,7 @@ class ShardedModel:
         try:
             return work()
         except OutOfMemory:
-            raise  # Of the machine, not of a module.
+            raise  # The machine's fault, not a module's.
         except Exception as error:
             if not self.names_modules:
                 raise
@@ -87,7 +88,7 @@ class ShardedModel:
             raise Unsupported(f"{why_failed(error, self.model)}.", metadata=metadata) from error
 
     def _deal(self, model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
-        """Shard each layer by itself, and what is outside them, the head too, together: there weights may be shared."""
+        """Shard each layer by itself, and everything else, with the head, as one: weights there may be tied."""
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise Unsupported("several ranks need a torch whose FSDPModule has reset_iter_state.", field="ranks")
         layers = decoder_layers(model)
@@ -100,7 +101,7 @@ class ShardedModel:
         return model
 
     def _enter(self, _embedding: nn.Module, _tokens: Any, hidden: Tensor) -> Tensor:
-        # So that every layer takes part in every backward pass, whichever of them a run has adapters in.
+        # Makes every layer take part in every backward pass, whichever of them a run has adapters in.
         if torch.is_grad_enabled():
             self.entrances.append(hidden.requires_grad_())
         return hidden
@@ -122,7 +123,7 @@ class ShardedModel:
 
 
 class _Root(nn.Module):
-    """What FSDP2 takes for the model: its forward pass is whatever is to be computed with the model."""
+    """The module that FSDP2 wraps as the model's root: its forward pass runs any computation with the model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -133,9 +134,9 @@ class _Root(nn.Module):
 
 
 class _Gathers:
-    """Gathers weights for FSDP2, whose `AllGather` this is, and knows what a pass gathers.
+    """Implements FSDP2's `AllGather` and records what a pass gathers.
 
-    That is the same for all passes of a kind, as every pass runs through all layers, and backward through them all too.
+    All passes of a kind gather the same, because each runs through all layers, forward and backward.
     """
 
     def __init__(self) -> None:
@@ -146,17 +147,17 @@ class _Gathers:
         self._noting = False
 
     def forget(self) -> None:
-        """Forget what passes gather."""
+        """Discard the records of what passes gather."""
         self._plans.clear()
 
     def begin(self, *, with_gradient: bool) -> None:
-        """Begin a pass; the first of its kind is noted."""
+        """Start a pass; record it if it is the first of its kind."""
         self._noting = with_gradient not in self._plans
         self._plan = self._plans.setdefault(with_gradient, [])
         self._done = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make the tensor that weights are gathered into."""
+        """Allocate the tensor that weights are gathered into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -166,8 +167,8 @@ class _Gathers:
         if self._noting:
             self._plan.append((input_tensor.numel(), input_tensor.dtype, input_tensor.device))
         if output_tensor.device.type == "cpu":
-            # gloo counts a collective before it makes room for copies of both. One that then failed could not be made
-            # up for: it would meet the others' next. So whether there is room is found out before it is begun.
+            # gloo counts a collective before it allocates copies of both tensors. If that failed, the collective could
+            # not be completed later: it would pair with the others' next one. So check for room before starting it.
             room = [torch.empty_like(tensor) for tensor in (output_tensor, input_tensor)]
             del room
         with in_step():
@@ -176,7 +177,7 @@ class _Gathers:
         return work
 
     def complete(self) -> None:
-        """Take part in what is left of the pass, with zeros; its results are given up on every rank.
+        """Take part in the pass's remaining collectives, with zeros; every rank discards the results.
 
         Raises OutOfStepError.
         """

@@ -1,8 +1,8 @@
-"""The losses, per token. The engine adds them up over all tokens and datums as the request's `reduction` says.
+"""The losses, per token. The engine sums them over all tokens and datums according to the request's `reduction`.
 
 lp is the learner's log-probability of the target token, q the sampler's (`logprobs`), A the advantage, r = exp(lp - q).
-Only counted positions arrive here, sequence after sequence. Settings, with their defaults, are in `loss_specs`; the
-thresholds low and high may also come as inputs, one value per position.
+These functions receive only counted positions, sequence after sequence. Settings and their defaults are in
+`LOSS_SPECS`; the thresholds low and high may also be inputs, one value per position.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LossFunction = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tok
 """(lp [K] float32, inputs of shape [K] and `SEQUENCE_LENGTHS`, resolved settings) -> TokenLoss."""
 
 SEQUENCE_LENGTHS = "sequence_lengths"
-"""Input that the packing adds: int64, shape [S], the counted positions of each sequence, K in all, none of them 0."""
+"""Input that packing adds: int64, shape [S], counted positions in each sequence, K in all, none of them 0."""
 
 
 def cross_entropy(lp: Tensor, inputs: Mapping[str, Tensor], _config: Mapping[str, float]) -> TokenLoss:
     """-lp * weights. Weights may be negative: -dC/dlp as weights gives the gradient of any client-side loss C.
 
-    With lp and weights of shape [K, M], M targets per position, their sum over the targets.
+    For lp and weights of shape [K, M], with M targets per position, the loss is summed over the targets.
     """
     return TokenLoss((-lp * inputs["weights"]).reshape(len(lp), -1).sum(1), {})
 
@@ -51,8 +51,8 @@ def importance_sampling(lp: Tensor, inputs: Mapping[str, Tensor], _config: Mappi
 def ppo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
     """-min(r A, clamp(r, low, high) A), PPO's clipped surrogate (arXiv 1707.06347, eq. 7).
 
-    The minimum holds for either sign of A: a token with A < 0 is pushed down while r > low. clip_fraction counts
-    positions where the clip takes the gradient away.
+    The minimum applies for either sign of A: a token with A < 0 is pushed down while r > low. clip_fraction counts
+    positions where clipping removes the gradient.
     """
     log_ratio = lp - inputs["logprobs"]
     loss, clip_fraction = _surrogate(log_ratio, inputs, config)
@@ -62,7 +62,7 @@ def ppo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -
 def cispo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
     """-stop_gradient(clamp(r, low, high)) lp A (arXiv 2506.13585): clipped tokens keep a gradient, unlike PPO's.
 
-    clip_fraction counts positions whose ratio lies outside the thresholds.
+    clip_fraction counts positions whose ratio is outside the thresholds.
     """
     log_ratio = (lp - inputs["logprobs"]).detach()
     ratio = log_ratio.exp()
@@ -72,7 +72,7 @@ def cispo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float])
 
 
 def dro(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
-    """-(lp A - beta/2 (lp - q)^2), direct reward optimisation: a quadratic pull to the sampler (arXiv 2405.19107)."""
+    """-(lp A - beta/2 (lp - q)^2), direct reward optimisation: a quadratic pull towards q (arXiv 2405.19107)."""
     log_ratio = lp - inputs["logprobs"]
     penalty = 0.5 * config["beta"] * log_ratio.square()
     means = _ratio_means(log_ratio) | {"squared_log_ratio": log_ratio.detach().square()}
@@ -82,10 +82,10 @@ def dro(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -
 def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
     """-min(s' A, clamp(s', low, high) A) with the sequence's ratio s' = s exp(lp - stop_gradient(lp)).
 
-    GSPO-token, eq. 13 and 14 of arXiv 2507.18071; where the advantages of a sequence are equal it is GSPO, eq. 5.
-    s = exp(mean of lp - q) over the sequence's positions where `sequence_ratio_mask` is not 0, all of them without one,
-    and gets no gradient: s' has the value of s, and the derivative s with respect to its own lp. The statistic
-    `sequence_ratio` is s.
+    GSPO-token, eq. 13 and 14 of arXiv 2507.18071; if the advantages within a sequence are equal it is GSPO, eq. 5.
+    s = exp(mean of lp - q) over the sequence's positions where `sequence_ratio_mask` is not 0, or over all of them
+    without a mask. s gets no gradient: s' has the value of s, and the derivative s with respect to its own lp. The
+    statistic `sequence_ratio` is s.
     """
     log_ratio = (lp - inputs["logprobs"]).detach()
     log_sequence_ratio = _sequence_means(log_ratio, inputs.get(SEQUENCE_RATIO_MASK), inputs[SEQUENCE_LENGTHS])
@@ -97,7 +97,7 @@ def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) 
 def grpo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
     """-min(r A, clamp(r, low, high) A) + kl_coef k3, GRPO (arXiv 2402.03300, eq. 3 and 4).
 
-    k3 = exp(ref - lp) - (ref - lp) - 1 with ref = `reference_logprobs`, which is read when kl_coef > 0.
+    k3 = exp(ref - lp) - (ref - lp) - 1 with ref = `reference_logprobs`, which is read only if kl_coef > 0.
     """
     policy = ppo(lp, inputs, config)
     if config["kl_coef"] == 0.0:
@@ -116,9 +116,9 @@ LOSSES: Mapping[str, LossFunction] = {
 def _surrogate(
     log_ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -min(r A, clamp(r, low, high) A) with r = exp(log_ratio) and, as a mean, where the clip holds it.
+    """Return -min(r A, clamp(r, low, high) A) with r = exp(log_ratio), and the statistic clip_fraction.
 
-    The clip holds r above `high` where A > 0 and below `low` where A < 0: the loss is constant there.
+    The clip applies where A > 0 and r > high, or A < 0 and r < low: the loss is constant there.
     """
     advantages, (low, high) = inputs["advantages"], _thresholds(inputs, config)
     ratio = log_ratio.detach().exp()
@@ -131,7 +131,7 @@ def _surrogate(
 def _exp_where(used: Tensor, log_ratio: Tensor) -> Tensor:
     """Return exp(log_ratio) where it is used and 1 elsewhere.
 
-    A ratio that overflows to infinity would make the loss or its derivative 0 * inf, NaN, where it has no part in them.
+    An unused ratio that overflows to infinity would otherwise make the loss or its derivative 0 * inf, which is NaN.
     """
     return torch.where(used, log_ratio, 0.0).exp()
 
@@ -142,7 +142,7 @@ def _clamp(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, flo
 
 
 def _thresholds(inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """Return the clip thresholds of each position, or one for all as a scalar."""
+    """Return the clip thresholds, per position or as scalars for all positions."""
     like = inputs["advantages"]
     low, high = (
         torch.as_tensor(inputs.get(name, config[name]), dtype=like.dtype, device=like.device)
@@ -152,14 +152,14 @@ def _thresholds(inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tu
 
 
 def _sequence_means(values: Tensor, mask: Tensor | None, lengths: Tensor) -> Tensor:
-    """At each position, the mean of `values` over its sequence's positions where the mask is not 0."""
-    # Sums by segment and not by index: on a GPU the order of an index_add differs from call to call.
+    """Return, at each position, the mean of `values` over its sequence's positions where the mask is not 0."""
+    # Reduces by segment and not with index_add, whose order differs from call to call on a GPU.
     chosen = torch.ones_like(values) if mask is None else (mask != 0).to(values)
     total, count = (torch.segment_reduce(x.double(), "sum", lengths=lengths) for x in (values * chosen, chosen))
     return (total / count).to(values).repeat_interleave(lengths)
 
 
 def _ratio_means(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Mean ratio, and the k3 estimate of KL(sampler || learner), r - 1 - log r, on the sampler's tokens."""
+    """Return the ratio, and the k3 estimate of KL(sampler || learner), r - 1 - log r, on the sampler's tokens."""
     log_ratio = log_ratio.detach()
     return {"ratio": log_ratio.exp(), "kl": log_ratio.expm1() - log_ratio}

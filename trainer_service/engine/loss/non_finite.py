@@ -1,4 +1,4 @@
-"""NaN and infinity in losses and gradients: counted, and refused where that was asked for."""
+"""Count NaN and infinity in losses and gradients, and refuse them if the request asks for that."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.errors import NonFiniteLoss
 def count_non_finite(gradients: Sequence[Tensor | None]) -> int:
     """Count the elements that are NaN or infinite."""
     present = [gradient for gradient in gradients if gradient is not None]
-    # The norm is one pass over them, and mostly says enough.
+    # The norm takes one pass over the gradients and usually suffices.
     if not present or math.isfinite(get_total_norm(present).item()):
         return 0
     return sum(int(gradient.isfinite().logical_not().sum()) for gradient in present)
 
 
 def refuse_non_finite(positions: int, elements: int) -> None:
-    """Raise NonFiniteLoss where a loss at some position, or an element of the gradient, is NaN or infinite."""
+    """Raise NonFiniteLoss if the loss at any position, or any element of the gradient, is NaN or infinite."""
     if positions or elements:
         raise NonFiniteLoss(
             f"the loss is NaN or infinite at {positions} positions, its gradient in {elements} elements; "

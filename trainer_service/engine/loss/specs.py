@@ -1,4 +1,4 @@
-"""Which losses exist, what each one reads, and its settings. No torch: the service validates requests against these."""
+"""The losses, their inputs and their settings. No torch: the service validates requests against these."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from paceline.errors import NonFinite, OutOfRange, UnknownField, UnknownLoss
 
 MASK = "mask"
-"""Loss input that every loss takes: uint8, shape [N]; 0 leaves the position out of loss, gradient and output."""
+"""Loss input that every loss accepts: uint8, shape [N]; 0 excludes the position from loss, gradient and output."""
 
 TEMPERATURE = "temperature"
-"""Loss input that every loss takes: float32, shape [N], above 0; the position's logits are divided by it."""
+"""Loss input that every loss accepts: float32, shape [N], above 0; the position's logits are divided by it."""
 
 SEQUENCE_RATIO_MASK = "sequence_ratio_mask"
-"""Loss input of gspo: uint8, shape [N]; counted positions where it is 0 stay out of the mean of the log ratio."""
+"""Loss input of gspo: uint8, shape [N]; 0 excludes a counted position from the mean of the log ratio."""
 
 CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
-"""Settings of the losses that clip, and optional loss inputs (float32, shape [N]) that replace them by position."""
+"""Settings of the losses that clip, and optional loss inputs (float32, shape [N]) that override them per position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A number that a loss can be configured with."""
+    """A numeric setting of a loss."""
 
     default: float
     minimum: float = 0.0
@@ -31,31 +31,31 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """What a loss reads. Inputs are of shape [N], one value per position of the datum, but for those in `multi`."""
+    """What a loss reads. Inputs have shape [N], one value per position of the datum, except those in `multi`."""
 
     name: str
     required: tuple[str, ...]
     """Inputs that every datum must have."""
     required_with: Mapping[str, str]
-    """Input -> the setting that makes it required when above 0; otherwise the input is optional and unused."""
+    """Input -> the setting that, if above 0, makes it required; otherwise the input is optional and unused."""
     settings: Mapping[str, Setting]
     finite: frozenset[str]
     """Inputs that must be finite on counted positions."""
     nonpositive: frozenset[str]
     """Inputs that are log-probabilities: at most 0 on counted positions."""
     masks: tuple[str, ...] = ()
-    """Optional inputs of 0 and 1 that choose positions; all where a datum leaves them out."""
+    """Optional inputs of 0 and 1 that select positions; without one, a datum's positions are all selected."""
     multi: frozenset[str] = frozenset()
-    """Inputs that may, all together, be of shape [N, K]: K targets per position."""
+    """Inputs that may, together, have shape [N, K]: K targets per position."""
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Optional inputs that replace the setting of the same name, position by position."""
+        """Optional inputs that override the setting of the same name per position."""
         return tuple(name for name in (CLIP_LOW, CLIP_HIGH) if name in self.settings)
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Inputs that a datum may leave out."""
+        """Inputs that a datum may omit."""
         return (*self.required_with, *self.overrides, *self.masks, MASK, TEMPERATURE)
 
     def resolve_config(self, config: Mapping[str, float]) -> dict[str, float]:
@@ -72,12 +72,12 @@ class LossSpec:
         return resolved
 
     def required_inputs(self, config: Mapping[str, float]) -> tuple[str, ...]:
-        """List the inputs that every datum must have under a resolved `config`."""
+        """Return the inputs that every datum must have under a resolved `config`."""
         extra = tuple(name for name, setting in self.required_with.items() if config[setting] > 0)
         return self.required + extra
 
     def fills(self, config: Mapping[str, float]) -> dict[str, float]:
-        """Return the optional inputs that are read, with the value that they have where a datum lacks them."""
+        """Return the optional inputs that are read, each with its value for datums that omit it."""
         thresholds = {name: config[name] for name in self.overrides}
         return thresholds | dict.fromkeys((*self.masks, TEMPERATURE), 1.0)
 
@@ -114,7 +114,7 @@ def _policy_loss(
 
 
 def _clip(low: float, high: float) -> dict[str, Setting]:
-    """Thresholds on the probability ratio itself, not distances from 1."""
+    """Make thresholds on the probability ratio itself, not distances from 1."""
     return {CLIP_LOW: Setting(low), CLIP_HIGH: Setting(high)}
 
 
@@ -142,7 +142,7 @@ LOSS_SPECS: Mapping[str, LossSpec] = {
         _policy_loss("grpo", {**_clip(0.8, 1.2), "kl_coef": Setting(0.0)}, {"reference_logprobs": "kl_coef"}),
     )
 }
-"""Every loss that is served, by name."""
+"""All losses, by name."""
 
 
 def loss_spec(name: str) -> LossSpec:

@@ -1,1 +1,1 @@
-"""From a batch to microbatches, and their forward and backward passes."""
+"""Microbatching: pack a batch, schedule its segments, and run their forward and backward passes."""

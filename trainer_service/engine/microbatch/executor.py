@@ -1,4 +1,4 @@
-"""Passes done, one on each rank; those that fail in smaller parts, so that a job fails of nothing but its own."""
+"""Run passes, one on each rank; split those that fail, so that a job fails only for reasons of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class PassExecutor:
-    """Does passes on the shared model, dealt over `ranks`, and on the models of full-parameter runs."""
+    """Runs passes on the shared model, sharded over `ranks`, and on the models of full-parameter runs."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class PassExecutor:
         self._runner = self._make_runner(shared, routing)
 
     def compute(self, passes: Passes, announce: Callable[[Sequence[str]], None]) -> None:
-        """Do one pass on each rank, or where any fails smaller ones; what cannot be done is its job's failure.
+        """Run one pass on each rank, or smaller ones if any fails; a part that cannot be split further fails its job.
 
-        What is split, and how, is the same on all ranks, which do this together.
+        All ranks call this together and split the same passes in the same way.
         """
         jobs = jobs_of(passes)
         if any(job.error is not None for job in jobs):
@@ -65,7 +65,7 @@ class PassExecutor:
             jobs[0].fail(error)
 
     def bring_in(self, runs: Sequence[EngineRun]) -> None:
-        """Have runs in memory on every rank; all do this together. Raises OutOfMemory, DiskFull."""
+        """Load runs into memory on every rank; all ranks call this together. Raises OutOfMemory, DiskFull."""
 
         def use() -> None:
             with out_of_memory_named():
@@ -74,14 +74,14 @@ class PassExecutor:
         self._ranks.together(use)
 
     def _try(self, passes: Passes, *, give: bool = True) -> Exception | None:
-        """Do passes, for the jobs if `give`, else for nothing; return what they failed of."""
+        """Run passes and return their error, if any. The jobs get the results if `give`; else they are discarded."""
         jobs, own = jobs_of(passes), passes[self._ranks.rank]
         try:
             self.bring_in([job.run for job in jobs])
             work = partial(self._results, own) if own else None
             results = self._shared.run(work, with_gradient=not jobs[0].forward_only)
         except OutOfMemory as error:
-            # Without its traceback, whose frames hold the memory that the next try needs.
+            # Drop the traceback: its frames hold memory that the next attempt needs.
             short = OutOfMemory(error.message, field=error.field, metadata=error.metadata)
         except Exception as error:
             return error
@@ -89,7 +89,7 @@ class PassExecutor:
             for result in results or () if give else ():
                 result.give()
             return None
-        gc.collect()  # Some of those frames refer to themselves.
+        gc.collect()  # Some of those frames are in reference cycles.
         return short
 
     def _results(self, shares: Sequence[PassShare]) -> list[Result]:
@@ -97,7 +97,7 @@ class PassExecutor:
             return self._runner_of(shares[0][0].run).compute(shares)
 
     def _runner_of(self, run: EngineRun) -> PassRunner:
-        """Return what computes a run's passes: on a model of its own, which is on one rank, or on the shared one."""
+        """Return the runner of a run's passes: on the run's own model, which is on one rank, or on the shared one."""
         if isinstance(run, FullRun):
             own = ShardedModel(lambda: run.model, Ranks.alone(), run.model.device)
             return self._make_runner(own, Routing())

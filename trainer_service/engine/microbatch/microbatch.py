@@ -1,4 +1,4 @@
-"""A forward_backward on its way through passes: what waits, what has come, and the run's gradient at its end."""
+"""A forward_backward in progress: segments that wait, results so far, and at the end the run's gradient."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class ForwardBackwardJob:
         *,
         alone: bool = False,
     ) -> None:
-        """Take a run's data, the same as a batch, and a spec with the loss's resolved settings."""
+        """Start a job for a run. `batch` holds the same `data`; `spec` has the loss's resolved settings."""
         self.run, self.batch, self._spec, self.alone = run, batch, spec, alone
         self.error: Exception | None = None
-        """What it failed of."""
+        """The error that the job failed with; None if it has not failed."""
         self.seed: int | None = None
-        """What dropout is drawn from."""
+        """Seed of dropout; None if nothing is dropped."""
         self._rng_state = run.rng_state
         if run.drops and not spec.forward_only:
             self.seed, self._rng_state = run.draw_seed()
         self._groups = batch.segments()
         self._outputs = [np.zeros(datum.loss_inputs["target_tokens"].shape, np.float32) for datum in data]
         self._counted: set[int] = set()
-        """Datums that this rank has done."""
+        """Indices of the datums that this rank has computed."""
         self._totals = Totals()
         self._gradients: list[Tensor | None] = [None] * len(run.parameters)
 
@@ -56,12 +56,12 @@ class ForwardBackwardJob:
 
     @property
     def waiting(self) -> list[PackedSegment]:
-        """Segments of the group whose turn it is, longest first."""
+        """Segments of the first unfinished group, longest first."""
         return next((group for group in self._groups if group), [])
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing of it waits, be it that it failed."""
+        """Whether no segment waits, including because the job failed."""
         return self.error is not None or not self.waiting
 
     def output(self) -> ForwardBackwardOutput:
@@ -75,7 +75,7 @@ class ForwardBackwardJob:
         return TokenLoss(result.loss * pack.weights, result.means)
 
     def add(self, pack: Pack, logprobs: Array, totals: Totals, gradients: Sequence[Tensor | None]) -> None:
-        """Take in what a pass gave, with no gradients where none are computed. Allocates nothing that can run out."""
+        """Add the results of a pass; `gradients` is empty if none are computed. Allocates nothing that can run out."""
         scatter_logprobs(self._outputs, pack, logprobs)
         self._counted.update(segment.index for segment in pack.segments)
         self._totals.join(totals)
@@ -87,7 +87,7 @@ class ForwardBackwardJob:
                 sum_so_far.add_(gradient)
 
     def pool(self, ranks: Ranks) -> None:
-        """Take in what the other ranks have of it; all do this together and have the same then."""
+        """Combine the results of all ranks, so that each has all of them; all ranks call this together."""
         if ranks.size == 1:
             return
         own = {index: self._outputs[index] for index in self._counted}
@@ -102,7 +102,7 @@ class ForwardBackwardJob:
             self._gradients = [*ranks.total(self._gradients, shapes)]
 
     def finish(self) -> None:
-        """Add the gradient to the run's, once everything is done. Raises NonFiniteLoss where that was asked for."""
+        """Add the gradient of the finished job to the run's. Raises NonFiniteLoss if the spec asks for that."""
         if not self.forward_only:
             self._totals.elements = count_non_finite(self._gradients)
         if self._spec.refuse_non_finite:
@@ -113,7 +113,7 @@ class ForwardBackwardJob:
         self._gradients = []
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, the run as it was."""
+        """End the job with an error and leave the run unchanged."""
         self.error = error
         self._groups, self._gradients = [], []
 
@@ -124,9 +124,9 @@ class Totals:
 
     tokens: int = 0
     positions: int = 0
-    """Where the loss is NaN or infinite."""
+    """Positions where the loss is NaN or infinite."""
     elements: int | None = None
-    """Of the gradient, that are NaN or infinite; None while it is not whole."""
+    """Elements of the gradient that are NaN or infinite; None until the gradient is complete."""
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
 
@@ -139,7 +139,7 @@ class Totals:
         return cls(loss.numel(), positions, loss=loss.double().sum().item(), sums=sums)
 
     def join(self, other: Totals) -> None:
-        """Add another's sums."""
+        """Add the sums of `other`."""
         self.tokens += other.tokens
         self.positions += other.positions
         self.loss += other.loss
@@ -147,7 +147,7 @@ class Totals:
             self.sums[name] = self.sums.get(name, 0.0) + total
 
     def metrics(self) -> dict[str, float]:
-        """Named name:reduction. Means over no tokens are left out."""
+        """Return metrics, named `name:reduction`. Means over no tokens are omitted."""
         means = {f"{name}:mean": total / self.tokens for name, total in self.sums.items()}
         non_finite = {"nonfinite:sum": float(self.positions)}
         if self.elements is not None:
@@ -157,8 +157,8 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class _RankShare:
-    """What one rank has of a job."""
+    """One rank's results of a job."""
 
     totals: Totals
     outputs: dict[int, Array]
-    """Place of a datum in the request -> its logprobs."""
+    """Index of a datum in the request -> its logprobs."""

@@ -1,4 +1,4 @@
-"""What becomes of a pass that does not fit into memory: smaller ones, and for a sequence by itself what would fit."""
+"""Split a pass that does not fit into memory, and find how much of a single sequence would fit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from trainer_service.engine.microbatch.packing import PackedSegment
 from trainer_service.engine.microbatch.runner import PassShare
 
 Passes = Sequence[Sequence[PassShare]]
-"""One pass for each rank, done at the same time; of some ranks it may be empty."""
+"""One pass for each rank, run at the same time; it may be empty for some ranks."""
 
 
 def jobs_of(passes: Passes) -> list[ForwardBackwardJob]:
-    """Return the jobs that have a share, each once."""
+    """Return the distinct jobs that have a share."""
     return list({job.run_id: job for shares in passes for job, _ in shares}.values())
 
 
 def smaller_passes(passes: Passes, *, out_of_memory: bool) -> list[Passes]:
-    """Split passes that failed: those of several runs into those of each, others into halves if memory was too little.
+    """Split failed passes: those of several runs by run, others into halves if they ran out of memory.
 
-    Empty when there is nothing to split.
+    Returns an empty list if nothing can be split.
     """
     jobs = jobs_of(passes)
     if len(jobs) > 1:
@@ -36,7 +36,7 @@ def smaller_passes(passes: Passes, *, out_of_memory: bool) -> list[Passes]:
 
 
 def explain(passes: Passes, fits: Callable[[Passes], bool]) -> OutOfMemory:
-    """Find by halving how many tokens of the one sequence, which does not fit, would; `fits` tries a part of it."""
+    """Find by halving how many tokens of the only sequence, which does not fit, would fit; `fits` tries a part."""
     ((rank, (job, (segment,))),) = ((rank, share) for rank, shares in enumerate(passes) for share in shares)
     length = segment.length // 2
     while length and not fits(_only(passes, rank, [(job, [_first(segment, length)])])):
@@ -50,7 +50,7 @@ def explain(passes: Passes, fits: Callable[[Passes], bool]) -> OutOfMemory:
 
 
 def _only(passes: Passes, rank: int, shares: Sequence[PassShare]) -> Passes:
-    """Return a pass for one rank and nothing for the others."""
+    """Return passes that are empty for all ranks but one."""
     return [shares if place == rank else [] for place in range(len(passes))]
 
 
@@ -64,6 +64,6 @@ def _half(shares: Sequence[PassShare], *, second: bool) -> Sequence[PassShare]:
 
 
 def _first(segment: PackedSegment, length: int) -> PackedSegment:
-    """Cut a segment after `length` tokens, at least one of which counts."""
+    """Cut a segment after `length` tokens; if none of them counts, count the first token."""
     counted = segment.counted[segment.counted < length]
     return replace(segment, length=length, counted=counted if len(counted) else segment.counted[:1] * 0)

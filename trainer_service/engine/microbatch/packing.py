@@ -1,4 +1,4 @@
-"""Ragged datums side by side in one row, without padding."""
+"""Pack datums of different lengths into one row, without padding."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PackedSegment:
     """The part of a datum that a forward pass reads."""
 
     index: int
-    """Place of the datum in the request."""
+    """Index of the datum in the request."""
     length: int
-    """Tokens up to the last counted position; later ones influence nothing, as attention is causal."""
+    """Tokens up to the last counted position; later ones have no influence because attention is causal."""
     counted: Array
-    """int64, shape [k]: positions that count, ascending."""
+    """int64, shape [k]: counted positions, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Pack:
     counted: Tensor
     """int64, shape [K]: counted positions within the pack."""
     loss_inputs: dict[str, Tensor]
-    """shape [K] each, [K, M] for M targets per position; target_tokens is int64, the rest float32.
+    """shape [K] each, or [K, M] for M targets per position; target_tokens is int64, the rest float32.
 
-    And `SEQUENCE_LENGTHS`, int64, one for each segment.
+    Also holds `SEQUENCE_LENGTHS`, int64, one for each segment.
     """
     weights: Tensor
-    """float32, shape [K]: what each position's loss is multiplied by, its datum's weight in the batch."""
+    """float32, shape [K]: each position's loss is multiplied by this, its datum's weight in the batch."""
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -54,16 +54,16 @@ class Pack:
 
 
 def segment_of(index: int, datum: Datum) -> PackedSegment:
-    """Find the counted positions of a datum: those with mask 1, or all without a mask."""
+    """Find the counted positions of a datum: those where the mask is not 0, or all without a mask."""
     mask = datum.loss_inputs.get(MASK)
     counted = np.arange(len(datum.model_input)) if mask is None else np.flatnonzero(mask)
     return PackedSegment(index, int(counted[-1]) + 1 if len(counted) else 0, counted)
 
 
 def datum_weights(data: Sequence[Datum], reduction: Reduction, count: int | None) -> list[float]:
-    """Return what the losses of each datum's positions are multiplied by, so that their sum is the reduced loss.
+    """Return the weight of each datum's losses that makes their weighted sum the reduced loss.
 
-    `count` is what the whole batch is divided by, of which `data` may be a part; None means that `data` is the whole.
+    `count` is the divisor of the whole batch, of which `data` may be a part; None means that `data` is the whole batch.
     """
     divisor = max(1, reduction.count(data) if count is None else count)
     if reduction is not Reduction.SEQUENCE_MEAN:
@@ -72,7 +72,7 @@ def datum_weights(data: Sequence[Datum], reduction: Reduction, count: int | None
 
 
 def scatter_logprobs(outputs: Sequence[Array], pack: Pack, logprobs: Array) -> None:
-    """Write a pack's logprobs, shape [K] or [K, M], to the counted positions of `outputs`, an array for each datum."""
+    """Write a pack's logprobs, shape [K] or [K, M], to the counted positions of `outputs`, one array per datum."""
     ends = list(accumulate(len(segment.counted) for segment in pack.segments))
     for segment, values in zip(pack.segments, np.split(logprobs, ends[:-1]), strict=True):
         outputs[segment.index][segment.counted] = values
@@ -89,10 +89,10 @@ class Batch:
         fills: Mapping[str, float] | None = None,
         weights: Sequence[float] | None = None,
     ) -> None:
-        """Take datums and the names of their loss inputs.
+        """Create a batch of datums with the named loss inputs.
 
-        `fills` names further inputs, which are left out if no datum has them, and gives their value where a datum lacks
-        them. `weights` multiply the losses of each datum; without them all are 1.
+        `fills` maps further inputs to their values for datums that lack them; an input that no datum has is omitted.
+        `weights` multiply the losses of each datum; the default is 1 for all.
         """
         self._data = data
         self._fills = fills or {}
@@ -101,10 +101,10 @@ class Batch:
         self._names = (*input_names, *optional)
 
     def segments(self) -> list[list[PackedSegment]]:
-        """Return what is to be read, longest first, in groups that have as many targets per position.
+        """Return the segments, longest first, in groups with equal numbers of targets per position.
 
-        A pack takes segments of one group, so that its targets are one array. Datums of which nothing counts are in
-        none.
+        A pack holds segments of one group, so that its targets form one array. Datums without counted positions are
+        omitted.
         """
         groups: dict[tuple[int, ...], list[PackedSegment]] = {}
         for index, datum in enumerate(self._data):
@@ -114,7 +114,7 @@ class Batch:
         return [sorted(group, key=lambda segment: -segment.length) for group in groups.values()]
 
     def pack(self, segments: Sequence[PackedSegment], device: torch.device) -> Pack:
-        """Put segments side by side, on `device`."""
+        """Pack segments into one row, on `device`."""
         lengths = [segment.length for segment in segments]
         starts = [0, *accumulate(lengths)][:-1]
         tokens = np.concatenate([self._data[s.index].model_input[: s.length] for s in segments])
@@ -130,7 +130,7 @@ class Batch:
         )
 
     def _inputs(self, segments: Sequence[PackedSegment]) -> dict[str, Tensor]:
-        """Return each input at the counted positions of the segments, and the segments' counted lengths."""
+        """Return each input at the segments' counted positions, and the number of counted positions per segment."""
         columns = {name: np.concatenate([self._values(s, name) for s in segments]) for name in self._names}
         lengths = torch.tensor([len(segment.counted) for segment in segments])
         return {name: _loss_input(name, values) for name, values in columns.items()} | {SEQUENCE_LENGTHS: lengths}

@@ -1,4 +1,4 @@
-"""One forward and backward through the base model, over segments of one run or of many."""
+"""Run one forward and backward pass through the base model, over segments of one or several runs."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from trainer_service.engine.model.pass_mode import PassMode
 from trainer_service.engine.model.row_spans import Routing, Span
 
 PassShare = tuple[ForwardBackwardJob, Sequence[PackedSegment]]
-"""What one job has in a pass."""
+"""A job and its segments in a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A job's part of a pass: its rows are one after the other."""
+    """A job's part of a pass: consecutive rows."""
 
     job: ForwardBackwardJob
     pack: Pack
     start: int
-    """First row of the pass that is its own."""
+    """The job's first row in the pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a job gets of a pass, on the host so that giving it cannot fail; no gradients where none are computed."""
+    """A job's results of a pass; on the host, so that `give` cannot fail. `gradients` is empty if none are computed."""
 
     job: ForwardBackwardJob
     pack: Pack
@@ -46,12 +46,12 @@ class Result:
     gradients: list[Tensor]
 
     def give(self) -> None:
-        """Let the job have it."""
+        """Add the results to the job."""
         self.job.add(self.pack, self.logprobs, self.totals, self.gradients)
 
 
 class PassRunner:
-    """Computes passes on a base model whose adapters `routing` routes."""
+    """Computes passes on a base model; `routing` assigns rows to its adapters."""
 
     def __init__(
         self, sharded: ShardedModel, routing: Routing, mode: PassMode, device: torch.device, logprob_chunk: int
@@ -61,9 +61,9 @@ class PassRunner:
         self._chunk = logprob_chunk
 
     def compute(self, shares: Sequence[PassShare]) -> list[Result]:
-        """Compute the shares together. Jobs are of one kind, forward_only or not.
+        """Compute the shares together. Either all jobs are forward_only or none is.
 
-        The losses are each job's own and meet in one backward pass; a run's rows take part in its own gradient alone.
+        Each job has its own loss, and one backward pass serves all of them; a run's rows affect only its own gradient.
         """
         rows = _side_by_side([(job, job.batch.pack(segments, self._device)) for job, segments in shares])
         with self._routing.over([_span(part, part.start, part.pack.segment_lengths) for part in rows]):
@@ -119,7 +119,7 @@ class PassRunner:
         return target_logprobs(output_head(self._model), counted, targets, self._chunk, spans, temperatures)
 
     def _with_heads_alike(self, rows: Sequence[_Rows]) -> list[list[_Rows]]:
-        """Group what the head can compute at once: as many targets per position; an adapter there, or none."""
+        """Group the rows that the head can compute at once: equal targets per position, all with an adapter or none."""
         head = output_head(self._model)
         groups: dict[tuple[object, ...], list[_Rows]] = {}
         for part in rows:
@@ -129,7 +129,7 @@ class PassRunner:
 
 
 def _temperatures(rows: Sequence[_Rows]) -> Tensor | None:
-    """Return what each position's logits are divided by; None where that is 1 everywhere."""
+    """Return each position's temperature; None if no job has any."""
     given = [part.pack.loss_inputs.get(TEMPERATURE) for part in rows]
     if all(each is None for each in given):
         return None
@@ -149,15 +149,15 @@ def _span(part: _Rows, start: int, lengths: Sequence[int]) -> Span:
 
 
 def _gradients(rows: Sequence[_Rows], losses: Sequence[TokenLoss], entrances: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return for each job the gradient of its loss for each of its run's weights, None where it has none.
+    """Return, for each job, the gradient of its loss for each of its run's weights; None for weights without one.
 
-    The backward pass goes as far as to `entrances`, although nothing asks for their gradients.
+    The backward pass reaches back to `entrances`, although their gradients are not used.
     """
     if rows[0].job.forward_only:
         return [[] for _ in rows]
-    # Gradients come as values and are added when all are there: a failure half-way leaves no run with a part of one.
+    # Gradients are returned as values and added once all exist: a failure half-way leaves no run with a partial one.
     weights = [list(part.job.run.parameters.values()) for part in rows]
     inputs = [*(weight for own in weights for weight in own), *entrances]
     flat = iter(torch.autograd.grad([loss.loss.sum() for loss in losses], inputs, allow_unused=True))
-    # Of weights in bfloat16 they come so; sums are float32.
+    # Gradients of bfloat16 weights are bfloat16; sums are float32.
     return [[None if (each := next(flat)) is None else each.float() for _ in own] for own in weights]

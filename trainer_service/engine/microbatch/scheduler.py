@@ -1,4 +1,4 @@
-"""What goes into the next pass: tokens of the runs that were served least, so that no run waits for another's batch."""
+"""Fill the next pass with tokens of the runs that were served least, so that no run waits for another's batch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ class Demand(Protocol):
 
     @property
     def run_id(self) -> str:
-        """Whose it is; no two demands are of one run."""
+        """The run that the command belongs to; a run has at most one demand."""
         ...
 
     @property
     def waiting(self) -> list[PackedSegment]:
-        """What it may have in the next pass, longest first: a list that the scheduler takes from."""
+        """Segments that may go into the next pass, longest first; the scheduler removes those that it takes."""
         ...
 
     @property
     def forward_only(self) -> bool:
-        """Whether no gradient is computed; a pass is of one kind."""
+        """Whether no gradient is computed; equal for all demands in a pass."""
         ...
 
     @property
     def alone(self) -> bool:
-        """Whether it shares its passes with no other."""
+        """Whether it shares no pass with other demands."""
         ...
 
 
@@ -38,28 +38,28 @@ D = TypeVar("D", bound=Demand)
 class Scheduler(Generic[D]):
     """Fair queueing by tokens (start-time fair queueing: Goyal et al., SIGCOMM 1996).
 
-    Each run has a level, the tokens that it was served. The lowest goes first; one that comes begins no lower than the
-    lowest of those that wait, so that idling earns nothing and a long command holds up nobody. What is in a pass
-    depends on the demands and their order alone. The passes of a demand that nothing else waits beside are its
-    segments, first fit by decreasing length. Passes that several ranks do at the same time are filled alike.
+    Each run has a level, the number of its tokens served. The lowest level goes first. A run that arrives starts no
+    lower than the lowest waiting level, so idling earns no credit and a long command holds up no other run. The content
+    of a pass depends only on the demands and their order. A demand that waits alone is packed first fit by decreasing
+    length. Passes that several ranks run at the same time are filled evenly.
     """
 
     def __init__(self, pack_tokens: int, *, joint: bool = True, ranks: int = 1) -> None:
-        """Take the tokens of a pass, a longer segment being one by itself, and whether runs share passes.
+        """Create a scheduler for passes of `pack_tokens`, which runs share if `joint`.
 
-        `ranks` is how many passes are done at the same time.
+        A segment longer than a pass is a pass of its own. `ranks` passes run at the same time.
         """
         self._pack_tokens = pack_tokens
         self._ranks = ranks
         self._joint = joint
         self._levels: dict[str, int] = {}
         self._waiting: set[str] = set()
-        """Runs that waited for more when the last passes were full."""
+        """Runs that still waited when the last passes were full."""
         self._now = 0
-        """The lowest level of those, or where all were served, the highest."""
+        """The lowest level of those runs or, if none was left waiting, the highest level that was served."""
 
     def next_passes(self, demands: Sequence[D]) -> list[list[tuple[D, list[PackedSegment]]]]:
-        """Take each rank's next pass from the demands; all are empty when nothing waits, some when little does."""
+        """Take each rank's next pass from the demands; all are empty if nothing waits, some if little does."""
         waiting = [demand for demand in demands if demand.waiting]
         if not waiting:
             return [[] for _ in range(self._ranks)]
@@ -74,7 +74,7 @@ class Scheduler(Generic[D]):
         return taken
 
     def forget(self, run_id: str) -> None:
-        """Forget a run that is gone."""
+        """Discard the level of a deleted run."""
         self._levels.pop(run_id, None)
 
     def _fill(self, sharing: list[D]) -> list[list[tuple[D, list[PackedSegment]]]]:
@@ -86,7 +86,7 @@ class Scheduler(Generic[D]):
             queue = queues[demand.run_id]
             emptiest = max(range(self._ranks), key=rooms.__getitem__)
             taken, room = passes[emptiest], rooms[emptiest]
-            # The first segment goes however long it is; none fits beside one that is longer than a pass.
+            # The first segment is taken whatever its length; none fits beside one that is longer than a pass.
             segment = next((each for each in queue if each.length <= room or not taken), None)
             if segment is None:
                 sharing.remove(demand)

@@ -25,9 +25,9 @@ from trainer_service.engine.weight_sharing.imported_base import borrow_base_mode
 def load_base_model(
     options: EngineOptions, *, fused: bool = True, examine: Callable[[PreTrainedModel], None] | None = None
 ) -> PreTrainedModel:
-    """Load a base model, or borrow it from a sampler, and freeze it. Its attention is transformers' own.
+    """Load a base model, or borrow it from a sampler, and freeze it. It uses transformers' own attention.
 
-    `fused` replaces layers of known families; `examine` sees the model before that, as transformers makes it. Raises
+    `fused` replaces layers of known families; before that, `examine` gets the model as transformers builds it. Raises
     ModelNotFound, Unsupported, BaseUnavailable, BaseMismatch.
     """
     try:
@@ -39,7 +39,7 @@ def load_base_model(
     model.requires_grad_(requires_grad=False)
     if options.compile:
         check_compiler(options.device)
-    if options.ranks == 1:  # else it is moved as it is dealt over them, layer by layer
+    if options.ranks == 1:  # With several, sharding moves the model layer by layer.
         nn.Module.to(model, torch.device(options.device))
     model.train(mode=False)
     forget_lengths(model)
@@ -69,22 +69,22 @@ def _first_line(error: Exception) -> str:
 
 
 def _recompute_layers(model: PreTrainedModel) -> None:
-    """Keep only what goes into each decoder layer, and compute the layer again in the backward pass.
+    """Keep only each decoder layer's input and recompute the layer in the backward pass.
 
-    Raises Unsupported. Nothing in a layer draws from torch's generator: dropout has its masks from the routing.
+    Raises Unsupported. Nothing in a layer draws from torch's generator: dropout masks come from the routing.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise Unsupported(f"{type(model).__name__} does not support activation_checkpointing.")
-    # What transformers' own switch sets, which would also have gradients computed for the embeddings. A layer asks for
-    # `training`; what is in it stays in evaluation.
+    # Sets what transformers' own switch sets; the switch would also compute gradients for the embeddings. A layer
+    # requires `training`; its submodules stay in evaluation mode.
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     for layer in layers:
         vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=again, training=True)
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """Find the part of a causal LM below its output head; it gives hidden states after the last norm."""
+    """Find the part of a causal LM below its output head; it returns hidden states after the last norm."""
     for name in (model.base_model_prefix, "model"):
         if isinstance(part := getattr(model, name, None), nn.Module):
             return part
@@ -92,9 +92,9 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """Find the list of a causal LM's decoder layers; empty where there is none.
+    """Find the list of a causal LM's decoder layers; empty if there is none.
 
-    The language model is looked at first: a tower that sees images may have as many layers.
+    The language model is searched first, because a vision tower may have as many layers.
     """
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     parts: tuple[nn.Module, ...] = (model.get_decoder(), backbone(model))  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
 
 
 def output_head(model: PreTrainedModel) -> nn.Module:
-    """Find the output head, with its adapters if runs have some there."""
+    """Find the output head, including any adapters that runs have on it."""
     head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return head
 
@@ -111,9 +111,9 @@ def output_head(model: PreTrainedModel) -> nn.Module:
 def hidden_states(
     model: PreTrainedModel, mode: PassMode, input_ids: Tensor, position_ids: Tensor, lengths: tuple[int, ...]
 ) -> Tensor:
-    """Compute what enters the output head, [1, T, hidden], of segments of `lengths`, which sum to T.
+    """Compute the output head's input, [1, T, hidden], for segments of `lengths`, which sum to T.
 
-    `input_ids` and `position_ids` are [1, T]. Where one sequence is a pass it is given as transformers wants it.
+    `input_ids` and `position_ids` are [1, T]. Unless `mode` is packed, the model gets `input_ids` alone.
     """
     packed: dict[str, Any] = {"position_ids": position_ids, "segment_lengths": lengths} if mode.is_packed else {}
     out: Tensor = backbone(model)(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
@@ -121,6 +121,6 @@ def hidden_states(
 
 
 def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Compute the logits, [T, vocabulary], of one sequence, [1, T], with all that the model does to them."""
+    """Compute the logits, [T, vocabulary], of one sequence, [1, T], with everything that the model does to them."""
     logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return logits.squeeze(0)

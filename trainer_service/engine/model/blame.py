@@ -1,4 +1,4 @@
-"""Which module it is that a way to compute passes gets wrong."""
+"""Find the module that a pass mode gets wrong."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trainer_service.engine.model.fused.lora_linear import AdaptedLinear
 from trainer_service.engine.model.pass_mode import STOCK_ATTENTION, PassMode, use_attention
 
 _LENGTHS = (40, 24)
-"""Tokens of two sequences, of which the second is looked at."""
+"""Lengths of two sequences, of which the second is compared."""
 
 
 Run = Callable[[Callable[[], object]], object]
 
 
 def why_failed(error: Exception, model: PreTrainedModel) -> str:
-    """Say in a sentence what a pass failed of, and in which module."""
+    """Say in a sentence why a pass failed, and in which module."""
     module = _failing(error.__traceback__, model)
     if isinstance(error, PacelineError):
         return f"{module}: {first_line(error)}" if module else first_line(error)
@@ -35,7 +35,7 @@ def why_failed(error: Exception, model: PreTrainedModel) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says, on one line and without a full stop."""
+    """Return the first line of an error's message, without a full stop."""
     lines = str(error).strip().splitlines()
     return lines[0].strip().rstrip(".") if lines else type(error).__name__
 
@@ -44,8 +44,8 @@ def first_line(error: Exception) -> str:
 def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor, run: Run, *, mixes: bool) -> str:
     """Say in a sentence which module's output a mode changes first; the model's layers are transformers' own.
 
-    `tokens` are int64, [n], with n above 64. `run` does a pass through the model. It is known whether sequences depend
-    on each other, `mixes`.
+    `tokens` are int64, [n], with n above 64. `run` runs a pass through the model. `mixes` says whether sequences depend
+    on each other.
     """
     other, own = tokens[: _LENGTHS[0]], tokens[_LENGTHS[0] : sum(_LENGTHS)]
     use_attention(model, STOCK_ATTENTION)
@@ -59,7 +59,7 @@ def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor, run: R
         run(lambda: hidden_states(model, mode, torch.cat(parts)[None], positions[None], lengths))
     changed = [name for name in stock if name in mine and _differ(mine[name].output, stock[name].output)]
     if changed:
-        # A layer within attention may be the first to end otherwise because of what it was given.
+        # A layer within attention may be the first to differ only because its input differs.
         name = changed[0]
         while "." in name and (name not in stock or _differ(mine[name].given, stock[name].given)):
             name = name.rpartition(".")[0]
@@ -73,14 +73,14 @@ def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor, run: R
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a module was given and put out, for rows of the pass, [1, T, ...]; None where it is something else."""
+    """A module's input and output for the rows of the pass, [1, T, ...]; None if it is something else."""
 
     given: Tensor | None
     output: Tensor | None
 
 
 def _differ(mine: Tensor | None, stock: Tensor | None) -> bool:
-    """Whether the last rows of a pass are others than those of the stock pass that they make up."""
+    """Return whether the last rows of a pass differ from the stock pass, which consists of the same rows."""
     if mine is None or stock is None or mine.shape[2:] != stock.shape[2:]:
         return False
     expected = stock.float()
@@ -90,7 +90,7 @@ def _differ(mine: Tensor | None, stock: Tensor | None) -> bool:
 
 @contextmanager
 def _calls(model: PreTrainedModel, length: int) -> Iterator[Mapping[str, _Call]]:
-    """Note the first call of each module in a pass of `length` positions, in the order in which they end."""
+    """Record the first call of each module in a pass of `length` positions, in the order in which they return."""
     noted: dict[str, _Call] = {}
 
     def rows(values: Iterable[Any]) -> Tensor | None:
@@ -112,7 +112,7 @@ def _calls(model: PreTrainedModel, length: int) -> Iterator[Mapping[str, _Call]]
 
 
 def _failing(traceback: TracebackType | None, model: PreTrainedModel) -> str:
-    """Find the innermost of the model's modules that an error came through."""
+    """Find the innermost module of the model in an error's traceback."""
     names, found = {id(module): name for name, module in model.named_modules()}, ""
     while traceback is not None:
         module = traceback.tb_frame.f_locals.get("self")
@@ -125,6 +125,6 @@ def _failing(traceback: TracebackType | None, model: PreTrainedModel) -> str:
 def _named(name: str, model: PreTrainedModel) -> str:
     module = model.get_submodule(name)
     kind = type(module.base_layer if isinstance(module, AdaptedLinear) else module)
-    if issubclass(kind, FSDPModule):  # FSDP2 makes a class of its own out of a layer's
+    if issubclass(kind, FSDPModule):  # FSDP2 derives a class of its own from a layer's.
         kind = kind.__bases__[1]
     return f"{name} ({kind.__name__})"

@@ -1,4 +1,4 @@
-"""Causal attention in bfloat16 on a CPU, with a backward pass made of matrix products."""
+"""Causal attention in bfloat16 on a CPU, with a backward pass of matrix products."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, autograd
 from torch.nn import functional
 
 _BLOCK = 128
-"""Queries whose scores exist at one time in the backward pass."""
+"""Queries whose scores exist at the same time in the backward pass."""
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float) -> Tensor:
     """Attend causally within segments of `lengths`, which sum to T.
 
-    `query` is [heads, T, head_dim], `key` and `value` [kv_heads, T, head_dim]; returns [T, heads, head_dim]. torch's
-    kernel serves forward, where bfloat16 is fast; its backward pass is slower than the products below, which run on
-    the CPU's matrix units. Scores are computed again, a block of queries at a time, against the keys up to its end.
+    `query` is [heads, T, head_dim], `key` and `value` [kv_heads, T, head_dim]; returns [T, heads, head_dim]. Forward
+    uses torch's kernel, which is fast in bfloat16; its backward pass is slower than the products below, which run on
+    the CPU's matrix units. Scores are recomputed, a block of queries at a time, against the keys up to its end.
     """
     return _CausalAttention.apply(query, key, value, lengths, scaling)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -52,8 +52,8 @@ class _CausalAttention(autograd.Function):
 def _segment_backward(parts: tuple[Tensor, ...], scaling: float) -> None:
     """Write one segment's gradients. With P = softmax(s Q K^T): dV = P^T dO, dS = P (dO V^T - sum(dO V^T P)).
 
-    `parts` are Q, K, V, dO, and dQ, dK, dV to write to. Products are fastest with a second factor laid out as it is
-    read, so K and V are transposed once for all blocks.
+    `parts` are Q, K, V, dO, and dQ, dK, dV to write to. Products are fastest if the second factor is laid out in the
+    order in which it is read, so K and V are transposed once for all blocks.
     """
     query, key, value, gradient, dquery, dkey, dvalue = parts
     kv_heads, length, width = key.shape
@@ -81,5 +81,5 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _hiding(queries: int, dtype: torch.dtype) -> Tensor:
-    """Make [queries, queries] that hides from a query the keys after it when it is added to scores."""
+    """Return a [queries, queries] mask that, added to scores, hides later keys from each query."""
     return torch.full((queries, queries), -torch.inf, dtype=dtype).triu_(1)

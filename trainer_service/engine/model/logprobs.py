@@ -1,4 +1,4 @@
-"""Log-probabilities of target tokens, a chunk of positions at a time, so that the batch's logits never exist."""
+"""Log-probabilities of target tokens, a chunk of positions at a time: the whole batch's logits never exist at once."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def target_logprobs(
 ) -> Tensor:
     """Compute log softmax(head(hidden) / temperatures)[targets] in float32.
 
-    `hidden` is [K, hidden_size], `targets` int64 [K], or [K, M] for M targets per position; returns a tensor of the
-    targets' shape, differentiable in `hidden` and in the head's parameters (LoRA adapters on the head among them). At
-    no time, forward or backward, are there logits of more than `chunk` positions. `spans` are the positions' runs,
-    `temperatures` float32 [K]; None means 1.
+    `hidden` is [K, hidden_size], `targets` int64 [K], or [K, M] for M targets per position. Returns a tensor of the
+    targets' shape, differentiable in `hidden` and in the head's parameters, including LoRA adapters on the head.
+    Logits of more than `chunk` positions never exist at once, forward or backward. `spans` assigns positions to runs;
+    `temperatures` are float32 [K], None meaning 1.
     """
     rows = _even(len(hidden), chunk)
     parts = list(zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True))
     warmth = [None] * len(parts) if temperatures is None else list(torch.split(temperatures, rows))
-    # Several targets of one position would need a derivative each.
+    # Several targets per position would need one derivative each.
     frozen = _frozen_linear(head, spans) if targets.ndim == 1 else None
     if frozen is not None:
         chunks = zip(parts, warmth, strict=True)
@@ -49,17 +49,17 @@ def target_logprobs(
 
 
 def _even(rows: int, chunk: int) -> int:
-    """Shrink a chunk so that the last is like the others: a few rows would take as long as reading the weights."""
+    """Shrink a chunk so that all are about equal: a last one of few rows would still read all the weights."""
     return math.ceil(rows / max(1, math.ceil(rows / chunk))) or chunk
 
 
 def has_part(head: nn.Module, run_id: str) -> bool:
-    """Whether a run has an adapter on the head."""
+    """Return whether a run has an adapter on the head."""
     return isinstance(head, AdaptedLinear) and head.part(run_id) is not None
 
 
 def _frozen_linear(head: nn.Module, spans: Sequence[Span]) -> nn.Linear | None:
-    """Find the linear layer that the head is, if none of the runs trains anything in it."""
+    """Return the head as a linear layer if it is one and none of the runs trains any of it, else None."""
     if isinstance(head, AdaptedLinear) and not any(has_part(head, span.run_id) for span in spans):
         head = head.base_layer
     trained = any(parameter.requires_grad for parameter in head.parameters())
@@ -74,18 +74,18 @@ def _chunk_logprobs(
 
 
 def chosen_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> Tensor:
-    """Compute log softmax(logits / temperatures)[targets] in float32, of [K, vocabulary] and [K], or [K, M]."""
+    """Compute log softmax(logits / temperatures)[targets] in float32, for [K, vocabulary] and [K], or [K, M]."""
     logits = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
     chosen = logits.gather(1, targets.reshape(len(targets), -1)) - logits.logsumexp(1, keepdim=True)
     return chosen.reshape(targets.shape)
 
 
 class _FrozenHead(autograd.Function):
-    """Logprobs under a frozen linear head, with the derivative taken while the logits are there.
+    """Log-probabilities under a frozen linear head, with the derivative taken while the logits exist.
 
-    A position's logprob depends on its own hidden state alone: d logprob / d hidden = (W[target] - softmax(logits) W)
-    / temperature is one vector for each position, whatever the loss. So the forward pass keeps that, [K, hidden_size],
-    and the backward pass scales it: nothing is computed twice.
+    A position's logprob depends only on its own hidden state: d logprob / d hidden = (W[target] - softmax(logits) W)
+    / temperature is one vector per position, whatever the loss. So the forward pass saves that, [K, hidden_size], and
+    the backward pass scales it: nothing is computed twice.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class _FrozenHead(autograd.Function):
 
 
 def _softmax(logits: Tensor, targets: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
-    """Return log softmax(logits)[targets] in float32, and softmax(logits) in place of the logits if `keep`."""
+    """Return log softmax(logits)[targets] in float32, and the logits, overwritten by softmax(logits) if `keep`."""
     logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     for part, target, out in row_blocks(logits, targets, logprobs):
         exact = part.float()

@@ -1,9 +1,9 @@
-"""What LoraConfig's groups stand for in a model: read from where its weights lie, by the architecture's own names.
+"""Map LoraConfig's groups to a model's modules, found by the architecture's own names for them.
 
 A decoder layer has parts: those that mix tokens (attention, linear attention, a state-space mixer, a short convolution)
-are `train_attn`, feed-forward parts `train_mlp`. All of a part's linear layers get an adapter but routers, which choose
-and compute nothing. A weight of a part that can have none, such as the experts of a mixture in one tensor, is a reason
-to refuse the group: a run would train less than was asked for.
+are `train_attn`, feed-forward parts `train_mlp`. All linear layers of a part get an adapter except routers, which only
+select. If a weight of a part can have none, such as a mixture's experts in one tensor, the group is refused: the run
+would train less than requested.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from trainer_service.engine.model.fused.lora_linear import AdaptedLinear
 
 _ATTENTION, _MLP, _UNEMBED = "train_attn", "train_mlp", "train_unembed"
 GROUPS = {_ATTENTION: "attention", _MLP: "MLP", _UNEMBED: "output head"}
-"""Fields of LoraConfig, in order, and what they are in words."""
+"""Fields of LoraConfig, in order, and their names in messages."""
 
 _MIXER_NAME = re.compile(r"(\w+_)?(attn|att|attention|mixer|mamba|conv|temporal_block|mlstm_layer)")
 _MLP_NAME = re.compile(r"(\w+_)?(mlp|mlp_block|feed_forward|ffn|ff|moe|fc\d)")
 _MLP_CLASS = re.compile(r"\w*(MLP|MoE|MoeBlock|FeedForward)")
-"""Where a name says mixer of either, as in Nemotron-H, the class tells."""
+"""Used where a name says mixer for both kinds, as in Nemotron-H: there the class tells."""
 _CHOOSERS = ("router", "gate", "shared_expert_gate", "indexer")
-"""Names of modules that choose experts or positions."""
+"""Names of modules that select experts or positions."""
 _ALIKE = ("Linear", "FalconLinear")
 """Classes that compute what nn.Linear computes."""
 _NO_MATRICES = re.compile(r"A_log|D|time_mix_\w+|\w*bias")
-"""Parameters that multiply no features, whatever their number of dimensions."""
+"""Parameters that are not matrices applied to features, whatever their number of dimensions."""
 
 
 def groups_of(model: PreTrainedModel) -> tuple[AdapterGroup, ...]:
-    """Describe what LoraConfig's groups stand for in a model."""
+    """Describe LoraConfig's groups for a model."""
     groups = AdapterGroups(model)
     return tuple(AdapterGroup(name, groups.last_names(name), groups.refusal(name)) for name in GROUPS)
 
 
 class AdapterGroups:
-    """The groups of one model, which may be adapted already."""
+    """The groups of one model, which may already be adapted."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Read them from the model's structure."""
+        """Read the groups from the model's structure."""
         self._members = list(_members(model))
 
     def modules(self, group: str, layers: Collection[int] = ()) -> list[str]:
-        """Full names of the modules that a group stands for in these layers; in all without any."""
+        """Return the full names of a group's modules in `layers`, or in all layers if `layers` is empty."""
         return [one.name for one in self._of(group, layers) if not one.refusal]
 
     def last_names(self, group: str) -> tuple[str, ...]:
-        """Return the last names of its modules, in order."""
+        """Return the last names of a group's modules, in order and without duplicates."""
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.modules(group)))
 
     def refusal(self, group: str, layers: Collection[int] = ()) -> str:
-        """Say in a sentence why a run with this group in these layers would train less; empty if it would not."""
+        """Say in a sentence why a run with this group in these layers would train less than asked; empty if not so."""
         members = self._of(group, layers)
         reasons = [f"{one.name} {one.refusal}" for one in members if one.refusal]
         if not members:
@@ -77,7 +77,7 @@ class AdapterGroups:
 
 
 def adaptable_modules(model: PreTrainedModel) -> list[str]:
-    """Full names, in order, of the modules that can have an adapter: linear layers of the decoder, and the head."""
+    """Return the full names, in order, of modules that can have an adapter: decoder linear layers and the head."""
     refusal, adaptable = _Refusal(model), {id(output_head(model))}
     for layer in decoder_layers(model):
         adaptable |= {id(module) for path, module in layer.named_modules() if not _chooses(path)}
@@ -86,7 +86,7 @@ def adaptable_modules(model: PreTrainedModel) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A module with weights, in one of the parts that a group stands for."""
+    """A module with weights, in a part that belongs to a group."""
 
     group: str
     layer: int | None
@@ -97,7 +97,7 @@ class _Member:
 
 
 def _members(model: PreTrainedModel) -> Iterator[_Member]:
-    """Find the members of all groups, by the names that they have in the model; a shared module counts once."""
+    """Find the members of all groups, by their names in the model; a shared module counts once."""
     refusal, names = _Refusal(model), {id(module): name for name, module in model.named_modules()}
     for index, layer in enumerate(decoder_layers(model)):
         for group, part in _parts(layer):
@@ -111,7 +111,7 @@ def _members(model: PreTrainedModel) -> Iterator[_Member]:
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Find the parts of a decoder layer and their groups; in other modules, norms apart, they may lie deeper."""
+    """Find the parts of a decoder layer and their groups, also inside other modules except norms."""
     for name, module in layer.named_children():
         if _MLP_NAME.fullmatch(name) or _MLP_CLASS.fullmatch(type(module).__name__):
             yield _MLP, module
@@ -122,7 +122,7 @@ def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _with_weights(part: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Find the modules that hold matrices themselves, convolutions of single channels apart."""
+    """Find the modules that hold matrices themselves, except `nn.Conv1d`, which convolves single channels."""
     own = [name for name, weight in part.named_parameters(recurse=False) if weight.ndim > 1]
     is_matrix = any(not _NO_MATRICES.fullmatch(name) for name in own) and not isinstance(part, nn.Conv1d)
     if is_matrix or isinstance(part, AdaptedLinear):
@@ -137,7 +137,7 @@ def _chooses(path: str) -> bool:
 
 
 class _Refusal:
-    """Says why a module can have no adapter that PEFT would load into the model as it is; empty if it can."""
+    """Says why a module can have no adapter that PEFT would load into the model as it is; empty if it can have one."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -161,6 +161,6 @@ class _Refusal:
             return "has weights that kernels use without the layer, so that PEFT puts no adapter there"
         try:
             convert_peft_config_for_transformers(config, self._model, None)
-        except ValueError:  # of one of several names that now are one tensor's
+        except ValueError:  # The name is one of several that transformers fuses into one tensor.
             config.target_modules = []
         return "" if last in (config.target_modules or ()) else "has a name by which PEFT means the experts' weights"

@@ -1,4 +1,4 @@
-"""How sequences go through a base model: many in one row, or one by one."""
+"""Modes of running sequences through a base model: packed in one row, or one at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer_service.engine.model.fused.swap import has_fused_family
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
 
 STOCK_ATTENTION = "eager"
-"""transformers' own attention as its formula reads: whatever a model adds to attention is in there."""
+"""transformers' own attention, written as its formula: it includes whatever a model adds to attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PassMode:
     fused: bool = False
     """Whether the layers of known families are replaced by fused ones."""
     own_logits: bool = False
-    """Whether the model makes all logits of a sequence itself, as where it scales or caps them."""
+    """Whether the model computes all logits of a sequence itself, for instance because it scales or caps them."""
 
     @property
     def is_packed(self) -> bool:
@@ -38,7 +38,7 @@ class PassMode:
 
 
 FASTEST = PassMode(PackingMode.PACKED, PACKED_ATTENTION, fused=True)
-"""What is tried first."""
+"""The mode that is tried first."""
 _OTHERS = (
     PassMode(PackingMode.PACKED, PACKED_ATTENTION),
     PassMode(PackingMode.ONE_SEQUENCE, "sdpa"),
@@ -49,14 +49,14 @@ _OTHERS = (
 
 
 def modes_of(model: PreTrainedModel) -> tuple[PassMode, ...]:
-    """Return what may serve for a model, the fastest first."""
+    """Return the modes that may work for a model, the fastest first."""
     return (FASTEST, *_OTHERS) if has_fused_family(model) else _OTHERS
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Let a model attend by another implementation, its language model alone where that is a part of several.
+    """Switch a model to an attention implementation; of a model with several parts, only its language model.
 
-    Raises Unsupported for models that have but one.
+    Raises Unsupported if the model does not support it.
     """
     part = model.get_decoder()  # type: ignore[no-untyped-call]
     if not isinstance(part, PreTrainedModel) or part.config is model.config:

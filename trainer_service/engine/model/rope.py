@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on how long a sequence is."""
+"""Rotary frequencies that depend on a sequence's length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 def company_in_rope(model: PreTrainedModel) -> str:
     """Name the module whose rotary frequencies depend on the longest sequence of a pass; empty if none does.
 
-    transformers changes them in the forward pass for these types alone (modeling_rope_utils.dynamic_rope_update).
+    transformers changes them in the forward pass for these types only (modeling_rope_utils.dynamic_rope_update).
     """
     for name, module in model.named_modules():
         if any(_depends_on_length(kind) for kind in _rope_types(module)):
@@ -20,7 +20,7 @@ def company_in_rope(model: PreTrainedModel) -> str:
 
 
 def forget_lengths(model: PreTrainedModel) -> None:
-    """Let dynamic rotary frequencies begin each pass anew: transformers keeps those of the longest sequence so far."""
+    """Reset dynamic rotary frequencies before each pass: transformers keeps those of the longest sequence so far."""
 
     def forget(module: Any, _arguments: Any) -> None:
         module.max_seq_len_cached = module.original_max_seq_len

@@ -1,4 +1,4 @@
-"""Which rows of a pass belong to which run. The engine says it once for each pass; every adapted layer reads it."""
+"""Which rows of a pass belong to which run: set once per pass by the engine, read by every adapted layer."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of one run: one after the other, segment by segment."""
+    """The rows of one run: consecutive, segment by segment."""
 
     run_id: str
     start: int
     stop: int
-    """The rows are start to stop, without stop."""
+    """The row after the last one."""
     segments: tuple[tuple[int, int], ...]
-    """Place in its request, and rows, of each of the run's segments."""
+    """Index in its request, and number of rows, of each of the run's segments."""
     seed: int | None = None
-    """What dropout's masks are drawn from; None where nothing is dropped."""
+    """Seed of the dropout masks; None if nothing is dropped."""
     offset: int = 0
-    """Rows of the segments that lie before `start`."""
+    """Rows of the segments before `start`."""
 
     @property
     def rows(self) -> slice:
-        """The rows as an index."""
+        """The rows as a slice."""
         return slice(self.start, self.stop)
 
     def mask(self, layer: int, probability: float, like: Tensor) -> Tensor:
-        """Draw what `like`, the input of these rows, [rows, in], is multiplied by: 0, or 1 / (1 - probability).
+        """Draw the dropout mask, 0 or 1 / (1 - probability), for `like`, the input of these rows, [rows, in].
 
-        It depends on the seed, the layer and each segment's place in its request alone: not on what else is in the
-        pass, nor on how often it is drawn.
+        It depends only on the seed, the layer and each segment's index in its request: not on what else is in the pass,
+        nor on how often it is drawn.
         """
         generator = torch.Generator(like.device)
         parts = []
@@ -47,14 +47,14 @@ class Span:
 
 
 class Routing:
-    """The rows of the pass that is being computed."""
+    """The row spans of the pass that is being computed."""
 
     def __init__(self) -> None:
         self.spans: tuple[Span, ...] = ()
 
     @contextmanager
     def over(self, spans: Sequence[Span]) -> Iterator[None]:
-        """Route a pass, forward and backward: layers may be computed again on the way back."""
+        """Route a pass, forward and backward: layers may be recomputed in the backward pass."""
         self.spans = tuple(spans)
         try:
             yield
@@ -63,7 +63,7 @@ class Routing:
 
 
 def clip(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """Return what of the spans lies in rows `start` to `stop`, counted from `start`."""
+    """Return the parts of the spans within rows `start` to `stop`, with rows counted from `start`."""
     inside = []
     for span in spans:
         first, last = max(span.start, start), min(span.stop, stop)
@@ -74,7 +74,7 @@ def clip(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
 
 
 def _mix(value: int) -> int:
-    """Make unrelated seeds of neighbouring values, by the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    """Turn neighbouring values into unrelated seeds with the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -1,1 +1,1 @@
-"""The optimizers: what they are called and take (specs), and one file for each way to step."""
+"""The optimizers: their names and settings (specs), and one file for each algorithm."""

@@ -12,9 +12,9 @@ from trainer_service.engine.optimizers.base import Optimizer, Parameters, gradie
 
 
 class Adafactor(Optimizer[AdafactorParams]):
-    """Keeps of a matrix's second moment, shape [m, n], the means of its rows, [m], and of its columns, [n].
+    """Keeps the row means, [m], and column means, [n], of a matrix's second moment, [m, n].
 
-    Of other weights it keeps the whole second moment.
+    For other weights it keeps the whole second moment.
     """
 
     workspace = 3
@@ -27,7 +27,7 @@ class Adafactor(Optimizer[AdafactorParams]):
         self._add_state("exp_avg_sq", {name: weight for name, weight in parameters.items() if name not in matrices})
 
     def learning_rate(self, params: AdafactorParams, step: int) -> float:
-        """Section 8 of the paper: with relative_step at most 1 / sqrt(step)."""
+        """Return the learning rate, at most 1 / sqrt(step) with relative_step (section 8 of the paper)."""
         return min(params.learning_rate, 1 / math.sqrt(step)) if params.relative_step else params.learning_rate
 
     def _update(self, params: AdafactorParams, step: int) -> None:
@@ -40,13 +40,13 @@ class Adafactor(Optimizer[AdafactorParams]):
             weight.mul_(1.0 - own_rate * params.weight_decay).sub_(update.mul_(own_rate))
 
     def _inverse_root(self, name: str, gradient: Tensor, eps: float, kept: float) -> Tensor:
-        """Take the gradient into the second moment and return that to the power of -1/2, shape of the gradient."""
+        """Update the second moment with the gradient and return it to the power of -1/2, in the gradient's shape."""
         square = gradient.square().add_(eps)
         if f"exp_avg_sq.{name}" in self._tensors:
             return self._tensors[f"exp_avg_sq.{name}"].lerp_(square, 1.0 - kept).rsqrt()
         row = self._tensors[f"row.{name}"].lerp_(square.mean(-1), 1.0 - kept)
         column = self._tensors[f"column.{name}"].lerp_(square.mean(-2), 1.0 - kept)
-        # Each factor is divided before they are multiplied: the product of two small squares is no float32.
+        # Divide each factor before multiplying them: the product of two small squares underflows float32.
         by_row = (row / row.mean(-1, keepdim=True)).rsqrt_()
         return torch.mul(by_row[..., None], column.rsqrt()[..., None, :], out=square)
 

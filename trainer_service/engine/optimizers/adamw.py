@@ -10,7 +10,7 @@ from trainer_service.engine.optimizers.base import Optimizer, Parameters, gradie
 
 
 class AdamW(Optimizer[AdamParams]):
-    """All weights at once, moments beside them."""
+    """Steps all weights at once, with the moments on the weights' device."""
 
     def __init__(self, parameters: Parameters, params: AdamParams) -> None:
         super().__init__(parameters, params)
@@ -33,9 +33,9 @@ def fused_adamw(
     params: AdamParams,
     step: int,
 ) -> None:
-    """Take step number `step` on weights and their moments, all of them on one device and changed in place."""
+    """Take step number `step` on weights and their moments, in place; all tensors must be on one device."""
     count = torch.full((), float(step), device=weights[0].device)
-    # The kernel itself: torch.optim sorts the weights and counts each one's steps first, as if they could differ.
+    # Calls the kernel directly: torch.optim first groups the weights and counts each one's steps separately.
     torch._fused_adamw_(
         weights,
         gradients,

@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept in 8 bits, quantised in blocks (arXiv 2110.02861)."""
+"""AdamW with moments in 8 bits, quantised in blocks (arXiv 2110.02861)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer_service.engine.optimizers.quantise import BlockMap, count_blocks
 
 
 class AdamW8bit(Optimizer[AdamParams]):
-    """One byte for each moment of each element, and a float32 scale for each block of them.
+    """Keeps one byte for each moment of each element, and a float32 scale for each block of them.
 
-    A weight's moments are read, updated in float32, used, and rounded again, one weight after the other.
+    For one weight after another, the moments are unpacked, updated in float32, packed again, and used for the step.
     """
 
     workspace = 10

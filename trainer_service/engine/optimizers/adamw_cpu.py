@@ -1,4 +1,4 @@
-"""AdamW whose moments lie in the host's memory and visit the device in turns."""
+"""AdamW with moments in host memory that are copied to the device in batches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainer_service.engine.optimizers.adamw import fused_adamw
 from trainer_service.engine.optimizers.base import Optimizer, Parameters, gradient_of
 
 _BATCH_ELEMENTS = 1 << 24
-"""Elements whose moments visit the device together, 128 MiB; a larger weight is a batch of its own."""
+"""Elements of a batch, whose moments take 128 MiB; a larger weight is a batch of its own."""
 _BATCHES_AT_A_TIME = 3
-"""One that comes, one that is updated, one that goes."""
+"""One is copied in, one is updated and one is copied back."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """Moments of some weights, where the weights are."""
+    """Moments of a batch of weights, on the weights' device."""
 
     names: list[str]
     first: list[Tensor]
@@ -28,10 +28,10 @@ class _Visit:
 
 
 class AdamWCpu(Optimizer[AdamParams]):
-    """The steps of `AdamW`, to the bit, with float32 moments in pinned host memory.
+    """The steps of `AdamW`, bit for bit, with float32 moments in pinned host memory.
 
-    On CUDA one stream brings the moments of the next batch while those of this one are updated, and another takes them
-    back; `step` returns before the last two are back. On a CPU it is `AdamW`.
+    On CUDA one stream copies in the moments of the next batch while the current ones are updated, and another copies
+    them back; `step` returns before the last two batches are back. On a CPU it is `AdamW`.
     """
 
     def __init__(self, parameters: Parameters, params: AdamParams) -> None:
@@ -42,7 +42,7 @@ class AdamWCpu(Optimizer[AdamParams]):
             for name, parameter in parameters.items():
                 self._tensors[f"{kind}.{name}"] = torch.zeros(parameter.shape, pin_memory=self._on_cuda)
         if self._on_cuda:
-            # Kept, since the allocator has a pool of memory for each stream.
+            # Kept across steps because the allocator has a memory pool for each stream.
             self._bringing: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._returning: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
@@ -81,7 +81,7 @@ class AdamWCpu(Optimizer[AdamParams]):
             with torch.cuda.stream(self._returning):
                 self._take_back(visit, (computing, self._returning))
                 returned.append(self._returning.record_event())
-        # The next step finds the moments in the host's memory.
+        # The next step must find the moments in host memory.
         computing.wait_stream(self._returning)
 
     def _apply(self, visit: _Visit, params: AdamParams, step: int) -> None:

@@ -1,4 +1,4 @@
-"""APOLLO and APOLLO-Mini (arXiv 2412.05270): the gradient itself, scaled as Adam would in a random low-rank space."""
+"""APOLLO and APOLLO-Mini (arXiv 2412.05270): the gradient, scaled as Adam would scale it in a random low-rank space."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.types import ApolloMiniParams, ApolloParams
 from trainer_service.engine.optimizers.base import Optimizer, Parameters, gradient_of
 
 _SMALLEST_NORM = 1e-8
-"""Added to norms that divide."""
+"""Added to norms before dividing by them."""
 
 Params = ApolloParams | ApolloMiniParams
 
@@ -20,10 +20,10 @@ Params = ApolloParams | ApolloMiniParams
 class Apollo(Optimizer[Params]):
     """Algorithm 1 of the paper, for a gradient G of shape [L, S]; G is transposed first if L < S.
 
-    R = G P with P of N(0, 1/r), shape [S, r]; M and V are Adam's moments of R, and R' = M / (sqrt(V) + eps). G is
-    multiplied by |R'| / |R|, of each row (APOLLO) or of the whole (APOLLO-Mini), then the growth of its norm is limited
-    as the paper does. P is drawn anew from seed, name of the weight and number of the draw wherever it is
-    needed, so none is kept. Weights that are no matrices are stepped by Adam.
+    R = G P with P from N(0, 1/r), shape [S, r]; M and V are Adam's moments of R, and R' = M / (sqrt(V) + eps). G is
+    multiplied by |R'| / |R|, per row (APOLLO) or as a whole (APOLLO-Mini); then the growth of its norm is limited as in
+    the paper. P is drawn again from the seed, the weight's name and the number of the draw whenever it is needed, so it
+    is not stored. Weights that are not matrices are stepped by Adam.
     """
 
     workspace = 6
@@ -61,23 +61,23 @@ class Apollo(Optimizer[Params]):
         return scaled.mul_(factor * math.sqrt(params.scale))
 
     def _limit(self, name: str, norm: Tensor, params: Params) -> Tensor:
-        """Return the factor that keeps the norm within its limit, and remember the norm that it gives."""
+        """Return the factor that keeps the norm within its limit, and store the resulting norm."""
         last = self._tensors[f"norm.{name}"]
-        # After a step without a gradient, as LoRA's A has at first, there is nothing to grow from.
+        # After a step with a zero gradient, as of LoRA's A at first, there is no norm to grow from.
         bound = torch.where(last > 0, last * (params.norm_growth_limit or math.inf), math.inf)
         factor = torch.where(norm > bound, bound / norm, 1.0)
         last.copy_(norm * factor)
         return factor
 
     def _adam(self, name: str, gradient: Tensor, params: Params) -> Tensor:
-        """Take a gradient into its moments and return their quotient, without bias correction."""
+        """Update the moments with a gradient and return their quotient, without bias correction."""
         first = self._tensors[f"exp_avg.{name}"].lerp_(gradient, 1.0 - params.beta1)
         second = self._tensors[f"exp_avg_sq.{name}"].mul_(params.beta2)
         second.addcmul_(gradient, gradient, value=1.0 - params.beta2)
         return first / second.sqrt().add_(params.eps)
 
     def _projection(self, name: str, side: int, seed: int, draw: int) -> Tensor:
-        """Draw P, shape [side, r], the same for the same arguments on the same kind of device."""
+        """Draw P, shape [side, r]; the same arguments give the same P on the same kind of device."""
         moments = self._tensors[f"exp_avg.{name}"]
         rank = moments.shape[1]
         digest = hashlib.blake2b(f"{seed} {draw} {name}".encode(), digest_size=8).digest()

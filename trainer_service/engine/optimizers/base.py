@@ -1,4 +1,4 @@
-"""What every optimizer does: keep state for each weight by name, clip, step."""
+"""Base class of the optimizers: keep state for each weight by name, clip, step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 class Optimizer(ABC, Generic[P]):
-    """State of one optimizer over a run's weights. Each step brings its own settings."""
+    """State of one optimizer over a run's weights. Each step has its own settings."""
 
     workspace: ClassVar[int] = 0
-    """Tensors of the largest weight's size that a step makes on the way."""
+    """Temporary tensors of the largest weight's size that a step allocates."""
 
     def __init__(self, parameters: Parameters, params: P) -> None:
-        """Make an optimizer without history for float32 `parameters`; `params` are the settings of its first step."""
+        """Create an optimizer without history for float32 `parameters`; `params` are the settings of its first step."""
         self.params = params
         """Settings of the last step."""
         self._parameters = parameters
@@ -34,15 +34,15 @@ class Optimizer(ABC, Generic[P]):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """All that is remembered beside the number of steps, by names <kind>.<weight>; not a copy."""
+        """All state except the number of steps, named <kind>.<weight>; not a copy."""
         return self._tensors
 
     @torch.no_grad()
     def step(self, params: P, step: int, norm: float) -> float:
         """Take the run's step number `step`, from 1, with the gradient in the parameters, whose norm is `norm`.
 
-        Returns the learning rate. The gradient is clipped in place. What can run out of memory does so before weights
-        or state are changed.
+        Returns the learning rate. The gradient is clipped in place. If memory runs out, it does so before weights or
+        state change.
         """
         self.reserve()
         if params.grad_clip_norm > 0:
@@ -52,26 +52,26 @@ class Optimizer(ABC, Generic[P]):
 
     @torch.no_grad()
     def update(self, params: P, step: int) -> None:
-        """Take a step with a gradient that is clipped already, in memory that is there."""
+        """Take a step with a gradient that is already clipped, in memory that is already reserved."""
         self._update(params, step)
         self.params = params
 
     def learning_rate(self, params: P, step: int) -> float:
-        """Return the learning rate of a step, before any scaling of single weights."""
+        """Return the learning rate of a step, before any per-weight scaling."""
         del step
         return params.learning_rate
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the state by one of the same names, shapes and dtypes."""
+        """Replace the state with tensors of the same names, shapes and dtypes."""
         for name, tensor in self.tensors.items():
             tensor.copy_(tensors[name])
 
     @abstractmethod
     def _update(self, params: P, step: int) -> None:
-        """Change weights and state by the gradient, which is clipped already."""
+        """Update weights and state with the gradient, which is already clipped."""
 
     def reserve(self) -> None:
-        """Run out of memory now if the next step would. The allocator keeps what is freed here for it."""
+        """Run out of memory now if the next step would. The allocator keeps the memory freed here for that step."""
         torch.empty(self.workspace * self._largest.numel(), device=self._largest.device)
 
     def _add_state(self, kind: str, like: Mapping[str, Tensor]) -> None:
@@ -79,7 +79,7 @@ class Optimizer(ABC, Generic[P]):
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient, which a run that steps has for each weight."""
+    """Return a weight's gradient; a run that takes a step has one for each weight."""
     return cast("Tensor", parameter.grad)
 
 

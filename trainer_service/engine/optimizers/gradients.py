@@ -1,4 +1,4 @@
-"""A run's whole gradient."""
+"""The norm of a run's gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import NonFiniteGradient
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Measure the whole gradient's Euclidean norm. Raises NonFiniteGradient."""
+    """Return the Euclidean norm of the whole gradient. Raises NonFiniteGradient."""
     norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]).item()
     if not math.isfinite(norm):
         raise NonFiniteGradient(

@@ -1,4 +1,4 @@
-"""Optimizers from settings."""
+"""Create optimizers from their settings."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _CLASSES: Mapping[str, type[AnyOptimizer]] = {
 
 
 def make_optimizer(parameters: Parameters, params: OptimizerParams) -> AnyOptimizer:
-    """Make an optimizer without history for weights of one device."""
+    """Create an optimizer without history for weights on one device."""
     return _CLASSES[optimizer_name(params)](parameters, params)
 
 
 def check_same(optimizer: AnyOptimizer, params: OptimizerParams) -> None:
-    """Check that a step with `params` can go on from an optimizer's state. Raises OptimizerChanged."""
+    """Check that a step with `params` can continue from an optimizer's state. Raises OptimizerChanged."""
     before, after = spec_of(optimizer.params), spec_of(params)
     metadata = {"optimizer": before.name}
     if before is not after:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 256
-"""Elements that share a scale. The paper has 2048; smaller ones lose less to a large neighbour."""
+"""Elements that share a scale. The paper uses 2048; in smaller blocks a large element costs its neighbours less."""
 
 _EXPONENTS = 7
 """Powers of ten that the map spans."""
@@ -17,9 +17,9 @@ class BlockMap:
     """Rounds each element to the nearest of 256 values times the largest magnitude in its block.
 
     A value is a power of ten from 1 down to 1e-6 times a fraction of 0.1 to 1, with half as many fractions at each
-    power below; and 0 and 1. Small elements have small absolute errors, large ones small relative errors: at most half
-    the map's widest gap, 0.0071 of the scale where signed and 0.0036 where not. Without sign, what is above 0 is never
-    rounded to 0, since a second moment is divided by.
+    lower power; 0 and 1 are values too. Small elements have small absolute errors, large ones small relative errors: at
+    most half the map's widest gap, 0.0071 of the scale if signed and 0.0036 if not. An unsigned map never rounds an
+    element above 0 to 0, because second moments are divisors.
     """
 
     def __init__(self, device: torch.device, *, signed: bool) -> None:
@@ -40,7 +40,7 @@ class BlockMap:
         codes.copy_((first + (shares > self._middles.index_select(0, first))).view_as(codes))
 
     def unpack(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return what `pack` kept, float32."""
+        """Return the float32 tensor that `pack` rounded to `codes` and `scales`."""
         values = _blocks(self.values.index_select(0, codes.flatten().int())) * scales[:, None]
         return values.flatten()[: codes.numel()].view(codes.shape)
 
@@ -56,10 +56,10 @@ def dynamic_map(*, signed: bool) -> Tensor:
 
 
 def _first_codes(middles: Tensor) -> Tensor:
-    """Return the code of the lowest float32 that begins with each of the 65,536 pairs of bytes, int32.
+    """Return, for each of the 65,536 leading byte pairs, the code of the lowest float32 that starts with it, int32.
 
     Numbers with the same first two bytes differ by less than a 128th, less than neighbouring values of the map do, so
-    that each has this code or the next. It takes one comparison in place of a search.
+    each has this code or the next. One comparison replaces a search.
     """
     bits = torch.arange(1 << 16) << 16
     bits = torch.where(bits >= 1 << 31, (bits | 0xFFFF) - (1 << 32), bits)

@@ -1,4 +1,4 @@
-"""Any optimizer on weights that are kept in bfloat16: each step in float32, and back by stochastic rounding."""
+"""Any optimizer on bfloat16 weights: each step is in float32, and stochastic rounding converts its result back."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from trainer_service.engine.optimizers.base import AnyOptimizer, Optimizer, Para
 from trainer_service.engine.optimizers.make import make_optimizer
 
 _PART_ELEMENTS = 1 << 24
-"""Elements that are in float32 at one time, with noise for each; a larger weight is a part of its own."""
+"""Elements that are in float32 at the same time, with noise for each; a larger weight is a part of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     exact: dict[str, nn.Parameter]
-    """float32; empty between steps."""
+    """float32 weights; empty between steps."""
     optimizer: AnyOptimizer
-    """Of these weights."""
+    """Optimizer of these weights."""
 
     @property
     def names(self) -> list[str]:
@@ -29,9 +29,9 @@ class _Part:
 
 
 class RoundedOptimizer(Optimizer[OptimizerParams]):
-    """Another optimizer for bfloat16 weights with float32 gradients, some of the weights at a time.
+    """Applies another optimizer to bfloat16 weights with float32 gradients, some of the weights at a time.
 
-    The weights' order decides what is drawn from `generator` for which.
+    The order of the weights determines which numbers from `generator` each of them gets.
     """
 
     def __init__(self, parameters: Parameters, params: OptimizerParams, generator: torch.Generator) -> None:
@@ -72,10 +72,10 @@ class RoundedOptimizer(Optimizer[OptimizerParams]):
 
 
 def round_stochastically(exact: Tensor, target: Tensor, generator: torch.Generator) -> None:
-    """Round float32 to one of the two nearest bfloat16, with the probability that makes the mean exact.
+    """Round float32 to one of the two nearest bfloat16, with probabilities that make the mean exact.
 
-    bfloat16 is float32 without its last 16 bits; a uniform number of 16 bits, added to the magnitude before they are
-    cut, carries with the probability of their share (arXiv 2010.06192, section 3). Changes `exact`.
+    bfloat16 is float32 without its last 16 bits. A uniform 16-bit number, added to the magnitude before they are cut,
+    carries over with a probability equal to their share (arXiv 2010.06192, section 3). Changes `exact`.
     """
     noise = torch.randint(1 << 16, exact.shape, generator=generator, dtype=torch.int32, device=exact.device)
     target.copy_(exact.view(torch.int32).add_(noise).bitwise_and_(-1 << 16).view(torch.float32))

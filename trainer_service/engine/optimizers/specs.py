@@ -1,4 +1,4 @@
-"""Which optimizers exist, in what ranges their settings lie. Nothing here imports torch."""
+"""The optimizers and the ranges of their settings. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from paceline.errors import OutOfRange
 from paceline.types.optimizers import OPTIMIZERS, OptimizerParams, optimizer_name
 
 _SMALLEST_EPS = 1e-30
-"""What divides must not be 0 in float32, or a weight without a gradient would become NaN."""
+"""A divisor must not be 0 in float32, or a weight with a gradient of 0 would become NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a setting takes: low <= value <= high."""
+    """The values that a setting accepts: low <= value <= high."""
 
     low: float = 0.0
     high: float = math.inf
     high_open: bool = False
     or_zero: bool = False
-    """Zero is taken too; it turns the setting off."""
+    """Whether 0 is also accepted; it turns the setting off."""
 
     def holds(self, value: float) -> bool:
-        """Whether a value, which must be finite, lies in the range."""
+        """Return whether a value is finite and in the range."""
         inside = self.low <= value < self.high if self.high_open else self.low <= value <= self.high
         return math.isfinite(value) and (inside or (self.or_zero and value == 0))
 
@@ -36,13 +36,13 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """What an optimizer can be told."""
+    """The settings of an optimizer."""
 
     name: str
     ranges: Mapping[str, Range]
-    """Of each setting that is a number."""
+    """Range of each numeric setting."""
     fixed: tuple[str, ...] = ()
-    """Settings on which the optimizer's state depends; they stay the same as long as it lasts."""
+    """Settings that the optimizer's state depends on; they cannot change while it exists."""
 
     def check(self, params: OptimizerParams) -> None:
         """Check settings. Raises OutOfRange naming the setting."""
@@ -94,15 +94,15 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = {
 
 
 def spec_of(params: OptimizerParams) -> OptimizerSpec:
-    """Look up the optimizer that `params` are settings of."""
+    """Return the spec of the optimizer that `params` belong to."""
     return OPTIMIZER_SPECS[optimizer_name(params)]
 
 
 def settings_of(params: OptimizerParams) -> dict[str, Any]:
-    """Put settings as plain numbers by name."""
+    """Return settings as plain values by name."""
     return asdict(params)
 
 
 def make_params(name: str, settings: Mapping[str, Any]) -> OptimizerParams:
-    """Make settings of the optimizer `name`; what is left out keeps its default. The reverse of `settings_of`."""
+    """Make settings of the optimizer `name`; omitted ones keep their defaults. The inverse of `settings_of`."""
     return OPTIMIZERS[name](**settings)

@@ -1,1 +1,1 @@
-"""What the engine holds of each run, in memory and in files."""
+"""The engine's runs, in memory and in files."""

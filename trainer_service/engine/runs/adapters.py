@@ -1,4 +1,4 @@
-"""LoRA adapters: which modules get one, how it starts, and its PEFT form."""
+"""LoRA adapters: which modules get one, their initial weights, and their PEFT form."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from trainer_service.engine.model.row_spans import Routing
 from trainer_service.engine.runs.peft_format import scaling_alpha
 
 _PEFT_PREFIX = "base_model.model."
-"""Before the names that modules have in the base model."""
+"""Prefix that PEFT adds to module names of the base model."""
 
 _NOBODY = "nobody"
-"""Adapter with which PEFT wraps layers before there is a run."""
+"""Name of a temporary adapter with which PEFT wraps layers before any run exists."""
 
 
 def adapt(model: PreTrainedModel) -> Routing:
-    """Let PEFT wrap the linear layers that may get an adapter; return what routes the rows of runs through them.
+    """Have PEFT wrap the linear layers that may get an adapter; return the routing of runs' rows through them.
 
-    All are wrapped from the start, so that a run's sums do not depend on which layers others have adapters in.
+    All are wrapped from the start, so that a run's sums do not depend on which layers other runs have adapters in.
     """
     routing, names = Routing(), adaptable_modules(model)
     if names:
@@ -45,10 +45,10 @@ def adapt(model: PreTrainedModel) -> Routing:
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Name the modules that get an adapter: last names where they mean just these in PEFT, else full names.
+    """Return the modules that get an adapter: last names if PEFT matches only these modules by them, else full names.
 
-    Raises InvalidArgument when the model has only a part of what a chosen group stands for, or no group is chosen;
-    OutOfRange for layers that it lacks.
+    Raises InvalidArgument if a chosen group cannot be adapted completely, or if no group is chosen; OutOfRange for
+    layers that the model lacks.
     """
     _check_layers(lora, len(decoder_layers(model)))
     if lora.target_modules:
@@ -65,9 +65,9 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 
 def named_modules(adaptable: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """Return the full names among `adaptable` that `targets` mean, in PEFT's way: the name itself, or its end.
+    """Return the full names among `adaptable` that `targets` match as in PEFT: the whole name or its end.
 
-    Raises InvalidArgument for a target that means none.
+    Raises InvalidArgument for a target that matches none.
     """
     meant = {target: [name for name in adaptable if f".{name}".endswith(f".{target}")] for target in targets}
     for index, target in enumerate(targets):
@@ -90,7 +90,7 @@ def count_parameters(model: PreTrainedModel, lora: LoraConfig, targets: list[str
 
 
 def adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dict[str, Any]:
-    """Describe a finished adapter in adapter_config.json, with the fields that every version of PEFT and vLLM knows."""
+    """Return adapter_config.json of a finished adapter, with the fields that every version of PEFT and vLLM knows."""
     alpha = scaling_alpha(lora)
     return {
         "base_model_name_or_path": base_model,
@@ -111,7 +111,7 @@ def adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dic
 
 
 def add_adapter(model: PreTrainedModel, run_id: str, lora: LoraConfig, targets: list[str]) -> None:
-    """Put a run's adapter, with float32 weights from `lora.seed`, on a model made ready by `adapt`; wholly or not."""
+    """Put a run's adapter, with float32 weights from `lora.seed`, on a model prepared by `adapt`; all or nothing."""
     try:
         _inject(model, run_id, lora, targets)
         initialise(adapter_parameters(model, run_id), lora.seed)
@@ -121,7 +121,7 @@ def add_adapter(model: PreTrainedModel, run_id: str, lora: LoraConfig, targets: 
 
 
 def remove_adapter(model: PreTrainedModel, run_id: str) -> None:
-    """Take a run's adapter off the base model."""
+    """Remove a run's adapter from the base model."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
         delete_adapter(model, run_id, prefix="lora_", layer_cls=LoraLayer)
@@ -129,19 +129,19 @@ def remove_adapter(model: PreTrainedModel, run_id: str) -> None:
 
 
 def layers_of(model: PreTrainedModel, run_id: str) -> Iterator[tuple[str, AdaptedLinear]]:
-    """Each adapted module of a run, by the name that it has in a PEFT model."""
+    """Yield each adapted module of a run, with its name in a PEFT model."""
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear) and run_id in module.lora_A:
             yield f"{_PEFT_PREFIX}{name}", module
 
 
 def adapted_modules(model: PreTrainedModel, run_id: str) -> list[str]:
-    """Name the modules that have a run's adapter, as the base model names them."""
+    """Return the base model's names of the modules that have a run's adapter."""
     return [name.removeprefix(_PEFT_PREFIX) for name, _ in layers_of(model, run_id)]
 
 
 def adapter_parameters(model: PreTrainedModel, run_id: str) -> dict[str, nn.Parameter]:
-    """Collect a run's weights by the names that they have in adapter_model.safetensors."""
+    """Return a run's weights by their names in adapter_model.safetensors."""
     return {
         f"{name}.{factor}.weight": getattr(layer, factor)[run_id].weight
         for name, layer in layers_of(model, run_id)
@@ -151,9 +151,9 @@ def adapter_parameters(model: PreTrainedModel, run_id: str) -> dict[str, nn.Para
 
 @torch.no_grad()
 def initialise(parameters: Mapping[str, nn.Parameter], seed: int) -> None:
-    """LoRA's initial weights: A uniform in +-1/sqrt(fan_in), B zero.
+    """Set LoRA's initial weights: A uniform in +-1/sqrt(fan_in), B zero.
 
-    Drawn on the CPU in float32 from `seed` alone, so they are the same on every device and whatever was run before.
+    They are drawn on the CPU in float32 from `seed` alone, so they are the same on every device, whatever ran before.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in parameters.items():
@@ -172,21 +172,21 @@ def _inject(model: PreTrainedModel, name: str, lora: LoraConfig, targets: list[s
         use_rslora=lora.use_rslora,
         task_type="CAUSAL_LM",
     )
-    config._register_custom_module({nn.Linear: AdaptedLinear})  # noqa: SLF001 - PEFT's way to name one's own layer
+    config._register_custom_module({nn.Linear: AdaptedLinear})  # noqa: SLF001 - PEFT's way to use a custom layer
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            # An adapter on the head is the head's alone: embeddings tied to it stay as they are.
+            # An adapter on the head affects only the head: embeddings tied to it stay as they are.
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings")
             inject_adapter_in_model(config, model, name)
         cast_adapter_dtype(model, name)
     finally:
-        # PEFT would warn of a second adapter if it found the first one's settings here; the layers hold all it needs.
+        # PEFT would warn about a second adapter if the first one's settings were here; the layers hold all it needs.
         vars(model).pop("peft_config", None)
     _let_all_train(model)
 
 
 def _let_all_train(model: PreTrainedModel) -> None:
-    """Let every adapter be trained. PEFT lets one, the one added last, or when that goes the first of the others."""
+    """Make every adapter trainable. PEFT trains only the last one added or, once that is removed, the first other."""
     for module in model.modules():
         if isinstance(module, AdaptedLinear):
             for own in (*module.lora_A.values(), *module.lora_B.values()):
@@ -204,12 +204,12 @@ def _in_layers(names: Sequence[str], lora: LoraConfig) -> list[str]:
 
 
 def _shortest(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the last names, if no other module has one of them."""
+    """Return the last names if no other module has one of them, else the full names."""
     last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     meant = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in last]
     return last if set(meant) == set(names) else list(names)
 
 
 def _layer_of(name: str) -> int | None:
-    """Read the layer's index from a module name; None outside the layers."""
+    """Return the layer index in a module name; None outside the layers."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)

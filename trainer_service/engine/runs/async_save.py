@@ -1,7 +1,7 @@
-"""Save a run's state as it is now while the run goes on.
+"""Save a run's current state while the run continues.
 
 An `AsyncSave` refers to the run's own tensors, so creating one takes no time. The tensors are copied before they
-change: by the thread that writes the files, or by the command that changes them if that comes first. Code that changes
+change: by the thread that writes the files, or by the command that changes them, whichever is first. Code that changes
 a run's tensors in place first calls `AsyncSave.secure` on all of the run's saves (`EngineRun.before_change`). Tensors
 that are replaced by new ones need no copy.
 """
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class StagingMemory:
-    """Memory for copies: kept, so that its pages are there when it is used again, and never above a limit."""
+    """A pool of memory for copies, within a limit. Buffers are kept, so that their pages exist when they are reused."""
 
     def __init__(self, limit_bytes: int, *, pinned: bool = False) -> None:
         self._limit = limit_bytes
@@ -38,7 +38,7 @@ class StagingMemory:
         self._lock = Lock()
 
     def take(self, size: int) -> Tensor | None:
-        """Return `size` bytes or more (uint8); None when those in use leave no room."""
+        """Return a buffer of `size` bytes or more (uint8); None if the buffers in use leave no room."""
         with self._lock:
             fitting = [buffer for buffer in self._free if buffer.numel() >= size]
             if fitting:
@@ -53,28 +53,28 @@ class StagingMemory:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Take back what `take` returned."""
+        """Return a buffer from `take` to the pool."""
         with self._lock:
             self._free.append(buffer)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveContent:
-    """What a directory is to hold."""
+    """Content of a directory to write."""
 
     files: Sequence[TensorFile]
-    """One at least."""
+    """At least one."""
     texts: Mapping[str, Any]
-    """Name of a JSON file -> what it says, or the bytes of a file of another kind."""
+    """Name of a file -> content to encode as JSON, or the bytes of a file of another kind."""
 
 
 class AsyncSave:
-    """What a run was when this was made. Any thread may call any method."""
+    """A run's state at the moment of creation. Any thread may call any method."""
 
     def __init__(self, content: SaveContent, memory: StagingMemory, spare: SpareFile | None = None) -> None:
-        """Take content, whose tensors must not be changed in place before `secure`.
+        """Refer to `content`, whose tensors must not be changed in place before `secure`.
 
-        A `spare` is to become its file, the only one, on a CPU: it is used if it fits, and the next one is begun.
+        On a CPU, with a single file, `spare` may provide it: it is used if it fits, and the next one is then prepared.
         """
         self._files = content.files
         self._texts = content.texts
@@ -87,7 +87,7 @@ class AsyncSave:
         self._ready = _event_now(content.files)
 
     def secure(self) -> None:
-        """Return when the tensors may be changed: they are copied, or, where there is no room for that, written."""
+        """Return once the tensors may be changed: they are copied or, without room for a copy, written."""
         with self._lock:
             if self._written.is_set() or self._copy():
                 return
@@ -109,7 +109,7 @@ class AsyncSave:
             self._end(directory)
 
     def _copy(self) -> bool:
-        """Copy the tensors, unless that was done; return whether there was room."""
+        """Copy the tensors unless they are copied already; return whether there was room."""
         if self._buffer is None:
             self._buffer = self._take_buffer()
             if self._buffer is not None:
@@ -118,7 +118,7 @@ class AsyncSave:
         return self._buffer is not None
 
     def _take_buffer(self) -> Tensor | None:
-        """Return memory for the copies: in the file that they are to be in, where there is one."""
+        """Return memory for the copies: in the spare file itself if it fits, else from the staging memory."""
         if self._spare is not None:
             header = self._files[0].header
             self._mapped = self._spare.take(len(header) + self._files[0].size)
@@ -144,12 +144,12 @@ class AsyncSave:
                     layout.write_all(target.fileno(), part)
 
     def _link(self, directory: Path) -> bool:
-        """Give the file that the copies are in its name; return whether they are in one and it could have it."""
+        """Link the mapped file that holds the copies into the directory; return whether there is one and it worked."""
         if self._mapped is None:
             return False
         try:
             self._mapped.link(directory / self._files[0].name)
-        except OSError:  # It is in another file system, or the directory has no room.
+        except OSError:  # The file is in another file system, or the directory has no room.
             return False
         return True
 
@@ -160,15 +160,15 @@ class AsyncSave:
             self._written.set()
         if buffer is not None and mapped is None:
             self._memory.give_back(buffer)
-        del buffer  # A file that is mapped is not let go of while somebody looks at it.
+        del buffer  # A mapped file cannot be closed while a tensor refers to it.
         if self._spare is not None:
-            # Beside the directory, which is about to have another name.
+            # In the parent, because the directory is about to be renamed.
             self._spare.prepare(directory.parent, len(files[0].header) + files[0].size, mapped)
 
 
 @torch.no_grad()
 def _copy_file(file: TensorFile, target: Tensor, ready: torch.cuda.Event | None) -> None:
-    """Copy tensors one after the other into `target` (uint8, of exactly their bytes)."""
+    """Copy tensors one after another into `target` (uint8, exactly as many bytes)."""
     offset = 0
     for dtype, group in itertools.groupby(file.ordered, key=lambda item: file.dtype_of(item[1])):
         pieces = [piece for _, tensor in group for piece in _pieces(tensor)]
@@ -199,7 +199,7 @@ def _copy_pieces(targets: list[Tensor], sources: list[Tensor], ready: torch.cuda
 
 
 def _event_now(files: Sequence[TensorFile]) -> torch.cuda.Event | None:
-    """Return what marks the work queued so far on the GPU where the tensors are; None on a CPU."""
+    """Return an event after the work queued so far on the GPU that holds the tensors; None on a CPU."""
     if not any(tensor.is_cuda for tensor in files[0].tensors.values()):
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -33,14 +33,14 @@ _METADATA = {"format": "pt"}
 
 @dataclass(kw_only=True)
 class FullRun(EngineRun):
-    """A run's own model. Weights that are tied are one parameter, under the name of the first."""
+    """A run with its own model. Tied weights are one parameter, under the first one's name."""
 
     full: FullParameters
     model: PreTrainedModel
     model_path: str
     """Where the model was loaded from."""
     masters: dict[str, nn.Parameter] | None
-    """float32 weights of which `parameters` are a rounded copy; None where those are the weights."""
+    """float32 weights of which `parameters` are a rounded copy; None if `parameters` are the weights."""
 
     @property
     def trained(self) -> FullParameters:
@@ -59,19 +59,19 @@ class FullRun(EngineRun):
         return SaveContent([TensorFile(MODEL_FILE, self.weights, metadata=_METADATA)], {})
 
     def export(self, base_model: str, dtype: torch.dtype) -> SaveContent:
-        """Return what makes a directory that transformers and vLLM load: weights in one file, configuration, tokenizer.
+        """Return a directory that transformers and vLLM can load: weights in one file, configuration, tokenizer.
 
-        Weights that are kept in bfloat16 are written so, whatever `dtype`.
+        Weights that are kept in bfloat16 are written in bfloat16, whatever `dtype`.
         """
         del base_model
         if self.full.storage is WeightStorage.BFLOAT16:
             dtype = torch.bfloat16
         file = TensorFile(MODEL_FILE, self._exported(), dtype, _METADATA)
-        # Among the tokenizer's files is the configuration of the model that was loaded.
+        # The tokenizer's files include the configuration of the loaded model, which is replaced.
         return SaveContent([file], {**read_tokenizer_files(self.model_path), **self._configuration(dtype)})
 
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
-        """Without `exact`: any floating-point model of the same names and shapes, sampler checkpoints too."""
+        """Without `exact`, accept any floating-point model of the same names and shapes, also a sampler checkpoint."""
         weights = read_tensors(directory / MODEL_FILE)
         kept = next(iter(self.weights.values())).dtype
         dtypes = (kept,) if exact else (torch.float32, torch.bfloat16, torch.float16)
@@ -113,7 +113,7 @@ class FullRun(EngineRun):
             self.parameters[name].copy_(master)
 
     def _exported(self) -> dict[str, Tensor]:
-        """Return the model's state, weights that are tied once, by the names that files of this architecture have."""
+        """Return the model's state under the names that files of this architecture use; tied weights occur once."""
         weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {name: value for name, value in self.model.state_dict().items() if name not in weights}
         state: dict[str, Tensor] = revert_weight_conversion(self.model, {**buffers, **self.weights})
@@ -129,16 +129,16 @@ class FullRun(EngineRun):
 
 
 def full_run_bytes(full: FullParameters, options: EngineOptions, count: int) -> int:
-    """Return the bytes that a run of `count` parameters comes to hold: 14, 16 or 18 for each of them."""
+    """Return the bytes that a run of `count` parameters may come to hold: 14, 16 or 18 per parameter."""
     weights = 2 if full.storage is WeightStorage.BFLOAT16 else 4 if options.dtype == "float32" else 6
     return (weights + TRAINED_BYTES) * count
 
 
 def make_full_run(run_id: str, full: FullParameters, options: EngineOptions, mode: PassMode) -> FullRun:
-    """Load the base model anew and train all of it, by passes of a mode.
+    """Load a copy of the base model and make all of it trainable, by passes of a mode.
 
-    A run that is kept in bfloat16 is computed in it too. One that is kept in float32 where the engine computes in
-    bfloat16 has a rounded copy that is computed with. Raises ModelNotFound.
+    A run whose weights are bfloat16 also computes in bfloat16. If they are float32 and the engine computes in bfloat16,
+    the run computes with a rounded copy. Raises ModelNotFound.
     """
     in_float32 = full.storage is WeightStorage.FLOAT32
     own = replace(options, dtype="float32" if in_float32 else "bfloat16", base_dir="")
@@ -152,7 +152,7 @@ def make_full_run(run_id: str, full: FullParameters, options: EngineOptions, mod
         if masters is not None:
             parameter.data = parameter.data.bfloat16()
         parameter.requires_grad_()
-        # Gradients of several passes are added in float32 whatever the passes compute in.
+        # Gradients of several passes are summed in float32, whatever dtype the passes compute in.
         parameter.grad_dtype = torch.float32
     return FullRun(
         run_id=run_id,

@@ -1,4 +1,4 @@
-"""A run that trains an adapter on the base model that it shares."""
+"""A run that trains an adapter on the shared base model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainer_service.engine.runs.tensor_files import TensorFile
 
 @dataclass(slots=True, kw_only=True)
 class LoraRun(EngineRun):
-    """A run's adapter: float32 weights by the names that PEFT gives them."""
+    """A run with an adapter: float32 weights by PEFT's names."""
 
     lora: LoraConfig
     targets: list[str]
     """target_modules of the adapter."""
     _files: dict[torch.dtype, TensorFile] = field(default_factory=dict, init=False)
-    """What `export` returned for each dtype: the tensors stay the same ones."""
+    """The file that `export` uses for each dtype; reused because the run's tensors stay the same objects."""
 
     @property
     def trained(self) -> LoraConfig:
@@ -46,7 +46,7 @@ class LoraRun(EngineRun):
         return SaveContent([file], {CONFIG_FILE: adapter_config(self.lora, self.targets, base_model)})
 
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
-        """Without `exact`: any floating-point adapter, PEFT's too, of the same modules, rank and scaling."""
+        """Without `exact`, accept any floating-point adapter, also PEFT's, of the same modules, rank and scaling."""
         weights = read_tensors(directory / WEIGHTS_FILE)
         check_adapter_config(self.lora, read_adapter_config(directory / CONFIG_FILE).settings)
         dtypes = (torch.float32,) if exact else (torch.float32, torch.bfloat16, torch.float16)

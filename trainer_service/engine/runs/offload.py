@@ -1,4 +1,4 @@
-"""Runs that do not fit into their memory wait on disk, those used longest ago first."""
+"""Offload runs that do not fit into memory to disk, least recently used first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_service.engine.runs.run import EngineRun
 
 
 class UsesRun(Protocol):
-    """What needs a run in memory."""
+    """Work that needs a run in memory."""
 
     @property
     def run(self) -> EngineRun:
@@ -28,15 +28,15 @@ class UsesRun(Protocol):
 J = TypeVar("J", bound=UsesRun)
 
 _NO_COPIES = StagingMemory(0)
-"""A page is written at once."""
+"""No room for copies: an offloaded run is written immediately."""
 
 
 class RunOffloader:
-    """Keeps the runs in memory within `limit_bytes`; None means that all stay there.
+    """Keeps the runs in memory within `limit_bytes`; None means that all stay in memory.
 
-    What counts is what a run may come to hold between commands: its weights, a gradient and optimizer state. A run that
-    goes is written to `scratch`, all of it, and comes back to the last bit. Nothing there outlives the engine: what it
-    held is then rebuilt from the journal.
+    A run's size is the most that it may hold between commands: its weights, a gradient and optimizer state. An
+    offloaded run is written completely to `scratch` and restored bit for bit. Nothing in `scratch` outlives the engine:
+    after a restart, runs are rebuilt from the journal.
     """
 
     def __init__(self, limit_bytes: int | None, scratch: Path) -> None:
@@ -49,7 +49,7 @@ class RunOffloader:
             scratch.mkdir(mode=0o700, parents=True)
 
     def make_room(self, size: int) -> None:
-        """Page runs out until `size` bytes fit beside the others. Raises OutOfMemory, DiskFull."""
+        """Offload runs until `size` more bytes fit. Raises OutOfMemory, DiskFull."""
         if self._limit is None:
             return
         if size > self._limit:
@@ -58,13 +58,13 @@ class RunOffloader:
         self._evict(size, keep=())
 
     def add(self, run: EngineRun) -> None:
-        """Take in a run that was made in the room that there is."""
+        """Add a run that was created in the room made for it."""
         self._resident[run.run_id] = run
 
     def use(self, runs: Sequence[EngineRun]) -> None:
-        """Bring runs into memory, those that are not there, and note that they are used.
+        """Load those of the runs that are offloaded, and mark all as used.
 
-        Raises OutOfMemory, DiskFull. Runs that do not fit together are what `fitting` leaves out.
+        Raises OutOfMemory, DiskFull. The runs must fit into memory together (see `fitting`).
         """
         for run in runs:
             if run.run_id not in self._resident:
@@ -73,14 +73,14 @@ class RunOffloader:
             self._resident[run.run_id] = self._resident.pop(run.run_id)
 
     def fitting(self, jobs: Sequence[J]) -> Sequence[J]:
-        """Return the first of the jobs, as many as have runs that fit into memory together; one at least."""
+        """Return the longest prefix of the jobs whose runs fit into memory together; at least one job."""
         if self._limit is None:
             return jobs
         sizes = itertools.accumulate(job.run.reserved_bytes for job in jobs)
         return jobs[: max(1, sum(size <= self._limit for size in sizes))]
 
     def forget(self, run: EngineRun) -> None:
-        """Forget a run that is deleted."""
+        """Remove a deleted run and its files."""
         self._resident.pop(run.run_id, None)
         shutil.rmtree(self._page(run), ignore_errors=True)
 
@@ -108,7 +108,7 @@ class RunOffloader:
             run.refill()
             state_files.load(run, page)
         except PacelineError as damage:
-            # Starting again, the engine gets the run back from its journal.
+            # When the engine restarts, the run is rebuilt from its journal.
             raise SystemExit(f"the page of run {run.run_id} cannot be read: {damage}") from damage
         except BaseException:
             run.release()

@@ -1,4 +1,4 @@
-"""What adapter_config.json must say for an adapter's weights to mean in a run what they meant where they were made."""
+"""Check by adapter_config.json that an adapter's weights compute in a run what they computed where they were made."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _WITHOUT_EFFECT = frozenset(
         "task_type",
     ]
 )
-"""Fields that change nothing that the names and shapes of the tensors do not show."""
+"""Fields whose effect, if any, shows in the names and shapes of the tensors."""
 
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base model's weights and the adapter's form as they are."""
 
 _DEFAULTS = {"use_rslora": False, "init_lora_weights": True}
-"""What PEFT takes for fields that are not there."""
+"""PEFT's values for missing fields."""
 
 
 def scaling_alpha(lora: LoraConfig) -> float:
-    """LoRA's alpha: 2 r unless set."""
+    """Return LoRA's alpha: 2 r unless set."""
     return float(2 * lora.rank if lora.alpha is None else lora.alpha)
 
 
 def check_adapter_config(lora: LoraConfig, config: Mapping[str, Any]) -> None:
-    """Check that weights with this adapter_config.json compute in a run of `lora` what they do in PEFT.
+    """Check that weights with this adapter_config.json compute in a run of `lora` what they compute in PEFT.
 
-    Raises CheckpointMismatch: for another rank or scaling, and for every setting of a variant of LoRA (DoRA, alphas of
-    their own for some modules, a changed base model and so on), also one that is not known here.
+    Raises CheckpointMismatch for another rank or scaling, and for every setting of a LoRA variant (DoRA, separate
+    alphas for some modules, a changed base model and so on), including settings that are unknown here.
     """
     ours = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": scaling_alpha(lora), "use_rslora": lora.use_rslora}
     theirs = _DEFAULTS | dict(config)

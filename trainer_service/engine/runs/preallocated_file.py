@@ -1,6 +1,6 @@
-"""A file in memory that is there before it is needed: what is published is converted straight into it, and it is named.
+"""A file in memory, allocated before it is needed: a publish converts weights directly into it and then links it.
 
-Written the usual way, a file's pages would be found, cleared and copied to while samplers wait.
+Otherwise a file's pages would be allocated, cleared and copied to while samplers wait.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 _NICENESS = 10
-"""Of the thread that makes a file, so that it takes little from a publish that is under way on the same core."""
+"""Niceness of the thread that makes a file, so that it takes little time from a publish on the same core."""
 _ROOM = 4
-"""How many times its size must be free where a file is made: others need room there, too."""
+"""A file is made only where this many times its size is free: others need room there, too."""
 _PAGE_BYTES = 4096
 SERIAL_ELEMENTS = 32_767
-"""Elements that torch copies or sets without starting threads, which would compete with those of the arithmetic."""
+"""Elements that torch copies or sets without starting threads, which would compete with the arithmetic's threads."""
 
 
 class MappedFile:
-    """A file without a name, whose pages are there; unless it is given a name it goes with the process."""
+    """An unnamed file with allocated pages; unless it is linked, it disappears with the process."""
 
     def __init__(self, directory: Path, size: int) -> None:
-        """Make a file of `size` bytes in a directory's file system. Raises OSError."""
+        """Allocate a file of `size` bytes in a directory's file system. Raises OSError."""
         self.size = size
         self._descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
         try:
@@ -36,12 +36,12 @@ class MappedFile:
             os.close(self._descriptor)
             raise
         self._content = torch.frombuffer(self._map, dtype=torch.uint8)
-        # MADV_POPULATE_WRITE takes half the time, but Python calls it without letting other threads run.
+        # MADV_POPULATE_WRITE takes half the time, but Python holds the GIL during the call.
         for pages in torch.split(self._content[::_PAGE_BYTES], SERIAL_ELEMENTS):
             pages.zero_()
 
     def begin(self, header: bytes) -> Tensor:
-        """Begin the file with `header`; return the rest of it (uint8), which nothing may use after `close`."""
+        """Write `header` to the file; return the rest of it (uint8), which nothing may use after `close`."""
         self._map[: len(header)] = header
         return self._content[len(header) :]
 
@@ -49,13 +49,13 @@ class MappedFile:
         """Give the file a name in its file system. Raises OSError."""
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            # Told of the directory's descriptor, it names the file behind the link in /proc and not that link.
+            # With dst_dir_fd, os.link follows the link in /proc to the file instead of linking that link.
             os.link(f"/proc/self/fd/{self._descriptor}", path.name, dst_dir_fd=directory)
         finally:
             os.close(directory)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         del self._content
         self._map.close()
         os.close(self._descriptor)
@@ -71,7 +71,7 @@ class SpareFile:
         self._making = threading.Lock()
 
     def take(self, size: int) -> MappedFile | None:
-        """Return the file, which is the caller's then, if there is one of `size` bytes; one of another size goes."""
+        """Hand the file to the caller if one of `size` bytes exists; close one of another size."""
         with self._lock:
             file, self._file = self._file, None
         if file is not None and file.size != size:
@@ -80,12 +80,12 @@ class SpareFile:
         return file
 
     def prepare(self, directory: Path, size: int, used: MappedFile | None = None) -> None:
-        """Begin to make a file of `size` bytes, if `directory` is in memory and has room, and to let go of `used`."""
+        """Start making a file of `size` bytes, if `directory` is in memory and has room; also close `used`."""
         arguments = (directory, size, used, self._drops)
         threading.Thread(target=self._make, args=arguments, name="spare file", daemon=True).start()
 
     def drop(self) -> None:
-        """Let go of the file, or of the one that is being made."""
+        """Discard the file, including one that is being made."""
         with self._lock:
             file, self._file = self._file, None
             self._drops += 1
@@ -113,7 +113,7 @@ def _new_file(directory: Path, size: int) -> MappedFile | None:
         room = os.statvfs(directory)
         if _is_in_memory(directory) and room.f_bavail * room.f_frsize >= _ROOM * size:
             return MappedFile(directory, size)
-    except OSError:  # The directory's run was deleted, or the room went: the next file is written the usual way.
+    except OSError:  # The directory's run was deleted, or there is no room left: the next file is written normally.
         pass
     return None
 

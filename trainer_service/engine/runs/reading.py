@@ -1,4 +1,4 @@
-"""The files of a run on disk, safetensors and JSON, read with typed errors."""
+"""Read a run's files, safetensors and JSON, with typed errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def check_tensors(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Check that tensors are exactly those named, of these shapes and of one of `dtypes`. Raises CheckpointMismatch."""
+    """Check that tensors have exactly these names and shapes, and one of `dtypes`. Raises CheckpointMismatch."""
     if odd := sorted(tensors.keys() ^ shapes.keys()):
         where = "only in the checkpoint" if odd[0] in tensors else "missing from the checkpoint"
         raise CheckpointMismatch(f"{len(odd)} tensors do not match; {odd[0]} is {where}.")
@@ -32,7 +32,7 @@ def check_tensors(
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file. Raises CheckpointMismatch when there is none, ChecksumMismatch when it is damaged."""
+    """Read a safetensors file. Raises CheckpointMismatch if it is missing, ChecksumMismatch if it is damaged."""
     if not path.is_file():
         raise CheckpointMismatch(f"the checkpoint has no {path.name}.")
     try:
@@ -42,7 +42,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """Read a JSON file of a known form. Raises CheckpointMismatch."""
+    """Read a JSON file as a `kind`. Raises CheckpointMismatch."""
     if not path.is_file():
         raise CheckpointMismatch(f"the checkpoint has no {path.name}.")
     try:

@@ -1,4 +1,4 @@
-"""What the engine holds of one run."""
+"""Base class of the engine's runs."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.runs.async_save import AsyncSave, SaveContent
 
 GRADIENT_BYTES = 4
-"""Of each trained parameter's gradient, in float32."""
+"""Bytes of each trained parameter's gradient, in float32."""
 TRAINED_BYTES = GRADIENT_BYTES + 8
-"""Of its gradient and AdamW's moments, beside the weight itself."""
+"""Bytes of each trained parameter's gradient and AdamW moments, without the weight itself."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineRun(ABC):
-    """A run's weights, optimizer and counters, whatever it is that the run trains."""
+    """A run's weights, optimizer and counters, whatever the run trains."""
 
     run_id: str
     parameters: dict[str, nn.Parameter]
-    """What gradients are computed for, by the names of the weights on disk. The gradients are float32."""
+    """Parameters that get gradients, by the names of the weights on disk. The gradients are float32."""
     rng_state: Tensor
-    """uint8; state of the generator that everything random in the run is drawn from."""
+    """uint8; state of the generator for everything random in the run."""
     optimizer: AnyOptimizer | None = None
-    """Made by the first step; None before it."""
+    """Created by the first step; None before it."""
     step: int = 0
     """Optimizer steps taken."""
     has_gradient: bool = False
-    """Whether a gradient waits for the optimizer, be it zero."""
+    """Whether a gradient, even a zero one, waits for the optimizer."""
     pending_tokens: int = 0
     """Tokens whose loss went into the waiting gradient."""
     saves: list[AsyncSave] = field(default_factory=list)
-    """What was taken of the run since it last changed."""
+    """Saves captured since the run last changed."""
     released_moments: int | None = None
-    """Bytes of the optimizer's state, where `release` freed it."""
+    """Bytes of the optimizer's state, if `release` freed it."""
 
     @property
     @abstractmethod
     def trained(self) -> RunParameters:
-        """What the run trains, as it was made."""
+        """What the run trains, as set when it was created."""
 
     @property
     def drops(self) -> bool:
-        """Whether dropout acts in training."""
+        """Whether training uses dropout."""
         return False
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """What the run remembers of its weights, exactly; not a copy."""
+        """The run's exact weights; not a copy."""
         return self.parameters
 
     @abstractmethod
     def exact(self, base_model: str) -> SaveContent:
-        """Return files of `weights` of which `read_weights` gives the same bits."""
+        """Return files of `weights` from which `read_weights` reads the same bits."""
 
     @abstractmethod
     def export(self, base_model: str, dtype: torch.dtype) -> SaveContent:
@@ -68,26 +68,26 @@ class EngineRun(ABC):
 
     @abstractmethod
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
-        """Read weights that fit the run; with `exact` only the files of `exact`.
+        """Read weights that fit the run; with `exact`, accept only files of the method `exact`.
 
         Raises CheckpointMismatch or ChecksumMismatch.
         """
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights by what `read_weights` gave."""
+        """Replace the weights with those that `read_weights` returned."""
         self.before_change()
         for name, own in self.weights.items():
             own.copy_(weights[name])
 
     @property
     def owned(self) -> list[nn.Parameter]:
-        """Every tensor that is there from the run's making to its end."""
+        """Every tensor that exists for the run's whole life."""
         return list(self.parameters.values())
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of weights, gradient and optimizer state that are in memory."""
+        """Bytes of the run's weights, gradient and optimizer state in memory."""
         tensors = [*self.owned, *(parameter.grad for parameter in self.parameters.values())]
         tensors += self.optimizer.tensors.values() if self.optimizer is not None else []
         storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
@@ -95,7 +95,7 @@ class EngineRun(ABC):
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that the run may come to hold between commands; without an optimizer yet, those of AdamW's moments."""
+        """Bytes that the run may come to hold between commands; before the first step, AdamW's moments are assumed."""
         count = sum(parameter.numel() for parameter in self.parameters.values())
         moments = TRAINED_BYTES - GRADIENT_BYTES
         if self.optimizer is not None:
@@ -105,18 +105,18 @@ class EngineRun(ABC):
         return _bytes(self.owned) + GRADIENT_BYTES * count + optimizer
 
     def hold(self, save: AsyncSave) -> AsyncSave:
-        """Note that a capture holds the run's tensors; return it."""
+        """Register a save that refers to the run's tensors; return it."""
         self.saves.append(save)
         return save
 
     def before_change(self) -> None:
-        """Wait until tensors of the run may be changed in place: call it before weights, moments or gradients are."""
+        """Wait until the run's tensors may change in place; call this before changing weights, moments or gradients."""
         for save in self.saves:
             save.secure()
         self.saves.clear()
 
     def release(self) -> None:
-        """Free the memory of weights, gradient and optimizer; step and random state stay."""
+        """Free the memory of weights, gradient and optimizer; keep the step and the random state."""
         self.before_change()
         self._clear_gradients()
         if self.optimizer is not None:
@@ -126,38 +126,38 @@ class EngineRun(ABC):
             tensor.data = tensor.data.new_empty(1).expand(tensor.shape)
 
     def refill(self) -> None:
-        """Get memory for the weights again, whose values are then anything."""
+        """Allocate memory for the weights again, with undefined values."""
         for tensor in self.owned:
             tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
     def make_optimizer(self, params: OptimizerParams) -> AnyOptimizer:
-        """Make an optimizer without history for the run's weights."""
+        """Create an optimizer without history for the run's weights."""
         return make_optimizer(self.parameters, params)
 
     def take_step(self, optimizer: AnyOptimizer, params: OptimizerParams, norm: float) -> float:
-        """Apply the waiting gradient, of norm `norm`; return the learning rate. Drops no gradient, counts no step.
+        """Apply the waiting gradient, of norm `norm`; return the learning rate.
 
-        Comes after `before_change`.
+        Does not drop the gradient or count the step. Call `before_change` first.
         """
         return optimizer.step(params, self.step + 1, norm)
 
     def drop_gradient(self) -> None:
-        """Forget the waiting gradient."""
+        """Discard the waiting gradient."""
         self._clear_gradients()
         self.has_gradient = False
         self.pending_tokens = 0
 
     def reset(self, device: torch.device) -> None:
-        """Forget everything but the weights."""
+        """Reset everything except the weights."""
         self.drop_gradient()
         self.optimizer = self.released_moments = None
         self.rng_state = seeded_rng_state(self.trained.seed, device)
         self.step = 0
 
     def add_gradient(self, gradients: Sequence[Tensor | None], tokens: int) -> None:
-        """Add gradients, None where there is none, over `tokens` tokens to the waiting ones; takes them over."""
+        """Add gradients over `tokens` tokens (None for no gradient) to the waiting ones; take ownership of them."""
         pairs = list(zip(self.parameters.values(), gradients, strict=True))
-        # What can run out of memory comes before anything is changed.
+        # Allocate everything that can run out of memory before changing anything.
         new = [
             torch.zeros_like(p, dtype=torch.float32) if p.grad is None and gradient is None else gradient
             for p, gradient in pairs
@@ -172,7 +172,7 @@ class EngineRun(ABC):
         self.pending_tokens += tokens
 
     def draw_seed(self) -> tuple[int, Tensor]:
-        """Draw a seed for dropout; returns it and the state in which the generator is then."""
+        """Draw a seed for dropout; return it and the generator's state afterwards."""
         device = next(iter(self.parameters.values())).device
         generator = torch.Generator(device)
         generator.set_state(self.rng_state)
@@ -189,5 +189,5 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def seeded_rng_state(seed: int, device: torch.device) -> Tensor:
-    """Return the state of a fresh generator."""
+    """Return the state of a new generator with this seed."""
     return torch.Generator(device).manual_seed(seed).get_state()

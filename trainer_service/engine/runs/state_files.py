@@ -1,12 +1,12 @@
-"""A run on disk: safetensors and JSON, nothing else.
+"""A run's files: safetensors and JSON, nothing else.
 
 - The weights: adapter_model.safetensors and adapter_config.json in PEFT's layout, or model.safetensors with every
-  parameter as the run keeps it.
+  parameter in the run's own dtype.
 - optimizer.safetensors: the optimizer's state, such as exp_avg.<name> of each weight; grad.<name> if a gradient waits;
   rng_state.
 - trainer_state.json: format version, step, counters, what is trained, the optimizer with the settings of its last step.
 
-Format 1 knew AdamW alone and did not name it; it is still read.
+Format 1 does not name the optimizer, which is AdamW; it can still be read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OPTIMIZER_DTYPES = (torch.float32, torch.uint8)
 
 
 class SavedOptimizer(msgspec.Struct, frozen=True):
-    """An optimizer by name, with the settings of its last step."""
+    """An optimizer's name and the settings of its last step."""
 
     name: str
     settings: dict[str, Any]
@@ -58,7 +58,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> AsyncSave:
-    """Take everything that a run is, to be written into an existing, empty directory."""
+    """Capture a run's whole state, to be written into an existing, empty directory."""
     trained = run.trained
     state = TrainerState(
         format_version=FORMAT_VERSION,
@@ -76,14 +76,14 @@ def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> AsyncSave
 def capture_export(
     run: EngineRun, base_model: str, dtype: torch.dtype, memory: StagingMemory, spare: SpareFile | None = None
 ) -> AsyncSave:
-    """Take the weights as other tools read them, to be written into an existing, empty directory."""
+    """Capture the weights in the form that other tools read, to be written into an existing, empty directory."""
     return AsyncSave(run.export(base_model, dtype), memory, spare)
 
 
 def load(run: EngineRun, directory: Path) -> None:
-    """Replace all of the run's state by that of a `capture`.
+    """Replace all of the run's state with that of a `capture`.
 
-    Raises CheckpointMismatch or ChecksumMismatch before anything is changed.
+    Raises CheckpointMismatch or ChecksumMismatch before it changes anything.
     """
     weights, tensors = run.read_weights(directory, exact=True), read_tensors(directory / OPTIMIZER)
     state = read_json(directory / TRAINER_STATE, TrainerState)
@@ -115,7 +115,7 @@ def _saved_optimizer(optimizer: AnyOptimizer | None) -> SavedOptimizer | None:
 
 
 def _make_optimizer(run: EngineRun, state: TrainerState) -> AnyOptimizer | None:
-    """Make the optimizer of a checkpoint, without its history."""
+    """Create the optimizer of a checkpoint, without its history."""
     if not state.step:
         return None
     saved = state.optimizer or SavedOptimizer("adamw", {})

@@ -1,6 +1,6 @@
 """safetensors files, laid out before they are written: the header, and where each tensor's bytes go.
 
-The bytes are those that the safetensors library writes for the same tensors, without its copy of them in memory.
+The bytes equal those that the safetensors library writes for the same tensors, without its copy in memory.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 _ORDER = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.int32, torch.float32, torch.int64)
-"""dtypes in safetensors' order; tensors of the last come first, so that all of them are aligned."""
+"""dtypes in safetensors' order; tensors of the last dtype come first, so that all are aligned."""
 _NAMES = dict(zip(_ORDER, ("U8", "I8", "F16", "BF16", "I32", "F32", "I64"), strict=True))
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """What is to be written into one file. Where each tensor goes is found out once."""
+    """The content of one file. The layout is computed once."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -45,7 +45,7 @@ class TensorFile:
 
     @cached_property
     def header(self) -> bytes:
-        """What stands in the file before the tensors."""
+        """The bytes before the tensors."""
         entries: dict[str, object] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
         end = 0
         for name, tensor in self.ordered:

@@ -1,1 +1,1 @@
-"""Base weights that a sampler holds (bridge `shared`)."""
+"""Base weights in a sampler's memory (bridge `shared`)."""

@@ -1,7 +1,8 @@
-"""A base model whose weights are a sampler's: transformers' model around tensors that lie in the sampler's memory.
+"""A base model with a sampler's weights: transformers' model around tensors in the sampler's memory.
 
-The weights are only read. Each is a view of the sampler's tensor, under Hugging Face's name; what vLLM fused is seen in
-its parts. Buffers, such as the inverse frequencies of rotary embeddings, scaled or not, transformers computes itself.
+The weights are only read. Each is a view of the sampler's tensor, under Hugging Face's name; weights that vLLM fused
+appear as views of their parts. transformers computes buffers itself, such as rotary embeddings' inverse frequencies,
+scaled or not.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from trainer_service.engine.options import EngineOptions
 
 
 def is_borrowed(options: EngineOptions) -> bool:
-    """Return whether the engine is to compute with a sampler's weights. Raises BaseUnavailable, BaseMismatch."""
+    """Return whether the engine should compute with a sampler's weights. Raises BaseUnavailable, BaseMismatch."""
     return bool(options.base_dir) and not read_base(Path(options.base_dir)).writable
 
 
 def borrow_base_model(options: EngineOptions, attention: str) -> PreTrainedModel:
     """Build the model on the weights that a sampler lends in `options.base_dir`.
 
-    Raises BaseUnavailable while no sampler does, BaseMismatch when its weights do not fit, OSError when the model's
-    configuration cannot be read.
+    Raises BaseUnavailable while no sampler lends any, BaseMismatch if its weights do not fit, and OSError if the
+    model's configuration cannot be read.
     """
     directory = Path(options.base_dir)
     manifest = read_base(directory)
@@ -49,20 +50,20 @@ def borrow_base_model(options: EngineOptions, attention: str) -> PreTrainedModel
 def open_tensors(
     directory: Path, manifest: BaseManifest, device: torch.device, *, writable: bool = False
 ) -> dict[str, Tensor]:
-    """Map the weights of a manifest: views by name, nothing copied.
+    """Map the weights of a manifest: views by name, without copies.
 
-    On a CPU writing to one reaches the sampler if they are `writable`. Raises BaseMismatch when they are not on
-    `device`, BaseUnavailable when they are gone.
+    On a CPU, writes reach the sampler only if `writable`. Raises BaseMismatch if the weights are not on `device`,
+    BaseUnavailable if they no longer exist.
     """
     storages = [_open_storage(directory, storage, device, writable=writable) for storage in manifest.storages]
     return {tensor.name: _view(tensor, storages) for tensor in manifest.tensors}
 
 
 def attach(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Make tensors a model's parameters, by name. The parameters were on the meta device, the buffers were not.
+    """Make tensors a model's parameters, by name. The parameters must be on the meta device, the buffers must not.
 
-    Raises BaseMismatch, naming the first, when the model has a parameter or a saved buffer that the tensors lack or
-    that differs in shape or dtype, when tied weights are not the same memory, and when a tensor is left over.
+    Raises BaseMismatch, naming the first problem, if the model has a parameter or a saved buffer that the tensors lack
+    or that differs in shape or dtype, if tied weights do not share memory, or if a tensor is left over.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     saved = [name for name in model.state_dict() if name not in names]
@@ -90,7 +91,7 @@ def _check_complete(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> No
 
 
 def _is_tied_copy(name: str, model: PreTrainedModel) -> bool:
-    """Whether a parameter is another one, under a name that comes later."""
+    """Return whether a name is a later name of a parameter that the model lists under another one."""
     return name not in dict(model.named_parameters()) and name in dict(model.named_parameters(remove_duplicate=False))
 
 
@@ -132,7 +133,7 @@ def _open_storage(
 
 
 def _open_cuda(size: int, cuda: CudaStorage, device: torch.device) -> torch.UntypedStorage:
-    """Open another process's memory on the GPU, as torch/multiprocessing/reductions.py does with what it unpickles."""
+    """Open another process's memory on the GPU, as torch/multiprocessing/reductions.py does when unpickling."""
     if device.type != "cuda":
         raise BaseMismatch(f"the sampler's weights are on a GPU, and the trainer computes on {device}.")
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""Writes a full-parameter run's weights where a sampler computes with them (bridge `shared`, `in_place`)."""
+"""Write a full-parameter run's weights into the memory that a sampler computes with (bridge `shared`, `in_place`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def publish_in_place(
 ) -> None:
     """Write weights, by Hugging Face's names, as a version; it is active when this returns.
 
-    What keeps them from it is logged: the version is on the volume all the same, from where the sampler takes it.
+    Failures are only logged: the version also goes to the volume, from which the sampler then loads it.
     """
     try:
         _write(directory, device, weights, version)
@@ -38,7 +38,7 @@ def _write(directory: Path, device: torch.device, weights: Mapping[str, Tensor],
     manifest = read_base(directory)
     if not manifest.writable:
         return
-    # Mapped for this write alone: a mapping would keep the memory of a sampler that ends.
+    # Mapped for this write only: a lasting mapping would keep the memory of a sampler that has ended.
     pairs = _pairs(open_tensors(directory, manifest, device, writable=True), weights)
     if device.type == "cpu":
         _touch(target for target, _ in pairs)
@@ -51,7 +51,7 @@ def _write(directory: Path, device: torch.device, weights: Mapping[str, Tensor],
 
 
 def _pairs(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return where each weight goes, each place once. Raises BaseMismatch naming the first that fits nothing."""
+    """Pair each destination with its weight, once. Raises BaseMismatch, naming the first without a counterpart."""
     for name, weight in weights.items():
         if name not in tensors or tensors[name].shape != weight.shape:
             raise BaseMismatch(f"the sampler lends no {name} of shape {list(weight.shape)}.")
@@ -63,6 +63,6 @@ def _pairs(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list
 
 
 def _touch(tensors: Iterable[Tensor]) -> None:
-    """Have the system map every page now, and not while the sampler is paused."""
+    """Make the system map every page now rather than while the sampler is paused."""
     for tensor in tensors:
         tensor.view(-1)[:: _PAGE_BYTES // tensor.element_size()].sum()

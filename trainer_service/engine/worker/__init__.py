@@ -1,1 +1,1 @@
-"""The engine's own process: its loop and its end of the pipe."""
+"""The engine process: its loop and its end of the pipe."""

@@ -1,4 +1,4 @@
-"""How the engine's process gets memory from the system."""
+"""Allocator settings of the engine process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _KEEP_BYTES = 1 << 30
 def keep_freed_memory() -> None:
     """Reuse large freed blocks instead of returning them to the system.
 
-    By default every large tensor is mapped anew and its pages are faulted in one by one, which takes longer than the
-    arithmetic on them. Does nothing where the C library is not glibc.
+    By default every large tensor gets a new mapping, and its pages are faulted in one by one, which takes longer than
+    the arithmetic on them. Does nothing if the C library is not glibc.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

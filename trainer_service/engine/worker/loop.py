@@ -1,4 +1,4 @@
-"""The engine's side of the pipe: a loop of turns, each of them the commands that wait and one pass."""
+"""The engine's side of the pipe: a loop in which each turn executes the waiting commands and one pass."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _BEAT_SECONDS = 1.0
 class Worker:
     """Serves one engine to the process at the other end of `connection`, together with the other ranks.
 
-    A turn takes every command that waits. Those that are no ForwardBackward are executed at once; a ForwardBackward is
-    begun, and the turn ends with one pass over all that were. What a turn does depends on the commands and their order
-    alone. Commands of a run are executed in the order in which they came. A command that saves takes the run's state in
-    its turn; a second thread writes it, in the same order, and answers.
+    A turn receives all waiting commands. It starts a job for each ForwardBackward and executes other commands
+    immediately, and ends with one pass over the started jobs. What a turn does depends only on the commands and their
+    order. A run's commands are executed in the order of their arrival. A command that saves captures the run's state in
+    its turn; a second thread writes the captured states in the same order, and answers.
     """
 
     _engine: TrainerEngine
@@ -44,17 +44,17 @@ class Worker:
         self._ranks = ranks
         self._receiver = RequestReceiver(connection, ranks)
         self._held: list[messages.Request] = []
-        """Commands of runs that have a job."""
+        """Commands held back until their run's job is done."""
         self._jobs: dict[str, messages.Request] = {}
-        """Requests of the jobs that were begun, by run."""
+        """Requests of the started jobs, by run."""
         self._unfinished: SimpleQueue[tuple[messages.Request, messages.Unfinished]] = SimpleQueue()
         self._sending = threading.Lock()
         self._failpoints = Failpoints("")
         self._progress = 0
-        """Counted up by the loop with all that it does, so that beats tell whether it moves on."""
+        """Incremented by the loop with everything that it does, so that heartbeats show whether it makes progress."""
 
     def serve(self) -> NoReturn:
-        """Answer commands for ever. The process ends, whatever it is doing, when the other end closes."""
+        """Answer commands forever. The process ends when the other end closes, whatever it is doing."""
         self._receiver.start()
         threading.Thread(target=self._finish, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
@@ -62,7 +62,7 @@ class Worker:
             while True:
                 self._turn()
         except (Exception, OutOfStepError):
-            # Other ranks died or went another way; what this one would answer may be wrong.
+            # Other ranks died or diverged; this rank's answers may be wrong.
             _log.exception("the engine cannot go on")
             os._exit(1)
 
@@ -74,7 +74,7 @@ class Worker:
                 self._answer(self._jobs.pop(job.run_id), job.output)
 
     def _take(self) -> None:
-        """Execute or begin the commands that wait; wait for one if there is nothing else to do."""
+        """Execute or start the waiting commands; wait for one if there is nothing else to do."""
         waiting, self._held = self._held, []
         waiting += self._receiver.take(wait=not self._jobs and not waiting)
         busy = set(self._jobs)
@@ -119,7 +119,7 @@ class Worker:
                 self._send(messages.Beat(self._progress))
                 self._ranks.give_sign()
             except OSError:
-                sys.exit()  # Ends this thread. The service has let go, and whoever notices ends the process.
+                sys.exit()  # Ends this thread. The service is gone; the thread that watches for that ends the process.
             sleep(_BEAT_SECONDS)
 
     def _result(self, command: messages.Start | messages.Command) -> messages.Result | messages.Unfinished:

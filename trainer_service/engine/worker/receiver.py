@@ -1,4 +1,4 @@
-"""The engine's end of the pipe from the service: requests, the same on every rank and in the same order."""
+"""The engine's end of the pipe from the service: every rank receives the same requests in the same order."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainer_service.engine.distributed.ranks import Ranks
 _log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 60.0
-"""Rank 0 shares something this often, be it nothing, so that ranks can tell waiting from hanging."""
+"""Rank 0 shares requests at least this often, even if there are none, so that ranks can tell waiting from hanging."""
 
 
 class RequestReceiver:
-    """Receives requests, on rank 0 from `connection` and on the others from rank 0."""
+    """Receives requests: rank 0 from `connection`, the other ranks from rank 0."""
 
     def __init__(self, connection: socket.socket, ranks: Ranks) -> None:
         self._connection = connection
@@ -27,12 +27,12 @@ class RequestReceiver:
         self._payloads: SimpleQueue[bytes] = SimpleQueue()
 
     def start(self) -> None:
-        """Begin to receive. The process ends, whatever it is doing, when the other end closes."""
+        """Start receiving. The process ends when the other end closes, whatever it is doing."""
         if self._ranks.leads:
             threading.Thread(target=self._receive, daemon=True).start()
 
     def take(self, *, wait: bool) -> list[messages.Request]:
-        """Take all requests that wait, with `wait` at least one. All ranks must do this together."""
+        """Return all waiting requests; with `wait`, at least one. All ranks must call this together."""
         while True:
             payloads = self._ranks.share_all(self._waiting(wait=wait) if self._ranks.leads else [])
             if payloads or not wait:
@@ -49,7 +49,7 @@ class RequestReceiver:
             return payloads
 
     def _receive(self) -> None:
-        # Waiting here, beside the engine, an orphan notices at once and frees its memory.
+        # A thread beside the engine waits here, so that an orphaned process notices immediately and frees its memory.
         try:
             with self._connection.makefile("rb") as stream:
                 while header := stream.read(messages.LENGTH_BYTES):

@@ -1,4 +1,4 @@
-"""The HTTP port by itself: heads that do not come, addresses that it gives, and a gateway without FastAPI."""
+"""The HTTP port by itself: request heads that never arrive, file addresses, and a gateway without FastAPI."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch):
         for head, answer in ((b"", b""), (b"GET / HTTP/1.1\r\n", b""), (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"ok")):
             reader, writer = await asyncio.open_connection(*listening.getsockname())
             writer.write(head)
-            if answer:  # a second head that does not come ends it too
+            if answer:  # a second head that never arrives ends it too
                 assert (await reader.readuntil(b"ok")).endswith(answer)
                 writer.write(b"GET")
             async with asyncio.timeout(5):

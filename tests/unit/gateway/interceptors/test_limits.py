@@ -1,4 +1,4 @@
-"""Places for calls: bounded in total and per tenant, handed out in turns."""
+"""Places for calls: bounded in total and per tenant, handed out in turn."""
 
 from __future__ import annotations
 

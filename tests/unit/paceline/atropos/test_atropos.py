@@ -1,4 +1,4 @@
-"""What `paceline atropos` makes of batches, options and restarts."""
+"""How `paceline atropos` handles batches, options and restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splitting a batch into requests and putting the answers together."""
+"""Splitting a batch into requests and merging the answers."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What `import paceline` gives, and what it costs."""
+"""What `import paceline` exports, and what it loads."""
 
 import inspect
 import pydoc
@@ -125,7 +125,7 @@ NOT_FOR_CLIENTS = {
 }
 
 WITHOUT_TWIN = {"create_sampling_client", "sample_stream"}
-"""They call nothing themselves."""
+"""Methods without an async twin, because they send nothing themselves."""
 
 
 def public_methods(cls):

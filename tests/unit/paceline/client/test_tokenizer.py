@@ -1,4 +1,4 @@
-"""Tokenizers that a trainer sends, kept in a cache directory."""
+"""Tokenizers sent by a trainer and kept in a cache directory."""
 
 import pytest
 

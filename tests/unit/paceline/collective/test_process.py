@@ -1,4 +1,4 @@
-"""Members of a process group meet, each on a GPU of its own, before NCCL is asked, and end at once."""
+"""Members of a process group meet, each on its own GPU, before NCCL is used, and end at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def met(*gpus):
         try:
             meet(store, place(0, len(gpus)), gpus[0])
         finally:
-            store.set("go", "")  # as the store's end lets go of them
+            store.set("go", "")  # releases the others, as the end of the store does
         for other in others:
             other.result()
 

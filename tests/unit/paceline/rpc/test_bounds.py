@@ -1,4 +1,4 @@
-"""Every field of a request has a bound in the contract, says so in its comment, and is refused beyond it."""
+"""Every field of a request has a bound in the contract and in its comment, and is refused beyond it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_large_batch_passes_the_count():
 
 
 def test_a_time_in_a_request_is_taken():
-    """A pushed version's manifest says when it was made."""
+    """A pushed version's manifest holds its creation time."""
     push = sampler_pb.UpdateWeightsRequest()
     push.manifest.create_time.FromSeconds(1_800_000_000)
     check_message(push)

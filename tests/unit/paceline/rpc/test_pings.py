@@ -1,4 +1,4 @@
-"""Pings of clients and servers fit each other: a dead peer is noticed, and neither takes the other's for too many."""
+"""Pings of clients and servers match: a dead peer is noticed, and neither side refuses the other's as too many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERVAL = "grpc.http2.min_ping_interval_without_data_ms"
 
 
 def test_grpc_knows_every_option_that_is_set():
-    """It passes over those that it does not know."""
+    """gRPC ignores options that it does not know."""
     library = Path(cygrpc.__file__).read_bytes()
     names = {name for name, _ in (*SERVER, *_CHANNEL_OPTIONS, *_BULK_OPTIONS)}
     assert {name for name in names if name.encode() + b"\0" not in library} == set()
@@ -36,7 +36,7 @@ def test_a_dead_gateway_is_noticed_within_20_seconds():
 
 @pytest.mark.parametrize("calls", [True, False], ids=["a silent call", "no call"])
 async def test_a_connection_that_is_silent_and_pinged_stays(calls):
-    """With a hundredth of the interval, and no strike to spare: the third ping too many ends a connection."""
+    """Uses a hundredth of the interval and no spare strike, so that the third excess ping would end a connection."""
 
     async def silent(request, context):
         asked.set()

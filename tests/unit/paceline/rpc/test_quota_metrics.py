@@ -1,4 +1,4 @@
-"""What Prometheus sees of quotas."""
+"""Quotas in Prometheus metrics."""
 
 from __future__ import annotations
 

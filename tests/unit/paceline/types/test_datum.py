@@ -1,4 +1,4 @@
-"""Datums: what counts in them, how a completion becomes one, and what a mean over them divides by."""
+"""Datums: which positions count, how a completion becomes a datum, and what a mean divides by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stops as people write them."""
+"""Stops in the forms in which callers write them."""
 
 from __future__ import annotations
 

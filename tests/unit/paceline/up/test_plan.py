@@ -25,7 +25,7 @@ from paceline.up.state import held_state
 
 
 def make_model_files(directory):
-    """Make what is looked at of a model before a start."""
+    """Make the files of a model that are checked before a start."""
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     (directory / "tokenizer.json").write_text("{}")
@@ -34,7 +34,7 @@ def make_model_files(directory):
 
 @pytest.fixture
 def options(tmp_path, monkeypatch):
-    """Options with which everything would start; what would start is then an error of its own."""
+    """Return options that pass all checks; the start itself would then fail with another error."""
     make_model_files(tmp_path / "model")
     monkeypatch.setattr(module, "Supervisor", None)
     address = f"127.0.0.1:{free_service_ports()}"
@@ -282,7 +282,7 @@ def test_a_second_one_on_the_same_state_is_refused_before_it_touches_anything(op
     with held_state(state), pytest.raises(CannotStart, match=r"is used by another `paceline up`; stop that one"):
         up(replace(options, state=str(state)))
     assert [path.name for path in state.iterdir()] == ["lock"]
-    with held_state(state):  # the first one has ended
+    with held_state(state):  # the first process has ended
         pass
 
 

@@ -1,4 +1,4 @@
-"""An adapter's configuration is read whole, or refused by the name of the field that is missing or wrong."""
+"""An adapter's configuration is read in full, or refused by the name of the missing or wrong field."""
 
 from __future__ import annotations
 

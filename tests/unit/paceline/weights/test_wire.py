@@ -1,4 +1,4 @@
-"""The stream of weights on the wire: stubs as they are generated read what is written, and their messages are read."""
+"""The stream of weights on the wire: generated stubs read what our code writes, and our code reads theirs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA, CRC32C = b"weights", 0xC3B3BB33
 
 
 class Stock(WeightServiceServicer):
-    """Serves a file by generated messages."""
+    """Serves a file with generated messages."""
 
     def __init__(self, file):
         self.file = file
@@ -41,7 +41,7 @@ class Stock(WeightServiceServicer):
 
 @asynccontextmanager
 async def _serving(file, replies=None):
-    """Serve a file by `Stock`, or FetchVersion by what yields its bytes; gives the address."""
+    """Serve a file with `Stock`, or FetchVersion with `replies`, which yields bytes; yield the address."""
     server = grpc.aio.server()
     add_WeightServiceServicer_to_server(Stock(file), server)
     if replies is not None:
@@ -55,7 +55,7 @@ async def _serving(file, replies=None):
 
 
 async def _replies(file, *, ours):
-    """Return what a stub as it is generated, and what our reader, get from a server."""
+    """Return what a generated stub and what our reader get from a server."""
 
     async def replies(request, context):
         yield pb.FetchVersionResponse(manifest=pb.Manifest(tenant="ours")).SerializeToString()
@@ -89,7 +89,7 @@ async def test_generated_and_own_code_understand_each_other(tmp_path, ours):
 
 
 async def test_a_reader_that_pauses_receives_few_chunks_ahead(tmp_path):
-    """gRPC's own options let 5 to 13 come."""
+    """With gRPC's default options, 5 to 13 chunks arrive."""
     file, sent = tmp_path / "weights", 0
     file.write_bytes(bytes(64 * CHUNK_BYTES))
 
@@ -103,7 +103,7 @@ async def test_a_reader_that_pauses_receives_few_chunks_ahead(tmp_path):
         call = weights.fetch_version(channel)(pb.FetchVersionRequest())
         for _ in range(16):
             await call.read()
-        await asyncio.sleep(1)  # as many come as will
+        await asyncio.sleep(1)  # let as many arrive as will
         assert sent - 16 <= 4
         call.cancel()
 
@@ -123,7 +123,7 @@ OFFSET, BODY, SUM = b"\x08\xac\x02", _field(0x12, b"weights"), b"\x1d" + CRC32C.
         _field(0x12, SUM + BODY + OFFSET),
         _field(0x12, OFFSET + _field(0x12, b"replaced later") + SUM + BODY),
         _field(0x12, OFFSET + SUM + BODY + b"\x50\x01"),  # a field of a later contract
-        _field(0x12, b"\x08\xac\x82\x80\x00" + BODY + SUM),  # a varint longer than need be
+        _field(0x12, b"\x08\xac\x82\x80\x00" + BODY + SUM),  # a varint longer than necessary
         _field(0x12, OFFSET) + _field(0x12, BODY + SUM),  # a message in two parts, which are merged
         b"\x50\x01" + _field(0x12, OFFSET + BODY + SUM),
     ],

@@ -1,4 +1,4 @@
-"""What the sampler makes of an adapter's directory, and of requests and options, before an engine sees them."""
+"""How the sampler checks an adapter's directory, requests and options before an engine sees them."""
 
 from __future__ import annotations
 

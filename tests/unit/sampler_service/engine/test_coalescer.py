@@ -1,4 +1,4 @@
-"""Tokens on their way to a reader that may be slow."""
+"""Delivery of tokens to a reader that may be slow."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_the_engine_has_done_with_a_request_before_its_reader_has():
 
 
 async def behind(crowd=None):
-    """A coalescer whose reader was woken and had to wait while the loop was busy with others."""
+    """Return a coalescer whose reader was woken but had to wait for a busy event loop, and the reader's next read."""
     coalescer = Coalescer(crowd)
     coalescer.put(delta(0, 1))
     reader = aiter(coalescer)

@@ -1,4 +1,4 @@
-"""What both engines compute in. vLLM's kernels for adapters on GPUs take 16 bits: float32 is refused there at once."""
+"""The dtype of both engines. vLLM's adapter kernels on GPUs need 16 bits, so float32 is refused there at once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_the_engine_refuses_it_too_before_it_loads_a_model(tmp_path: Path,
 
 @pytest.fixture(params=["float32", "bfloat16", "float16"])
 def stored(request, tmp_path):
-    """A model that is stored in a dtype."""
+    """Return a model and the dtype in which it is stored."""
     directory = make_tiny_llama(tmp_path / "tiny")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, request.param))
     model.save_pretrained(directory)
@@ -75,7 +75,7 @@ def stored(request, tmp_path):
 
 @pytest.mark.parametrize("says", [True, False], ids=["configured", "not configured"])
 async def test_auto_is_the_dtype_that_a_model_is_stored_in_with_either_engine(stored, says):
-    """By itself vLLM would take bfloat16 for float32, and nobody would have asked for it."""
+    """By default vLLM would choose bfloat16 for a float32 model, although nobody asked for it."""
     directory, dtype = stored
     path = directory / "config.json"
     config = json.loads(path.read_text())

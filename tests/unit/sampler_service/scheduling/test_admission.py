@@ -1,4 +1,4 @@
-"""Whom the sampler admits, and when it tells the others to come again."""
+"""Which requests the sampler admits, and when it tells the others to retry."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_times_follow_how_long_completions_take(clock, seconds):
     for _ in range(20):
         with enter(admission, 1, 0):
             clock.now += seconds
-        clock.now += 100  # Nobody comes for a while: that says nothing of how long completions take.
+        clock.now += 100  # An idle time, which says nothing about how long completions take.
     with enter(admission, 4, 0):
         told = [refused(admission) for _ in range(6)]
     assert told[-1] - told[0] == pytest.approx(5 * seconds / 4 / 1.5, rel=0.05)
@@ -96,10 +96,10 @@ def test_the_times_follow_how_long_completions_take(clock, seconds):
 @pytest.mark.parametrize("returns", [True, False], ids=["clients that go on", "clients that leave"])
 @pytest.mark.parametrize("seconds", [0.3, 5.0])
 def test_ten_times_as_many_clients_leave_no_gap_and_are_seldom_refused(clock, seconds, returns):
-    """Clients that wait as they are told; completions take `seconds`, 32 of 64 at a time."""
+    """Clients retry when they are told to; completions take `seconds`, 32 of 64 at a time."""
     limit, running, order = 64, 32, count()
     admission = admission_of(limit, clock)
-    for _ in range(4 * limit):  # It has served before.
+    for _ in range(4 * limit):  # It has served requests before.
         with enter(admission, 1, 0):
             clock.now += limit / running * seconds
     began, until = clock.now, clock.now + 100 * seconds
@@ -159,7 +159,7 @@ def test_who_holds_more_than_a_share_gets_nothing_new_until_it_is_back_at_it(clo
         first[4].close()
         with enter(admission):
             refused(admission)
-    with ExitStack() as alone:  # the other has left: all of it is one tenant's again
+    with ExitStack() as alone:  # the other tenant has left: one tenant may use everything again
         for _ in range(5):
             alone.enter_context(enter(admission))
         refused(admission)

@@ -1,4 +1,4 @@
-"""Whose completions the engine gets next."""
+"""Which tenant's completions the engine gets next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ A, B = "anquetil", "bartali"
 
 
 class Requests:
-    """Requests in the order in which their turns came; each holds its places until it is ended."""
+    """Requests in the order of their turns; each holds its places until it is ended."""
 
     def __init__(self, queue: TenantQueue) -> None:
         self.queue = queue
@@ -29,7 +29,7 @@ class Requests:
         await settled()
 
     async def end(self, name: str, completions: int = 0) -> None:
-        """End some of a request's completions, or the request."""
+        """End some of a request's completions, or the whole request."""
         if completions:
             self._held[name].ended(completions)
         else:
@@ -98,7 +98,7 @@ async def test_places_are_given_back_as_completions_end():
         assert sent.queue.waiting == 1
         await sent.end(f"{A}0", 1)
         assert sent.begun == [f"{A}0", f"{B}0"]
-        await sent.end(f"{A}0", 100)  # no more than it has
+        await sent.end(f"{A}0", 100)  # releases no more than it has
         await sent.send(f"{A}1", 4)
         await sent.send(f"{A}2", 1)
         assert sent.begun == [f"{A}0", f"{B}0", f"{A}1"]
@@ -121,7 +121,7 @@ async def test_one_that_leaves_when_its_turn_comes_gives_it_to_the_next():
             await sent.send(name)
         sent.queue.release(0)
         sent._ends[f"{A}0"].set()
-        await asyncio.sleep(0)  # the place is A1's, which has not woken up
+        await asyncio.sleep(0)  # the place belongs to A1, which has not woken up
         await sent.cancel(f"{A}1")
         assert sent.begun == [f"{A}0", f"{A}2"]
 
@@ -132,7 +132,7 @@ async def test_the_turn_of_one_that_leaves_as_it_comes_is_the_next_ones():
             await sent.send(name)
         sent.tasks[f"{A}1"].cancel()
         sent.tasks[f"{B}0"].cancel()
-        sent._held[f"{A}0"].end()  # in the same turn of the loop: neither has left the line
+        sent._held[f"{A}0"].end()  # in the same iteration of the event loop: neither has left the queue
         await settled()
         assert sent.begun == [f"{A}0", f"{A}2"]
         await sent.end(f"{A}2")

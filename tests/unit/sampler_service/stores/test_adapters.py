@@ -39,7 +39,7 @@ RUN = new_run_id()
 
 
 class GatedBridge(VolumeBridge):
-    """Reads the volume when the gate is open, and counts."""
+    """Reads the volume when the gate is open, and counts the fetches."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -47,7 +47,7 @@ class GatedBridge(VolumeBridge):
         self.gate = asyncio.Event()
         self.gate.set()
         self.before_load: Callable[[], None] = int
-        """Called between the verification of files and their loading."""
+        """Called after files are verified and before they are loaded."""
 
     async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
         self.fetches += 1
@@ -58,7 +58,7 @@ class GatedBridge(VolumeBridge):
 
 
 class GatedEngine(HfEngine):
-    """Lets adapters go when the gate is open."""
+    """Removes adapters when the gate is open."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
@@ -72,7 +72,7 @@ class GatedEngine(HfEngine):
 
 @dataclass
 class Setup:
-    """A registry and what is around it."""
+    """A registry and its dependencies."""
 
     model: Path
     volume: Volume
@@ -402,7 +402,7 @@ async def test_a_file_that_changed_after_it_was_verified_is_not_served(setup, ho
             shutil.rmtree(weights.parent)
 
     setup.bridge.before_load = change
-    # Whether a version that is gone is still to come, the trainer alone knows.
+    # Only the trainer knows whether a missing version is still to come.
     with pytest.raises(errors.TrainerUnavailable if how == "removed" else errors.ChecksumMismatch):
         await use(registry, ref)
     assert not len(registry)
@@ -417,5 +417,5 @@ async def test_files_that_belong_there_stay_on_the_volume(setup):
     await until(lambda: not len(registry))
     assert setup.volume.version(RUN, 1).is_dir()
     shutil.rmtree(setup.volume.version(RUN, 1))
-    with pytest.raises(errors.TrainerUnavailable):  # which alone could say whether it is still to come
+    with pytest.raises(errors.TrainerUnavailable):  # only it could say whether the version is still to come
         await use(registry, ref)

@@ -1,4 +1,4 @@
-"""Where a version waits while its files are on their way from memory to disk."""
+"""Where a version waits while its files move from memory to disk."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def stage(volume, memory):
 
 
 class Released(list[int]):
-    """The versions that had to go."""
+    """The versions that were released."""
 
     async def __call__(self, staged: StagedAdapter) -> None:
         await staged.discard()

@@ -1,4 +1,4 @@
-"""Checkpoints may be overwritten, deleted or damaged at any moment, also while another call looks at them."""
+"""Checkpoints may be overwritten, deleted or damaged at any moment, even while another call reads them."""
 
 from __future__ import annotations
 

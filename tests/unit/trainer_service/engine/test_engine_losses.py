@@ -1,4 +1,4 @@
-"""What the engine makes of the losses: reductions, several targets per position, sequences that stay together."""
+"""How the engine applies losses: reductions, several targets per position, sequences that stay together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def engine(make_engine):
 
 
 def passed(engine, data, loss="cross_entropy", config=None, **reduction):
-    """The output of one pass and the gradient that it gave."""
+    """Return the output of one pass and its gradient."""
     engine._runs["run"].drop_gradient()
     output = engine.forward_backward("run", data, ForwardBackwardSpec(loss, config or {}, **reduction))
     return output, gradients(engine)
@@ -48,7 +48,7 @@ def assert_equal_gradients(mine, theirs, rtol=1e-4):
 
 
 def weighted_losses(data, outputs):
-    """Cross entropy at each counted position of each datum, in float64."""
+    """Return cross entropy at each counted position of each datum, in float64."""
     return [
         (-output["logprobs"].astype(np.float64) * datum.loss_inputs["weights"])[datum.loss_inputs["mask"] == 1]
         for datum, output in zip(data, outputs, strict=True)

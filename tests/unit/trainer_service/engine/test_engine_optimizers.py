@@ -1,4 +1,4 @@
-"""A run with each optimizer: resumes bit for bit, keeps to its optimizer, and is unharmed by what fails."""
+"""A run with each optimizer: it resumes bit for bit, keeps its optimizer, and is unharmed by failures."""
 
 from __future__ import annotations
 

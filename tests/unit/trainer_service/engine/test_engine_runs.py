@@ -1,4 +1,4 @@
-"""Many runs on one base model: what they share, what they do not, and which adapters they can have."""
+"""Many runs on one base model: what they share, what they do not, and which adapters they may have."""
 
 from __future__ import annotations
 

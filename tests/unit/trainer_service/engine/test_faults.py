@@ -1,4 +1,4 @@
-"""Passes that do not fit into memory, and losses that are not finite: reported, refused where asked, no run harmed."""
+"""Passes that do not fit into memory, and losses that are not finite: reported, refused if asked, no run harmed."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_step_without_gradient_is_refused(engine):
 
 
 def test_adamw_honours_every_setting(engine):
-    """Two steps against the algorithm of arXiv 1711.05101 in float64."""
+    """Compares two steps with the algorithm of arXiv 1711.05101 in float64."""
     params = AdamParams(0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.5)
     expected = {name: weight.double() for name, weight in weights(engine).items()}
     m = {name: torch.zeros_like(weight) for name, weight in expected.items()}

@@ -1,4 +1,4 @@
-"""The journal: on the disk before anything executes, readable after any crash, and never longer than it must be."""
+"""The journal: on disk before anything executes, readable after any crash, and never longer than necessary."""
 
 import asyncio
 import os
@@ -109,7 +109,7 @@ async def test_a_file_that_was_made_longer_and_never_written_is_a_torn_end(direc
 
 
 def frames_of(path):
-    """Return where the frames of a segment begin."""
+    """Return the offsets of a segment's frames."""
     data = path.read_bytes()
     return [place for place in range(UNIT, len(data), UNIT) if data[place : place + 4] == b"\xa7PJF"]
 
@@ -132,7 +132,7 @@ async def test_damage_to_what_was_durable_is_told_from_a_torn_end(directory, pla
 
 
 def _is_padding(path, place):
-    """Whether nothing is read at a place: the padding of a header or frame."""
+    """Whether the byte at a place is never read: the padding of a header or frame."""
     start = max([0, *(begin for begin in frames_of(path) if begin <= place)])
     if start == 0:
         return 52 <= place < UNIT - 4
@@ -143,7 +143,7 @@ async def test_an_unacknowledged_batch_of_which_only_the_end_reached_the_disk_is
     RunJournal.make(directory, 1)
     journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
     await journal.append(command(1), sync=True)
-    for seq_id in (2, 3):  # not synced, and so not told to anybody
+    for seq_id in (2, 3):  # not synced, and so not acknowledged
         await journal.append(command(seq_id), sync=False)
     (path,) = segments(directory).values()
     second, third = frames_of(path)[1:]
@@ -159,7 +159,7 @@ async def test_an_unacknowledged_batch_of_which_only_the_end_reached_the_disk_is
 async def test_bytes_of_a_client_are_never_taken_for_records(directory):
     forger = directory.with_name("forger")
     path = await written(forger, command(1), AnswerRecord(1, b"d", "OptimStep", b"reply"), command(2))
-    stolen = path.read_bytes()  # more than a client can know: records of a run, and the frames of another key
+    stolen = path.read_bytes()  # more than a client can know: a run's records, and frames with another key
     old = b"".join(b"\xa7PJR" + len(p).to_bytes(4, "little") + checksum(p) + p for p in payloads(stolen))
     for content in (stolen, old):
         for shift in range(0, UNIT, 16):
@@ -196,7 +196,7 @@ async def test_a_sync_that_fails_gives_the_segment_up_and_nothing_that_was_told_
     monkeypatch.setattr(os, "fdatasync", fail_once)
     await run.send(3)
     assert len(segments(directory)) == 2
-    with segments(directory)[old].open("r+b") as lost:  # what was never synced is gone, as after a power cut
+    with segments(directory)[old].open("r+b") as lost:  # drop what was never synced, as a power cut may
         lost.truncate(run.journal._previous[1])
     assert list(run.history().commands) == [1, 2, 3]
     assert set(run.history().answers) >= {1, 2}
@@ -269,7 +269,7 @@ async def test_commands_that_wait_at_the_same_time_share_one_sync(directory, mon
 
 @contextmanager
 def no_room(directory, more=0):
-    """Let no file grow beyond the journal's size: it is large, so that it alone comes to the limit."""
+    """Let no file grow beyond the journal's size, which is so large that only the journal reaches the limit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = sum(path.stat().st_size for path in directory.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + more, limits[1]))

@@ -1,4 +1,4 @@
-"""How much is in memory at a time."""
+"""Limits on the bytes in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer_service.limits.byte_gate import ByteGate
 
 
 class Holders:
-    """Tasks that hold bytes until they are told to let go."""
+    """Tasks that hold bytes until they are told to release them."""
 
     def __init__(self, gate: ByteGate) -> None:
         self.gate = gate

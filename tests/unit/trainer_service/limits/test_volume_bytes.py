@@ -201,7 +201,7 @@ async def test_what_would_be_too_much_is_refused_with_the_figures_and_fits_after
             counted.check(A, 5000)
         assert counted.used(A) == used + 5000
     with counted.taking(A, 10_000, replaced=volume.checkpoint(CheckpointPath(RUNS[A], CheckpointKind.STATE, "one"))):
-        pass  # it takes the other's place
+        pass  # it replaces the other
     await store.delete(CheckpointPath(RUNS[A], CheckpointKind.STATE, "one"), Identity(A))
     counted.check(A, 10_000)
 

@@ -1,4 +1,4 @@
-"""What samplers say of versions, and what a publish makes of it."""
+"""What samplers report about versions, and how a publish uses it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def settled(hub, policy=AckPolicy.ALL, seconds=0.05):
 
 
 def told(watcher):
-    """What a watcher was told so far, one kind after the other."""
+    """Drain and return the messages for a watcher."""
     said = []
     while not watcher.outbox.empty():
         said.append(watcher.outbox.get_nowait())

@@ -1,4 +1,4 @@
-"""Commands that only read a run's state: the next begins when they have captured it, and a crash costs none of them."""
+"""Commands that only read a run's state: the next starts once they have captured it, and a crash loses none."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ async def run(directory):
 
 
 class Background:
-    """What a command does after it has captured the run's state, until the test lets it end."""
+    """What a command does after capturing the run's state, until the test lets it end."""
 
     def __init__(self, error=None, *, needs_engine=True, ordered=False):
         self.error, self.needs_engine, self.ordered = error, needs_engine, ordered

@@ -1,4 +1,4 @@
-"""Runs on the volume: what a start finds, leaves alone and removes, where the disk fails or is full."""
+"""Runs on the volume: what a start finds, leaves alone and removes when the disk fails or is full."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def volume(tmp_path):
 
 @asynccontextmanager
 async def registry_of(volume):
-    """A registry that has read the volume, as at a start."""
+    """Yield a registry that has read the volume, as at a start."""
     settings = TrainerSettings(model="tiny", checkpoint_dir=volume.root, min_free_bytes=0, insecure=True)
     registry = RunRegistry(
         volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD), VolumeBytes(volume)
@@ -56,7 +56,7 @@ async def registry_of(volume):
 
 
 async def make_run(registry, run_id, commands=5):
-    """Make a run that executed commands and has a snapshot after the second one."""
+    """Make a run that executed commands and has a snapshot after the second."""
     async with registry.making(run_id, TEAM.tenant) as (sequencer, snapshots):
         record = RunRecord(
             run_id=run_id,
@@ -93,7 +93,7 @@ async def take_snapshot(record, executor):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """A block in which no file of the volume can be written."""
+    """Return a context manager within which no file of the volume can be written."""
 
     def full(*_):
         raise layout.translate(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
@@ -114,7 +114,7 @@ def contents(folder):
 
 @pytest.fixture
 def unreadable(monkeypatch):
-    """Let reading a file fail of EIO, as a disk does that has trouble; returns what names it and how often it does."""
+    """Return a function that makes the next reads of a file fail with EIO, as on a failing disk."""
     failing: list[Path] = []
 
     def checked(function):
@@ -155,7 +155,7 @@ async def test_a_file_that_cannot_be_read_now_costs_nothing_and_changes_nothing(
             assert registry.get(OTHER, TEAM).sequencer.last_seq_id == 5
         unreadable(folder / name, 0)
         assert contents(folder) == intact, name
-    assert served == [("run.copy.json", 5)]  # which nobody has to read
+    assert served == [("run.copy.json", 5)]  # the copy is not needed
     async with registry_of(volume) as registry:
         assert (registry.get(RUN, TEAM).step, registry.get(RUN, TEAM).sequencer.last_seq_id) == (5, 5)
 
@@ -317,7 +317,7 @@ async def test_a_snapshot_and_the_folders_above_it_are_synced_before_the_journal
     folder = volume.run(RUN)
     cut = next(i for i, (what, path) in enumerate(events) if what == "unlink" and path.suffix == ".journal")
     synced = [path for what, path in events[:cut] if what == "sync"]
-    # The last of the folders to be made is named last, and synced with that name in it.
+    # The last folder to be made gets its name last, and its parent is synced with that name in it.
     for parent in (volume.root, volume.runs, folder, folder / "snapshots"):
         assert parent in synced
     assert {path.name for path in synced} >= {"weights", "facts.json", "answers", "SHA256SUMS"}
@@ -345,14 +345,14 @@ def test_a_new_directory_is_durable_with_the_names_of_the_folders_above_it(tmp_p
 
 
 class Rebuilding:
-    """What recovery asks of engine, publisher and commands; notes how many bytes of journals are held meanwhile."""
+    """The parts of engine, publisher and commands that recovery uses; records the journal bytes held meanwhile."""
 
     def __init__(self, gate):
         self.gate = gate
         self.held = {}
 
     async def create_run(self, run_id, parameters):
-        for _ in range(100):  # others come as far as they can
+        for _ in range(100):  # let others advance as far as they can
             await asyncio.sleep(0)
         self.held[run_id] = self.gate.held
 

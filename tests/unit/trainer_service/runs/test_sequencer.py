@@ -1,4 +1,4 @@
-"""A run's commands: in order of seq_id, each once."""
+"""A run's commands execute in order of seq_id, each once."""
 
 import asyncio
 import gc
@@ -35,7 +35,7 @@ def command_of(seq_id, attachment=0):
 
 
 async def settled(is_so):
-    """Let what is under way end, until something holds."""
+    """Run the event loop, and collect garbage, until `is_so()` is true."""
     async with asyncio.timeout(PATIENCE):
         while not is_so():
             await asyncio.sleep(0)
@@ -104,7 +104,7 @@ async def test_a_command_whose_engine_is_away_executes_when_it_is_back_and_tells
 
 async def test_a_command_that_the_engine_dies_of_is_refused_for_good_and_the_next_executes(directory):
     died = refusal(EngineDiedError("the engine died"))
-    for _ in range(2):  # the count survives the service
+    for _ in range(2):  # the count survives a restart
         run = JournaledRun(directory, started=False)
         run.executor.act[1] = died
         waiting = run.send(1)
@@ -213,7 +213,7 @@ async def test_bytes_that_wait_are_counted_over_runs_and_tenants(directory):
     waiting_bytes = WaitingBytes(limit=10_000)
     waiting_bytes.add("other", 7000)  # of another run
     run = JournaledRun(directory, started=False, waiting_bytes=waiting_bytes)
-    first = run.send_large(1, 6000)  # what the run needs to go on
+    first = run.send_large(1, 6000)  # the command that the run needs next
     await settled(lambda: run.history().commands)
     with pytest.raises(errors.Overloaded) as caught:
         await run.send_large(2, 1)

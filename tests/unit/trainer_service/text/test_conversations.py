@@ -1,4 +1,4 @@
-"""Conversations as data: tokens as they would be sampled, and the loss on responses alone."""
+"""Conversations as data: tokens as they would be sampled, and the loss on responses only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def render(model, *conversations, longest=512, **more):
 
 
 def said(datum):
-    """The texts that are trained, each response by itself."""
+    """Return the texts that are trained, one for each response."""
     targets, weights = datum.loss_inputs["target_tokens"].tolist(), datum.loss_inputs["weights"].tolist()
     groups = groupby(zip(targets, weights, strict=True), key=itemgetter(1))
     return [TOKENIZER.decode([token for token, _ in group]) for weight, group in groups if weight]

@@ -1,1 +1,1 @@
-"""Layers of a frozen decoder with their backward passes written out: few passes over memory, no autocast."""
+"""Layers of a frozen decoder with hand-written backward passes: few passes over memory, no autocast."""

@@ -15,7 +15,7 @@ from trainer_service.engine.model.packed_attention import packed_attention
 class FusedAttention(nn.Module):
     """Projections, rotary embedding and attention within segments, with the modules of the layer that it replaces.
 
-    `window` is the sliding window, in positions, of layers that have one.
+    `window` is the layer's sliding window in positions; None if it has none.
     """
 
     def __init__(self, layer: Any, window: int | None, work: RowWork) -> None:
@@ -35,7 +35,7 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """Attend within each segment of `hidden_states`, [1, T, hidden].
 
-        `position_embeddings` are the cosines and sines, [1, T, head_dim], both halves of the last dimension alike.
+        `position_embeddings` are the cosines and sines, [1, T, head_dim], with both halves of the last dimension equal.
         """
         shape = (hidden_states.shape[1], -1, self.head_dim)
         rows = hidden_states.reshape(shape[0], -1)

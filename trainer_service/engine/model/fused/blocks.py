@@ -1,4 +1,4 @@
-"""Element-wise work on rows: a few at a time, so that what passes between its steps stays in the cache, or compiled."""
+"""Element-wise work on rows: in small blocks, so that intermediate results stay in the cache, or compiled."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 _ELEMENTS = 1 << 16
-"""Elements of a block: a quarter of a megabyte in float32, and several such fit a core's second-level cache."""
+"""Elements of a block: a quarter of a megabyte in float32; several blocks fit into a core's second-level cache."""
 
 Body = Callable[..., None]
-"""Work on rows of the tensors that it is given; it writes its results into some of them."""
+"""A function of tensors' rows that writes its results into some of the tensors."""
 
 
 class RowWork:
-    """How the fused layers do element-wise work.
+    """Runs the element-wise work of the fused layers.
 
-    Without a backend of torch.compile: as it is written, block by block. With one, "inductor" say: each body is
-    compiled into a loop over all rows, at its first call for a dtype, which takes seconds.
+    Without a torch.compile backend, each body runs eagerly, block by block. With one, such as "inductor", it is
+    compiled into a loop over all rows at its first call for a dtype, which takes seconds.
     """
 
     def __init__(self, backend: str | None = None) -> None:
@@ -27,7 +27,7 @@ class RowWork:
         self._compiled: dict[Body, Body] = {}
 
     def __call__(self, body: Body, *tensors: Tensor, dim: int = 0, **constants: float) -> None:
-        """Apply `body` to the tensors, which are equally long in `dim`."""
+        """Apply `body` to tensors of the same length in `dim`."""
         if self._backend is None:
             for part in row_blocks(*tensors, dim=dim):
                 body(*part, **constants)
@@ -38,7 +38,7 @@ class RowWork:
 
 
 def row_blocks(*tensors: Tensor, dim: int = 0) -> Iterator[tuple[Any, ...]]:
-    """Split tensors of the same length in `dim` into views of a block of rows each; on a GPU there is one block."""
+    """Split tensors of the same length in `dim` into views of a block of rows each; on a GPU, into one block."""
     length = tensors[0].shape[dim]
     if tensors[0].device.type != "cpu" or not length:
         yield tensors

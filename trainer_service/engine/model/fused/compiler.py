@@ -1,4 +1,4 @@
-"""Whether torch.compile has what it needs."""
+"""Check that torch.compile has the compiler that it needs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.errors import Unsupported
 
 
 def check_compiler(device: str) -> None:
-    """Raise Unsupported where torch.compile has no compiler for `device`: C++ on a CPU, Triton on a GPU."""
+    """Raise Unsupported if torch.compile has no compiler for `device`: C++ on a CPU, Triton on a GPU."""
     if device.startswith("cuda"):
         found, needed = find_spec("triton") is not None, "Triton"
     else:
-        compiler = os.environ.get("CXX") or "g++"  # As torch looks for it.
+        compiler = os.environ.get("CXX") or "g++"  # As torch does.
         found, needed = shutil.which(compiler) is not None, f"a C++ compiler, {compiler} (CXX names another)"
     if not found:
         raise Unsupported(f"compile=true needs {needed}, which is not installed; install it, or set compile=false.")

@@ -1,4 +1,4 @@
-"""Frozen linear layers and the low-rank updates of many runs as one operation, for layers that read the same input."""
+"""Frozen linear layers and the low-rank updates of many runs in one operation, for layers that share their input."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paceline.errors import Unsupported
 from trainer_service.engine.model.row_spans import Routing, Span
 
 _FEW_ROWS = 128
-"""Rows of a run up to which its products are float32 on a CPU."""
+"""Most rows of a run for which its products are float32 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A run's part in one layer: x W^T becomes x W^T + scaling (dropout(x) A^T) B^T (LoRA, arXiv 2106.09685, eq. 3)."""
+    """A run's update of a layer: x W^T becomes x W^T + scaling (dropout(x) A^T) B^T (LoRA, arXiv 2106.09685, eq. 3)."""
 
     a: Tensor
     """A, float32, [rank, in]."""
@@ -28,22 +28,22 @@ class LowRank:
     """B, float32, [out, rank]."""
     scaling: float
     dropout: float
-    """Probability with which an element of the input is dropped in training."""
+    """Probability that an element of the input is dropped in training."""
 
 
 class AdaptedLinear(PeftLinear):
-    """PEFT's LoRA layer, its adapters those of runs, computed for the rows of many of them at once.
+    """PEFT's LoRA layer with one adapter per run, computed for the rows of many runs at once.
 
-    Whose rows come in the routing says; a row of a run without a part here passes the frozen layer alone. The parts
-    stay float32; for many rows each pass rounds them once to the dtype of the input.
+    The routing says which rows belong to which run; rows of a run without an adapter here go through the frozen layer
+    alone. Adapters stay float32; for many rows, each pass rounds them once to the dtype of the input.
     """
 
     routing: Routing
     index: int
-    """Tells its dropout from that of other layers."""
+    """Index of the layer, which makes its dropout differ from that of other layers."""
 
     def part(self, run_id: str) -> LowRank | None:
-        """Return what a run adds here, if anything."""
+        """Return a run's update of this layer; None if it has none."""
         if run_id not in self.lora_A:
             return None
         dropout = getattr(self.lora_dropout[run_id], "p", 0.0)  # PEFT has an Identity for 0.
@@ -51,21 +51,21 @@ class AdaptedLinear(PeftLinear):
         return LowRank(a.weight, b.weight, self.scaling[run_id], dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to `x`, [..., in], the rows of the pass; returns [..., out] in the dtype of `x`."""
+        """Apply the layer to `x`, [..., in], the rows of the pass; return [..., out] in the dtype of `x`."""
         (out,) = shared_input(x.reshape(-1, x.shape[-1]), self)
         return out.view(*x.shape[:-1], -1)
 
 
 def shared_input(x: Tensor, *layers: nn.Module, spans: Sequence[Span] | None = None) -> Sequence[Tensor]:
-    """Apply layers to the same `x`, [rows, in]; returns one [rows, out] each.
+    """Apply layers to the same `x`, [rows, in]; return one [rows, out] for each.
 
-    `spans` are the rows' runs where they are not those of the pass. A run's low-rank parts in these layers are one
-    product, its gradients for `x` are summed in the products themselves, and they share a dropout mask.
+    `spans` assigns rows to runs if they are not the rows of the pass. A run's low-rank updates of these layers are one
+    product, their gradients for `x` are accumulated by the products themselves, and they share a dropout mask.
     """
     adapted = {place: layer for place, layer in enumerate(layers) if isinstance(layer, AdaptedLinear)}
     if not adapted:
         return [layer(x) for layer in layers]
-    # Runs without a part here go the same way, so that their sums do not depend on whether others have one.
+    # Runs without a part here take the same path, so that their sums do not depend on whether others have one.
     parts = _parts(x, adapted, spans)
     frozen = [layer.base_layer if isinstance(layer, AdaptedLinear) else layer for layer in layers]
     weights = [weight for layer in frozen for weight in (layer.weight, layer.bias)]
@@ -75,16 +75,16 @@ def shared_input(x: Tensor, *layers: nn.Module, spans: Sequence[Span] | None = N
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one run adds: its rows, the layers by place, its factors in each."""
+    """One run's update: its rows, the indices of the layers that it adapts, and its factors in each."""
 
     span: Span
     places: tuple[int, ...]
     lows: tuple[LowRank, ...]
     layer: int
-    """Index of the first of the layers, by which dropout's masks are drawn."""
+    """`AdaptedLinear.index` of the first adapted layer, from which dropout masks are drawn."""
 
     def mask(self, rows: Tensor) -> Tensor | None:
-        """Draw the dropout mask for the run's rows; None where nothing is dropped."""
+        """Draw the dropout mask for the run's rows; None if nothing is dropped."""
         dropout = self.lows[0].dropout
         return self.span.mask(self.layer, dropout, rows) if dropout and self.span.seed is not None else None
 
@@ -94,10 +94,10 @@ class _Part:
         return rows if mask is None else rows * mask
 
     def dtype(self, x: Tensor) -> torch.dtype:
-        """Choose what its products are computed in.
+        """Choose the dtype of the products.
 
-        For few rows on a CPU that is float32: with bfloat16 it takes longer to round the factors and to come to
-        oneDNN's kernels, of which each new number of rows needs its own, than to multiply.
+        For few rows on a CPU that is float32: in bfloat16, rounding the factors and getting oneDNN's kernels, one for
+        each new number of rows, takes longer than multiplying.
         """
         few = x.device.type == "cpu" and self.span.stop - self.span.start <= _FEW_ROWS
         return torch.float32 if few else x.dtype
@@ -120,9 +120,9 @@ def _parts(x: Tensor, adapted: Mapping[int, AdaptedLinear], spans: Sequence[Span
 
 
 class _LoraLinears(autograd.Function):
-    """Gradients for x, and for A and B of each part; the weights and biases are frozen.
+    """Computes gradients for x, and for A and B of each part; weights and biases are frozen.
 
-    After `parts` come each layer's weight and bias, then each part's A and B, layer by layer.
+    The arguments after `parts` are each layer's weight and bias, then each part's A and B, layer by layer.
     """
 
     @staticmethod
@@ -172,7 +172,7 @@ def _side_by_side(factors: list[Tensor]) -> Tensor:
 
 
 def _add_product(into: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add a product, in float32 or the dtype of `into`, rounding the sum once."""
+    """Add a product, in float32 or the dtype of `into`, and round the sum once."""
     if into.dtype == one.dtype:
         into.addmm_(one, other)
     else:
@@ -190,5 +190,5 @@ def _outer(gradient: Tensor, low: Tensor) -> Tensor:
     """Return gradient^T low, [out, rank], in float32."""
     if low.dtype == torch.float32:
         return gradient.t() @ low
-    # oneDNN is slow with a long transposed factor; turning the small result round costs no more than rounding it.
+    # oneDNN is slow with a long transposed factor; transposing the small result costs no more than rounding it.
     return (low.t() @ gradient).t().to(torch.float32, memory_format=torch.contiguous_format)

@@ -11,7 +11,7 @@ from trainer_service.engine.model.fused.blocks import RowWork, row_blocks
 
 
 class FusedRmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; keeps x and one float32 for each row."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; saves x and one float32 per row for backward."""
 
     def __init__(self, weight: nn.Parameter, eps: float, work: RowWork | None = None) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class FusedRmsNorm(nn.Module):
         self._work = work or RowWork()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x`, [..., width]; the dtype stays."""
+        """Normalise `x`, [..., width], and keep its dtype."""
         return _RmsNorm.apply(x, self.weight, self.eps, self._work)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -56,7 +56,7 @@ def _normalise(x: Tensor, out: Tensor, inverse: Tensor, weight: Tensor, *, eps: 
 
 
 def _normalise_backward(x: Tensor, dout: Tensor, dx: Tensor, inverse: Tensor, weight: Tensor) -> None:
-    """With n = x / rms: dx = (g - n mean(g n)) / rms, where g = dy * weight."""
+    """Write dx = (g - n mean(g n)) / rms, where n = x / rms and g = dy * weight."""
     normed, g = x * inverse, dout.float() * weight[:1].float()
     share = torch.linalg.vecdot(g, normed).unsqueeze(1).div_(-x.shape[1])
     dx.copy_(g.addcmul_(normed, share).mul_(inverse))

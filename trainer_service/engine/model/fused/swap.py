@@ -1,4 +1,4 @@
-"""Put the fused layers into a model, where it has the layers that they compute."""
+"""Replace a model's layers by fused ones that compute the same."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from trainer_service.engine.model.fused.mlp import FusedSwiglu
 from trainer_service.engine.model.fused.norm import FusedRmsNorm
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type` whose decoder layers are these three modules, and whose rotary halves are alike."""
+"""Values of `model_type` whose decoder layers consist of these three modules and whose rotary halves are equal."""
 _NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 
 
 def has_fused_family(model: PreTrainedModel) -> bool:
-    """Whether there are fused layers for a model."""
+    """Return whether fused layers exist for a model."""
     return model.config.model_type in _FAMILIES
 
 
 def fuse_layers(model: PreTrainedModel, work: RowWork | None = None) -> None:
     """Replace norms, MLPs and attention of a known family; leave any other model as it is.
 
-    Names of weights and of linear layers stay. `work` does the element-wise parts.
+    Names of weights and of linear layers stay. `work` runs the element-wise parts.
     """
     if not has_fused_family(model):
         return
     work = work or RowWork()
-    for parent in reversed(list(model.modules())):  # Inner layers first: an outer one takes them over.
+    for parent in reversed(list(model.modules())):  # Inner layers first: outer ones take them over.
         for name, child in list(parent.named_children()):
             replacement = _fused(child, model, work)
             if replacement is not None:

@@ -1,4 +1,4 @@
-"""What online training keeps on disk: each example has one end, and totals are those of the examples."""
+"""What online training keeps on disk: each example ends once, and the totals are those of the examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Tinker's clients are told of work that is done."""
+"""What Tinker's clients are told about finished work."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from paceline.types import SampledSequence, SampleResult, ServedModel, StopReaso
 
 
 def translated(data, loss_fn="ppo", **config):
-    """What the trainer gets of what the SDK sends."""
+    """Return the request that the trainer gets for what the SDK sends."""
     body = types.ForwardBackwardRequest(
         model_id="m", seq_id=1, forward_backward_input=types.ForwardBackwardInput(data=data, loss_fn=loss_fn)
     )

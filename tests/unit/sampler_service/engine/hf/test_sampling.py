@@ -1,4 +1,4 @@
-"""The sampling maths of the hf engine, against distributions worked out by hand."""
+"""The sampling maths of the hf engine, against distributions computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vLLM that hands tokens out in another way is refused when the engine starts."""
+"""A vLLM that delivers tokens in another way is refused when the engine starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sampler_service.engine.vllm.output_collector import FedLlm, FeedingProcesso
 
 
 class Other(OutputProcessor):
-    """vLLM's, or what another vLLM has in its place."""
+    """A processor that another vLLM may have in place of the known one."""
 
 
 def made(processor, handler=None):

@@ -1,4 +1,4 @@
-"""Which models are written over the one that vLLM has; a file of another shape is refused before."""
+"""Which models can replace vLLM's in place; a file of another shape is refused beforehand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_file_that_is_none_is_refused(engine, tmp_path):
 
 async def test_the_base_models_own_shape_is_taken_as_far_as_there_is_an_engine(engine, base, tmp_path):
     tensors = load_file(base / MODEL_FILE)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # also where it is tied
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # even if it is tied
     save_file(tensors, tmp_path / MODEL_FILE)
     with pytest.raises(EngineUnavailable):
         await engine.change_model(tmp_path)

@@ -1,4 +1,4 @@
-"""A vLLM whose internals are others than are known is refused in a sentence, before anything is loaded."""
+"""A vLLM whose internals differ from the known ones is refused in one sentence, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def other(self, *, novelty): ...
 )
 @pytest.mark.parametrize("how", ["another", "gone"])
 def test_what_has_a_stock_way_is_refused_unless_that_is_chosen(owner, name, setting, how, monkeypatch):
-    if how == "gone" and owner is not BaseLinearLayerWithLoRA:  # whose own base class has it, too
+    if how == "gone" and owner is not BaseLinearLayerWithLoRA:  # its base class has it too
         monkeypatch.delattr(owner, name)
     else:
         monkeypatch.setattr(owner, name, other)
@@ -89,7 +89,7 @@ def test_the_service_ends_with_the_sentence_alone(monkeypatch):
 
 @pytest.mark.parametrize(("given", "second"), [(None, False), ("0", False), ("1", True)])
 def test_the_model_runner_is_the_one_that_was_tested_unless_another_is_asked_for(given, second, monkeypatch, tmp_path):
-    """Also where Triton is installed, by which vLLM would choose by itself."""
+    """Even with Triton installed, which vLLM's own choice depends on."""
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     if given is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given)

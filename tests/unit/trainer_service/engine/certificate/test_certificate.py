@@ -1,4 +1,4 @@
-"""What an engine finds out about a base model before it serves it, and what it does then."""
+"""What an engine finds out about a base model before it serves it, and how it reacts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ ONE_SEQUENCE = {
     "gpt_neo": "GPTNeoForCausalLM",
     "capped": "lm_head (Linear) does not compute all that makes logits",
 }
-"""Models whose sequences cannot share a pass, and what the reason names."""
+"""Models whose sequences cannot share a pass, and what the stated reason names."""
 
 
 def save(config, directory):
@@ -110,7 +110,7 @@ def make_engine(models, odd_models):
 
 
 def stock_gradients(directory, modules, state, data):
-    """Loss and gradients of cross entropy by transformers and PEFT, one datum at a time."""
+    """Return loss and gradients of cross entropy by transformers and PEFT, one datum at a time."""
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     model = get_peft_model(model, PeftLoraConfig(r=4, lora_alpha=8, target_modules=list(modules))).eval()
     trained = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
@@ -189,7 +189,7 @@ def test_full_parameter_runs_go_one_sequence_a_pass_too(make_engine, odd_models,
 
 @pytest.fixture
 def draws(monkeypatch):
-    """Seeds of the tokens that were drawn so far, the last one last."""
+    """Return the seeds of the tokens drawn so far, in order."""
     drawn: list[int] = []
 
     def make_probe(config, seed):
@@ -202,7 +202,7 @@ def draws(monkeypatch):
 
 @pytest.fixture
 def break_ties(monkeypatch, draws):
-    """Have rounding decide otherwise, where sequences share a pass, which expert the last token of these draws gets."""
+    """Return a function that gives the last token of some draws another expert when sequences share a pass."""
     right = MixtralTopKRouter.forward
 
     def break_them(seeds):
@@ -263,7 +263,7 @@ def test_packing_in_which_positions_do_not_restart_is_not_used(tmp_path, monkeyp
 
     for module in (runner, certified_base):
         monkeypatch.setattr(module, "hidden_states", go_on)
-    # Its positions are learned; rotary ones are differences, which stay the same.
+    # OPT's positions are learned; rotary ones act by differences, which stay the same.
     engine = PeftEngine(EngineOptions(str(make_tiny("opt", tmp_path)), "tiny", dtype=dtype))
     assert engine.describe().certificate.packing is PackingMode.ONE_SEQUENCE
 

@@ -1,4 +1,4 @@
-"""Ranks of an engine when a collective fails on one of them: it is made up for, or the rank ends."""
+"""When a collective fails on one of an engine's ranks, the rank makes up for it or ends."""
 
 import os
 
@@ -15,7 +15,7 @@ from trainer_service.engine.distributed.sharding import _Gathers
 
 @pytest.fixture
 def group(tmp_path):
-    """A process group of this process alone, whose collectives run."""
+    """Yield a process group of this process alone, with working collectives."""
     dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -32,8 +32,8 @@ def refuse(*_arguments, **_options):
 
 def test_a_gather_that_there_is_no_memory_for_is_not_begun_and_is_made_up_for(group):
     gathers = _Gathers()
-    part, whole = torch.zeros(12 << 20), torch.empty(12 << 20)  # so large that malloc never has room from before
-    gathers.begin(with_gradient=True)  # the first pass of its kind is noted
+    part, whole = torch.zeros(12 << 20), torch.empty(12 << 20)  # too large for memory that malloc already holds
+    gathers.begin(with_gradient=True)  # the first pass of its kind is recorded
     gathers(whole, part, group)
     begun = group._get_sequence_number_for_group()
     gathers.begin(with_gradient=True)

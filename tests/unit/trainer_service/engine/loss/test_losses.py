@@ -1,4 +1,4 @@
-"""Every loss against its closed form in float64, and the mistakes that implementations are known for."""
+"""Every loss against its closed form in float64, and known mistakes of implementations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def thresholds(inputs, config):
 
 
 def surrogate(ratio, inputs, config):
-    """Loss of PPO's clipped surrogate and its derivative with respect to log ratio, branch by branch."""
+    """Return PPO's clipped surrogate loss and its derivative with respect to the log ratio, branch by branch."""
     advantage = inputs["advantages"]
     low, high = thresholds(inputs, config)
     held = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
@@ -29,7 +29,7 @@ def surrogate(ratio, inputs, config):
 
 
 def sequence_ratios(log_ratio, inputs):
-    """At each position, exp of the mean log ratio over the chosen positions of its sequence."""
+    """Return, at each position, exp of the mean log ratio over the chosen positions of its sequence."""
     ratios, start = np.empty_like(log_ratio), 0
     chosen = inputs.get("sequence_ratio_mask", np.ones_like(log_ratio)) != 0
     for length in inputs[SEQUENCE_LENGTHS]:
@@ -40,7 +40,7 @@ def sequence_ratios(log_ratio, inputs):
 
 
 def closed_form(name, lp, inputs, config):
-    """Loss per token and its derivative with respect to lp, in float64."""
+    """Return the loss per token and its derivative with respect to lp, in float64."""
     if name == "cross_entropy":
         return -lp * inputs["weights"], -inputs["weights"]
     log_ratio, advantage = lp - inputs["logprobs"], inputs["advantages"]
@@ -62,7 +62,7 @@ def closed_form(name, lp, inputs, config):
 
 
 def batch(size=400, seed=0):
-    """Ratios from about 0.2 to 5, advantages of both signs and exactly zero, weights of both signs."""
+    """Make ratios from about 0.2 to 5, advantages of both signs and exactly zero, and weights of both signs."""
     rng = np.random.default_rng(seed)
     q = -rng.uniform(0.5, 4.0, size)
     lp = np.minimum(q + rng.normal(0, 0.5, size), -1e-3)
@@ -78,7 +78,7 @@ def batch(size=400, seed=0):
 
 
 def own_thresholds(size, seed=1):
-    """Thresholds of their own for each position, around 1."""
+    """Make different thresholds for each position, around 1."""
     rng = np.random.default_rng(seed)
     return {
         "clip_low_threshold": rng.uniform(0.7, 0.99, size).astype(np.float32),
@@ -87,7 +87,7 @@ def own_thresholds(size, seed=1):
 
 
 def evaluate(name, lp, inputs, config=None):
-    """(loss per token, derivative, means) as float64 arrays."""
+    """Return (loss per token, derivative, means) as float64 arrays."""
     resolved = loss_spec(name).resolve_config(config or {})
     learner = torch.tensor(lp, dtype=torch.float32, requires_grad=True)
     tensors = {key: torch.tensor(values, dtype=torch.float32) for key, values in inputs.items()}
@@ -99,7 +99,7 @@ def evaluate(name, lp, inputs, config=None):
 
 
 def one(name, ratio, advantage, config=None):
-    """Loss and derivative of one token with this ratio and advantage."""
+    """Return loss and derivative of one token with this ratio and advantage."""
     lp, q = np.array([-1.0]), np.array([-1.0 - np.log(ratio)])
     loss, derivative, _ = evaluate(name, lp, {"logprobs": q, "advantages": np.array([advantage])}, config)
     return loss[0], derivative[0]
@@ -167,7 +167,7 @@ def test_gspo_clips_a_sequence_as_a_whole_however_its_tokens_differ():
 
 
 def test_gspo_keeps_the_precision_that_its_narrow_thresholds_need():
-    """A long sequence whose ratio is exp(2e-4) is inside, one of exp(5e-4) outside."""
+    """A long sequence with ratio exp(2e-4) is inside the thresholds, one with exp(5e-4) outside."""
     for shift, clipped in [(2e-4, 0.0), (5e-4, 1.0)]:
         lp = np.full(8000, -1.5)
         inputs = {"logprobs": lp - shift, "advantages": np.ones(8000)}

@@ -1,4 +1,4 @@
-"""Runs that train in the same passes end where they end alone, and one that fails harms no other."""
+"""Runs that train in the same passes end as they would alone, and a failing run harms no other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def batch_of(name, step):
     lengths = [(40, 21), (9, 33, 17), (50,), (5, 5, 30, 26), (64, 32), (18, 40), (35,), (48, 12)][place]
     data = make_data(lengths, seed=100 * place + step)
     if RUNS[name][1] == "gspo":
-        for datum in data:  # Ratios near 1, as GSPO's thresholds want them.
+        for datum in data:  # Keeps ratios near 1, as GSPO's thresholds need.
             datum.loss_inputs["advantages"] *= 0.1
     return data
 
@@ -60,7 +60,7 @@ def begin(engine, name, step, *, alone=False):
 
 
 def advance_all(engine, passes=None):
-    """Advance until nothing is left; note which runs had a part in each pass."""
+    """Advance until nothing is left; record the runs of each pass."""
     done = []
     seen = [] if passes is None else passes
     while engine._jobs:
@@ -69,7 +69,7 @@ def advance_all(engine, passes=None):
 
 
 def difference(one, other):
-    """Norm of the difference of two runs' weights over the norm of one's."""
+    """Return the norm of the difference of two runs' weights over the norm of the second's."""
     apart = torch.cat([(a.double() - b.double()).flatten() for a, b in zip(one.values(), other.values(), strict=True)])
     return (apart.norm() / torch.cat([b.double().flatten() for b in other.values()]).norm()).item()
 
@@ -181,7 +181,7 @@ def test_several_targets_per_position_share_a_pass_with_one(make_engine):
 
 
 def fail_on(engine, name, calls):
-    """Let the engine run out of memory whenever a run has a part in a pass; note the runs of each pass."""
+    """Make the engine run out of memory whenever a run takes part in a pass; record the runs of each pass."""
     layer = next(module for module in engine._model.modules() if isinstance(module, AdaptedLinear))
 
     def exhaust(*_):

@@ -1,4 +1,4 @@
-"""Packs hold every counted token once, within the budget, and results find their way back."""
+"""Packs hold every counted token once, within the budget, and results return to request order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def datum(length, *, mask=None, start=0):
 
 
 def packs_of(data, budget):
-    """Pack a batch that is alone, as the engine does."""
+    """Pack a single batch as the engine does."""
     batch, scheduler = Batch(data, INPUTS), Scheduler(budget)
     packs = []
     for group in batch.segments():

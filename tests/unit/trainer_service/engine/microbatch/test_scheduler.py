@@ -1,4 +1,4 @@
-"""Passes are filled fairly by tokens, and what is in one depends on the demands and their order alone."""
+"""Passes are filled fairly by tokens, and their content depends only on the demands and their order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def drain(scheduler, demands):
 
 
 def jain(served):
-    """Jain's index of fairness: 1 where all are served alike (Jain et al., DEC-TR-301, 1984)."""
+    """Return Jain's index of fairness: 1 if all are served equally (Jain et al., DEC-TR-301, 1984)."""
     values = np.asarray(list(served), float)
     return values.sum() ** 2 / (len(values) * (values**2).sum())
 
@@ -49,7 +49,7 @@ def jain(served):
 @pytest.mark.parametrize("longest", [64, 1024, 4000])
 def test_runs_that_keep_waiting_are_served_alike(longest):
     random, scheduler, served = Random(longest), Scheduler(PACK), Counter()
-    # Each run has commands of its own size, one after the other, of sequences of its own length.
+    # Each run sends commands of its own size, one after the other, with sequences of its own length.
     sizes = {f"run{i}": (random.randint(1000, 100_000), random.randint(longest // 4, longest)) for i in range(8)}
     demands = {run_id: demand(run_id) for run_id in sizes}
     for _ in range(100):
@@ -76,7 +76,7 @@ def test_small_commands_join_the_next_pass_beside_a_long_one():
 
 
 def test_waiting_earns_nothing():
-    """A run that comes back after a long time shares from then on; it does not get what it left to others."""
+    """A run that returns after a long time gets its share from then on, but nothing for the time before."""
     scheduler = Scheduler(1000)
     drain(scheduler, [demand("late", 100)])
     drain(scheduler, [demand("busy", *[100] * 500)])
@@ -141,7 +141,7 @@ def test_ranks_get_passes_alike_in_size_and_no_pass_is_too_long():
         )
         served += loads
         if demands[0].waiting and not demands[1].waiting:
-            assert min(loads) >= 0.75 * PACK  # Else a segment, of a quarter at most, would have fitted.
+            assert min(loads) >= 0.75 * PACK  # Otherwise a segment, at most a quarter of a pack, would have fitted.
     assert sum(served) == expected
 
 

@@ -1,4 +1,4 @@
-"""The layers with written-out backward passes equal what they replace, in value and gradient."""
+"""Layers with hand-written backward passes equal the layers that they replace, in value and gradient."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def generator():
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling"])
 def test_bfloat16_gradients_point_where_float32_ones_do(tmp_path, model, loss):
     directory = MAKERS[model](tmp_path)
-    # Weights of ordinary size that bfloat16 holds exactly, as published ones are: the arithmetic alone differs.
+    # Weights of ordinary size that bfloat16 holds exactly, like published ones, so that only the arithmetic differs.
     stock = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     for parameter in stock.parameters():
         parameter.data *= 0.5 if parameter.dim() > 1 else 1.0

@@ -15,7 +15,7 @@ POSITIONS, HIDDEN, VOCAB = 23, 16, 301
 
 
 class LogitsAlive(TorchDispatchMode):
-    """Records how many rows of logits, or of anything as wide, exist at the same time at most."""
+    """Records the maximum number of rows of logits, or of anything as wide, that exist at the same time."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ def test_frozen_head_still_passes_the_gradient_on(inputs):
 
 
 def logits_alive(positions, *, adapter, frozen, width=()):
-    """Most rows of logits at one time, forward and backward, with chunks of 4 positions."""
+    """Return the peak number of rows of logits, forward and backward, with chunks of 4 positions."""
     head = make_head(adapter=adapter, frozen=frozen)
     hidden = torch.randn(positions, HIDDEN, generator=torch.Generator().manual_seed(3), requires_grad=True)
     targets = torch.zeros(positions, *width, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The products of a run's low-rank part: their values and gradients, whatever they are computed in."""
+"""The products of a run's low-rank factors: their values and gradients, in whatever dtype they are computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, OUTS, SCALING = 48, (32, 16), 0.7
 
 
 def layers_of(ranks):
-    """Two layers that share an input, each with a part of every run."""
+    """Make two layers that share an input, each with factors of every run."""
     torch.manual_seed(0)
     layers = []
     for place, out in enumerate(OUTS):
@@ -30,7 +30,7 @@ def layers_of(ranks):
 
 
 def compute(layers, x, rows, gradients):
-    """Outputs, then gradients of x and of each factor, run by run."""
+    """Return the outputs, then the gradients of x and of each factor, run by run."""
     spans = [Span("first", 0, rows[0], ((0, rows[0]),)), Span("second", rows[0], sum(rows), ((0, rows[1]),))]
     factors = [f[name].weight for name in ("first", "second") for layer in layers for f in (layer.lora_A, layer.lora_B)]
     outs = shared_input(x, *layers, spans=spans)
@@ -38,7 +38,7 @@ def compute(layers, x, rows, gradients):
 
 
 def expected(layers, x, rows, gradients):
-    """The same from the definition, in float64."""
+    """Return the same as `compute` from the definition, in float64."""
     x, factors = x.detach().double().requires_grad_(), []
     outs = [x @ layer.base_layer.weight.double().t() for layer in layers]
     parts = [[], []]
@@ -65,7 +65,7 @@ def test_outputs_and_gradients_in_bfloat16_are_those_of_the_definition(rows, ran
     for one, other in zip(mine, theirs, strict=True):
         assert error(one, other) < 1e-2
     assert all(gradient.dtype == torch.float32 and gradient.is_contiguous() for gradient in mine[3:])
-    # Of few rows on a CPU nothing but the input and the layers' outputs is rounded to bfloat16.
+    # With few rows on a CPU, only the input and the layers' outputs are rounded to bfloat16.
     for count, place in zip(rows, (3, 7), strict=True):
         worst = max(error(one, other) for one, other in zip(mine[place : place + 4], theirs[place:], strict=False))
         assert (worst < 1e-5) == (count <= 128)

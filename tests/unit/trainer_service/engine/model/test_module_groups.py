@@ -1,4 +1,4 @@
-"""What LoraConfig's groups stand for in models of many architectures, and that a run trains exactly that."""
+"""What LoraConfig's groups mean in models of many architectures, and that a run trains exactly that."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ EXPERTS = {
     "mixtral": "model.layers.0.mlp.experts is a MixtralExperts",
     "deepseek_v3": "model.layers.0.mlp.gate_proj has a name by which PEFT means the experts' weights",
 }
-"""How the refusal of the MLP begins."""
+"""Start of the reason why the MLP is refused, by model type."""
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """Make tiny models of any type, each once."""
+    """Return a function that makes a tiny model of any type, each once."""
     made = {}
 
     def directory(kind):
@@ -105,7 +105,7 @@ def test_a_step_changes_what_was_asked_for_and_peft_loads_it(directories, kind, 
 
     before, frozen = weights(engine), {id(p): p.clone() for p in engine._model.parameters() if not p.requires_grad}
     data = make_data((12,), masked=False)
-    for _ in range(2):  # the first changes B alone
+    for _ in range(2):  # the first changes only B
         train(engine, data=data)
         engine.optim_step("run", ADAM)
     assert not [name for name, weight in weights(engine).items() if torch.equal(weight, before[name])]
@@ -158,7 +158,7 @@ def test_modules_beside_the_groups_can_be_named_and_routers_cannot(directories):
 
 
 def test_a_name_that_both_groups_have_does_not_bring_in_the_other_group(tmp_path):
-    """In GPT-BigCode both end in c_proj."""
+    """In GPT-BigCode both groups have a c_proj."""
     directory = make_tiny("gpt_bigcode", tmp_path / "model", n_embd=64, n_layer=2, n_head=2, n_inner=128)
     engine = make_engine(directory)
     info = engine.create_run("run", LoraConfig(rank=2, train_mlp=False))

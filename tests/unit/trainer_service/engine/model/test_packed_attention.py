@@ -1,4 +1,4 @@
-"""Sequences in a pack give what each gives alone in a stock model, and do not see each other."""
+"""Sequences in a pack give the same results as each alone in a stock model, and do not see each other."""
 
 from __future__ import annotations
 

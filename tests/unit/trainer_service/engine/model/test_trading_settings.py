@@ -1,4 +1,4 @@
-"""Settings that trade time for memory, or a longer start for time, change neither losses nor gradients."""
+"""Settings that trade speed for memory, or a slower start for speed, change neither losses nor gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_engine(directory, *, dropout=0.0, **options):
 
 
 class Kept:
-    """Holds what a forward pass keeps for the backward pass, but for the model's weights."""
+    """Holds what a forward pass keeps for the backward pass, except the model's weights."""
 
     def __init__(self, model):
         self.weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -75,7 +75,7 @@ def test_layers_are_computed_once_where_there_is_no_backward_pass(tmp_path):
 
 
 def row_cases(rows, dtype):
-    """Bodies with their tensors and constants; `out` of each is what it writes."""
+    """Yield functions on rows with their tensors, including those that they write, and constants."""
     generator = torch.Generator().manual_seed(rows)
 
     def draw(*shape):
@@ -101,7 +101,7 @@ def test_compiled_work_on_rows_gives_what_it_gives_as_written(dtype):
                 with torch.no_grad():
                     work(body, *tensors, dim=1 if body is attention._rotate else 0, **constants)
             for one, other in zip(ours[1], theirs[1], strict=True):
-                # Compiled, what passes between the steps of a body is not rounded to bfloat16.
+                # When compiled, intermediate values of a body are not rounded to bfloat16.
                 rounding = 1e-2 if dtype == torch.bfloat16 else 1e-5
                 torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
 

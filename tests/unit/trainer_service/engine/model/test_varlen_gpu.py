@@ -1,4 +1,4 @@
-"""What the GPU's attention is told describes the attention that the segments have one by one."""
+"""The arguments of the GPU attention describe the attention of each segment by itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random_heads(*heads, dtype=torch.float32):
 
 
 def visible(offsets, before, after):
-    """The mask [T, T] that the kernel documents: within the segment, `before` earlier positions to `after` later."""
+    """Return the mask [T, T] that the kernel documents: `before` earlier to `after` later positions in the segment."""
     positions = torch.arange(sum(LENGTHS))
     segments = torch.bucketize(positions, offsets[1:], right=True)
     ahead = positions[None] - positions[:, None]

@@ -36,7 +36,7 @@ def doubles():
 
 
 def reference_weights(make):
-    """Weights after some steps of an optimizer of torch's kind, in float64."""
+    """Return weights after some steps of a torch-style optimizer, in float64."""
     weights = doubles()
     optimizer = make(list(weights.values()))
     for step in range(1, STEPS + 1):
@@ -107,7 +107,7 @@ def test_adafactor_without_clipping_takes_the_whole_update():
 
 
 def apollo_reference(optimizer, params, rank, channels):
-    """Algorithm 1 of arXiv 2412.05270 in float64, with the optimizer's projections."""
+    """Return weights after Algorithm 1 of arXiv 2412.05270 in float64, with the optimizer's projections."""
     weights = {name: weight.detach().double() for name, weight in make_weights().items()}
     first, second, last = {}, {}, {}
     for step in range(1, STEPS + 1):
@@ -146,7 +146,7 @@ def test_apollo_is_that_of_the_paper(name, rank, channels, limit):
 
 @pytest.mark.parametrize("kind", [ApolloParams, ApolloMiniParams])
 def test_the_growth_of_apollos_updates_is_limited(kind):
-    """The scaled gradient itself shrinks and grows thirtyfold; without the limit its norm would too."""
+    """The scaled gradient itself shrinks and grows thirtyfold; without the limit, its norm would too."""
     params = kind(norm_growth_limit=1.05)
     weights = make_weights()
     optimizer = make_optimizer(weights, params)
@@ -189,7 +189,7 @@ def test_apollo_draws_anew_every_update_interval_steps():
 
 
 def dequantised(optimizer, kind, name, codes):
-    """A moment in float64: the map's value of each byte times the scale of its block of 256."""
+    """Return a moment in float64 (the map's value of each byte times the scale of its block of 256) and the scales."""
     quantised = optimizer.tensors[f"{kind}.{name}"]
     scales = optimizer.tensors[f"{kind}_scale.{name}"].double().repeat_interleave(256)[: quantised.numel()]
     return codes.double()[quantised.long()] * scales.view(quantised.shape), scales.view(quantised.shape)
@@ -227,7 +227,7 @@ def test_adamw_8bit_keeps_a_byte_for_each_moment_and_a_scale_for_each_block():
 
 
 def test_adamw_8bit_arrives_where_adamw_does():
-    """A quadratic of condition 100, whose gradients differ by orders of magnitude within a block."""
+    """Minimizes a quadratic of condition 100, whose gradients differ by orders of magnitude within a block."""
     curvature = torch.logspace(-1, 1, 512)
     ends = []
     for params in (AdamParams(learning_rate=0.02), Adam8bitParams(learning_rate=0.02)):
@@ -274,7 +274,7 @@ def test_8_bits_round_to_the_nearest_value_of_the_papers_map(signed):
     scale = scales.double().repeat_interleave(256)[:1000, None]
     nearest = (values[None] * scale - tensor.double()[:, None]).abs()
     if not signed:
-        nearest = nearest[:, 1:]  # What is above 0 stays above it.
+        nearest = nearest[:, 1:]  # Values above 0 are not rounded to 0.
     torch.testing.assert_close(errors, nearest.amin(1), rtol=1e-5, atol=1e-9)
 
 
@@ -302,7 +302,7 @@ def test_8_bits_keep_zeros_and_empty_blocks():
 
 
 def test_8_bit_steps_stay_bounded_where_gradients_come_and_go():
-    """Second moments far below their block's largest must not become 0 while the first moment lives on."""
+    """Second moments far below their block's largest must not become 0 while the first moment remains."""
     generator = torch.Generator().manual_seed(0)
     sizes = 10 ** (-6 * torch.rand(256, generator=generator))
     weights = {"w": nn.Parameter(torch.zeros(256))}

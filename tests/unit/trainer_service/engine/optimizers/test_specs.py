@@ -1,4 +1,4 @@
-"""What each optimizer takes, and what is refused by name."""
+"""What each optimizer accepts, and what is refused by name."""
 
 from __future__ import annotations
 

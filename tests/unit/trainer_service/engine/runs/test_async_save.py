@@ -1,4 +1,4 @@
-"""A run's state is written as it was when it was captured, whatever the run does meanwhile."""
+"""A run's state is written as it was when captured, whatever the run does meanwhile."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Runs that train every parameter: gradients, how weights are kept, resuming, and files for other tools."""
+"""Runs that train every parameter: gradients, storage of weights, resuming, and files for other tools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEPT = {
     "masters": ("bfloat16", WeightStorage.FLOAT32),
     "rounded": ("bfloat16", WeightStorage.BFLOAT16),
 }
-"""dtype of the engine, and how weights are kept."""
+"""dtype of the engine, and how weights are stored."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def steps(engine, params, seeds):
 
 
 def stock_gradients(directory, data):
-    """Cross entropy and the gradient of every parameter by plain transformers in float64, one datum at a time."""
+    """Return cross entropy and every parameter's gradient by plain transformers in float64, one datum at a time."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager").eval()
     total = torch.zeros((), dtype=torch.float64)
     for datum in data:
@@ -137,7 +137,7 @@ def test_two_and_two_steps_are_four_to_the_last_bit(make_engine, tmp_path, name,
     straight, first, second = make_engine(kept), make_engine(kept), make_engine(kept)
     steps(straight, PARAMS[name], range(4))
     steps(first, PARAMS[name], range(2))
-    train(first, data=make_data(seed=2))  # Its gradient waits in the checkpoint.
+    train(first, data=make_data(seed=2))  # Its gradient is pending in the checkpoint.
     saved(first, tmp_path / "half")
     steps(second, AdamParams(), [9])
     assert second.load_state("run", tmp_path / "half", with_optimizer=True).step == 2
@@ -191,7 +191,7 @@ def test_rounding_is_unbiased_and_leaves_what_bfloat16_holds():
 
 
 def test_updates_too_small_for_bfloat16_have_their_effect_on_average():
-    """Rounded to the nearest, most of them would be lost."""
+    """Rounding to the nearest value would lose most of them."""
     torch.manual_seed(0)
     params, count = AdamParams(learning_rate=1e-5), 100_000
     start = (torch.randn(count) * 0.05).bfloat16()

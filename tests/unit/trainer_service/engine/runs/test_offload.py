@@ -1,4 +1,4 @@
-"""Runs beyond the memory that they may take: on disk and back to the last bit, least recently used first."""
+"""Runs beyond the memory limit: offloaded to disk and back to the last bit, least recently used first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def adapter_bytes(model):
-    """What one adapter of LORA comes to hold: weights, gradient and two moments in float32."""
+    """Return the bytes that one adapter of LORA holds: weights, gradient and two moments in float32."""
     engine = PeftEngine(EngineOptions(model, "tiny"))
     return 16 * engine.create_run("run", LORA).trainable_parameters
 
@@ -54,7 +54,7 @@ def test_64_runs_in_the_memory_of_4_come_out_as_if_all_had_stayed(make_engine, a
         for number, name in enumerate(names):
             for engine in (paged, whole):
                 train(engine, name, data=make_data((5, 9), seed=turn))
-                if turn % 2:  # Every other turn leaves a gradient waiting on disk.
+                if turn % 2:  # Every other turn leaves a pending gradient on disk.
                     engine.optim_step(name, optimizers[number % len(optimizers)])
             peak = max(peak, paged.held_bytes)
     assert whole.held_bytes > 8 * 4 * adapter_bytes

@@ -1,4 +1,4 @@
-"""Adapters are published into a file that was made ahead, and are the same as without it."""
+"""Adapters are published into a preallocated file and are the same as without it."""
 
 import os
 import resource
@@ -53,7 +53,7 @@ def capture(engine, run):
 
 
 def publish(engine, run, directory):
-    """Publish into a new directory; return the number of the file there."""
+    """Publish into a new directory; return the inode number of the file."""
     directory.mkdir()
     capture(engine, run).write(directory)
     return (directory / WEIGHTS).stat().st_ino
@@ -70,7 +70,7 @@ def files(directory):
 
 
 def made():
-    """Return the numbers and sizes of the files without a name, once none is being made."""
+    """Return inode numbers and sizes of the preallocated files, once none is being made."""
     for thread in threading.enumerate():
         if thread.name == "spare file":
             thread.join(30)
@@ -82,7 +82,7 @@ def made():
 def is_spare(entry):
     try:
         target = str(entry.readlink())
-    except FileNotFoundError:  # of the listing itself
+    except FileNotFoundError:  # the descriptor of the listing itself
         return False
     return target.startswith("/dev/shm/") and target.endswith("(deleted)")
 

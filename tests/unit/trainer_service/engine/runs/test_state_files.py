@@ -74,7 +74,7 @@ def train(engine, steps):
 
 
 def saved(engine, directory):
-    """Bytes of every file that save_state writes."""
+    """Return the bytes of every file that save_state writes."""
     engine.save_state("run", directory)
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
@@ -238,7 +238,7 @@ def test_an_adapter_made_by_peft_loads(make_engine, new_directory, model, start,
 
 
 def rewrite(name, change):
-    """Make a damage that loads a safetensors file, changes its tensors and writes it back."""
+    """Return a function that damages a safetensors file by changing its tensors."""
 
     def damage(directory):
         tensors = load_file(directory / name)

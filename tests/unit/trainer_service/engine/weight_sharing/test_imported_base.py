@@ -1,4 +1,4 @@
-"""A trainer's engine on weights that another process lends: nothing copied, nothing missing, the same bits."""
+"""A trainer's engine on weights lent by another process: nothing copied, nothing missing, the same bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def lend(model, directory, generation="first"):
-    """Lend a saved model's weights as a sampler does, in this process; returns manifest and lock."""
+    """Lend a saved model's weights as a sampler does, in this process; return manifest and lock."""
     lock, tensors, data = claim(directory), [], b""
     state = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     places = {}
@@ -75,7 +75,7 @@ def options(llama, tmp_path):
 
 
 def change(manifest, directory, name, **fields):
-    """Write a manifest in which one tensor is another."""
+    """Write a manifest in which one tensor is changed."""
     tensors = [replace(tensor, **fields) if tensor.name == name else tensor for tensor in manifest.tensors]
     replace(manifest, tensors=tensors).write(directory)
 

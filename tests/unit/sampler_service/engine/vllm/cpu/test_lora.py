@@ -126,7 +126,7 @@ def test_what_is_written_to_a_slot_counts_from_the_next_product_on(mapping, dtyp
 
 
 def test_writes_that_do_not_go_by_slot_are_seen_too():
-    """On CPUs with AMX a slot has a packed copy; this is how it notices that it is old."""
+    """On CPUs with AMX a slot has a packed copy, which must notice these writes to know that it is stale."""
     pair, ((a, b),) = _packed_pair([torch.zeros(SLOTS, 1, 32, 64, dtype=torch.bfloat16)], [_packable_b()])
     every = range(SLOTS)
     for write, slots in (

@@ -1,4 +1,4 @@
-"""A vLLM that keeps adapters in another way is refused when the engine starts."""
+"""A vLLM that stores adapters in another way is refused when the engine starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sampler_service.engine.vllm.worker.internals import _DIRECT, _EVERY_WAY, _R
 
 
 def runner(*paths: str) -> SimpleNamespace:
-    """Make an object with attributes at dotted paths, as vLLM's model runner has them."""
+    """Make an object with attributes at dotted paths, like vLLM's model runner."""
     made = SimpleNamespace()
     for path in paths:
         at = made

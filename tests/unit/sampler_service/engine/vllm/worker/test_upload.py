@@ -1,4 +1,4 @@
-"""Bytes on their way to a GPU's slots go through two buffers; on a CPU they are where they are wanted."""
+"""Bytes for a GPU's slots go through two buffers; on a CPU they are used in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZE = 8
 
 
 class Bus:
-    """Copies when it is waited for, as late as a GPU may: what was written over meanwhile is lost."""
+    """Copies only when waited for, as late as a GPU may, so a buffer that was overwritten meanwhile is lost."""
 
     def __init__(self) -> None:
         self.waiting: list[int] = []
@@ -37,7 +37,7 @@ def test_a_buffer_is_filled_again_only_when_it_was_sent(count):
     pieces = Pieces([torch.empty(SIZE, dtype=torch.uint8) for _ in range(2)], bus.send)
     files = [torch.randint(256, (count,), dtype=torch.uint8) for _ in range(2)]
     places = [torch.zeros_like(file) for file in files]
-    for file, place in zip(files, places, strict=True):  # the second begins while the first is on its way
+    for file, place in zip(files, places, strict=True):  # the second starts while the first is in flight
         pieces.copy(file, place)
         assert len(bus.waiting) <= 2
     for wait in bus.waits:
