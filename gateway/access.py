@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from types import MappingProxyType
 
-from paceline.rpc.reflection import METHODS as REFLECTION_METHODS
+from paceline.rpc.server import REFLECTION_METHODS
 
 
 class Access(Enum):

@@ -7,11 +7,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline import errors
-from paceline.json_body import read_object
 
 _MAX_DEPTH = 64
 _CHARACTERS_PER_TOKEN = 32
 """Most characters per token, on average: longer texts are refused before they are tokenized."""
+
+
+def read_object(content: bytes) -> dict[str, Any]:
+    """Parse a request's body. Raises UnreadableMessage unless it is a JSON object."""
+    try:
+        body = json.loads(content.decode())  # given bytes, it would also accept UTF-16 and lone surrogates
+    except (ValueError, RecursionError) as error:
+        raise errors.UnreadableMessage("the body is not JSON") from error
+    if not isinstance(body, dict):
+        raise errors.UnreadableMessage("the body is not a JSON object")
+    return body
 
 
 def read_chat_body(content: bytes) -> dict[str, Any]:

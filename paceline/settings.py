@@ -41,7 +41,7 @@ S = TypeVar("S", bound="ServiceSettings")
 def _check_address(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address} is no address; write host:port")
+        raise ValueError(f"{address} is not an address; write host:port")
     return address
 
 
@@ -102,7 +102,7 @@ class ServiceSettings(BaseSettings):
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key come together")
+            raise ValueError("set tls_cert and tls_key together")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("tls_client_ca needs tls_cert and tls_key")
         return self
@@ -141,7 +141,7 @@ class BackendSettings(PeerSettings):
     def _check_insecure(self) -> Self:
         # Without a credential, any caller that reaches the port may act as any tenant and as a service.
         if self.insecure and self.listen.rpartition(":")[0] not in _LOOPBACK:
-            raise ValueError(f"insecure takes a listen address of this machine alone, not {self.listen}")
+            raise ValueError(f"insecure requires a loopback listen address, not {self.listen}")
         return self
 
 

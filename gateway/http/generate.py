@@ -16,7 +16,7 @@ from gateway.http.openai import OpenAiApi
 from gateway.http.services import Services
 from gateway.http.tinker.api import tenant_of
 from paceline import codec, errors
-from paceline.json_body import read_object
+from paceline.chat import read_object
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import SamplingParams
 

@@ -25,7 +25,7 @@ class AuthInterceptor(AroundInterceptor):
 
     @asynccontextmanager
     async def around(self, call: Call) -> AsyncIterator[None]:
-        identity = self._identify(call.metadata(API_KEY_KEY) or "")
+        identity = self._identify(call.metadata.get(API_KEY_KEY, ""))
         if self._access.get(call.method, Access.NOBODY) is not Access.TENANT:
             raise errors.MethodNotAllowed(f"{call.method} is not open to callers of the gateway")
         set_identity(identity)

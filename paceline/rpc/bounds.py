@@ -2,20 +2,19 @@
 
     bytes ── check_size ── check_wire ── parsed ── check_message ── the service's own validation
 
-check_message runs on a run's commands at their turn instead, because a refused command keeps its place in the run's
-order. A test fails for a field without a bound, so that none can be forgotten.
+A test fails for a field without a bound, so that none can be forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from math import isfinite
 from typing import Any, cast
 
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from paceline import errors
 from paceline.types.v1 import bounds_pb2 as pb
@@ -36,12 +35,10 @@ _NUMBER_BYTES, _HEAD_BYTES = 10, 8
 
 _FOREIGN = pb.Bounds(max_bytes=4096, max_items=64, min=-(2.0**63), max=2.0**63)
 
-_STRINGS = (FieldDescriptor.CPPTYPE_STRING,)
-_FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 _Check = Callable[[Any], None]
 
 
-@cache
+@lru_cache(1024)  # bounded, because callers choose the names
 def request_of(method: str) -> Descriptor | None:
     """Return the request type of /package.Service/Method, or None if no contract in this process has the method."""
     service, _, name = method.removeprefix("/").partition("/")
@@ -58,7 +55,29 @@ def largest(message: Descriptor) -> int:
     return _UNKNOWN_BYTES + sum(map(_largest_field, message.fields))
 
 
-def is_command(message: Descriptor) -> bool:
+def parse_request(data: bytes, contract: Descriptor | None, decode: Callable[[bytes], Any] | None) -> Any:
+    """Check and parse a request; without `decode` its bytes are returned. `contract` is None for an unknown method.
+
+    check_message runs on a run's commands at their turn instead, because a refused command keeps its place in the run's
+    order. Raises MessageTooLarge, UnreadableMessage, OutOfRange, NonFinite or InvalidArgument.
+    """
+    if contract is not None:
+        check_size(len(data), contract)
+    if decode is None:
+        return data
+    if contract is not None:
+        check_wire(data, contract)
+    try:
+        request = decode(data)
+    except DecodeError as error:
+        raise errors.UnreadableMessage("the message cannot be parsed; compare it with the contract") from error
+    if isinstance(request, Message) and (contract is None or not _is_command(contract)):
+        check_message(request)
+    return request
+
+
+@cache
+def _is_command(message: Descriptor) -> bool:
     """Whether a request is a command, which has its place in a run's order."""
     return {"run_id", "seq_id"} <= set(message.fields_by_name) and message.name.endswith("Request")
 
@@ -78,7 +97,7 @@ def bounds_of(field: FieldDescriptor) -> pb.Bounds:
 def check_size(size: int, message: Descriptor) -> None:
     """Check the length of a message. Raises MessageTooLarge."""
     if size > largest(message):
-        raise errors.MessageTooLarge(f"has {size} bytes; a {message.name} takes at most {largest(message)}")
+        raise errors.MessageTooLarge(f"has {size} bytes; a {message.name} may have at most {largest(message)}")
 
 
 def check_wire(data: bytes, message: Descriptor) -> None:
@@ -118,11 +137,11 @@ def _check_of(field: FieldDescriptor) -> _Check:
         return _check_value_of(field)
     most = bounds_of(field).max_items
     named = is_map(field)
-    check = _check_value_of(value_of(field), bounds_of(field))
+    check = _check_value_of(_value_of(field), bounds_of(field))
 
     def check_elements(elements: Any) -> None:
         if len(elements) > most:
-            raise errors.OutOfRange(f"has {len(elements)} elements; at most {most} are taken")
+            raise errors.OutOfRange(f"has {len(elements)} elements; at most {most} are accepted")
         for place, element in elements.items() if named else enumerate(elements):
             if isinstance(place, str) and len(place.encode()) > MAX_KEY_BYTES:
                 raise errors.OutOfRange(f"has a name of {len(place.encode())} bytes; at most {MAX_KEY_BYTES}")
@@ -143,7 +162,7 @@ def _check_value_of(field: FieldDescriptor, bounds: pb.Bounds | None = None) -> 
         return lambda value: None
     if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
         return _check_enum_of(field)
-    if field.cpp_type in _STRINGS:
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return _check_bytes_of(limits.max_bytes, text=field.type == FieldDescriptor.TYPE_STRING)
     return _check_number_of(limits.min, limits.max)
 
@@ -163,7 +182,7 @@ def _check_bytes_of(most: int, *, text: bool) -> _Check:
     def check(value: str | bytes) -> None:
         size = len(value.encode()) if text and isinstance(value, str) else len(value)
         if size > most:
-            raise errors.OutOfRange(f"has {size} bytes; at most {most} are taken")
+            raise errors.OutOfRange(f"has {size} bytes; at most {most} are accepted")
 
     return check
 
@@ -181,7 +200,7 @@ def _check_number_of(low: float, high: float) -> _Check:
 def _largest_field(field: FieldDescriptor) -> int:
     limits = bounds_of(field)
     if is_map(field):
-        value = _largest_value(value_of(field), limits)
+        value = _largest_value(_value_of(field), limits)
         return limits.max_items * (2 * _HEAD_BYTES + MAX_KEY_BYTES + value)
     return (limits.max_items if field.is_repeated else 1) * _largest_value(field, limits)
 
@@ -189,11 +208,11 @@ def _largest_field(field: FieldDescriptor) -> int:
 def _largest_value(field: FieldDescriptor, limits: pb.Bounds) -> int:
     if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
         return _HEAD_BYTES + largest(field.message_type)
-    return _HEAD_BYTES + (limits.max_bytes if field.cpp_type in _STRINGS else _NUMBER_BYTES)
+    return _HEAD_BYTES + (limits.max_bytes if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else _NUMBER_BYTES)
 
 
-def value_of(field: FieldDescriptor) -> FieldDescriptor:
-    """Return the field of a map's values, or the field itself if it is no map."""
+def _value_of(field: FieldDescriptor) -> FieldDescriptor:
+    """Return the field of a map's values, or the field itself if it is not a map."""
     return cast("Descriptor", field.message_type).fields_by_name["value"] if is_map(field) else field
 
 
@@ -218,7 +237,7 @@ def _scan(data: bytes, at: int, end: int, message: Descriptor, left: int) -> int
     stop = max(left - most, 0)
     while at < end:
         if left == stop:
-            raise errors.OutOfRange(f"a {message.name} has more parts than are taken; split the request")
+            raise errors.OutOfRange(f"a {message.name} has too many fields; split the request")
         left -= 1
         tag = data[at]
         at += 1

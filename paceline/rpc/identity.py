@@ -48,15 +48,11 @@ def is_tenant(name: object) -> bool:
 
 _current: ContextVar[Identity] = ContextVar("paceline_identity")
 
+set_identity = _current.set
+"""Set the caller's identity for the rest of this call."""
 
-def set_identity(identity: Identity) -> None:
-    """Set the caller's identity for the rest of this call."""
-    _current.set(identity)
-
-
-def current_identity() -> Identity:
-    """Return the caller's identity. Raises LookupError outside an authenticated call."""
-    return _current.get()
+current_identity = _current.get
+"""Return the caller's identity. Raises LookupError outside an authenticated call."""
 
 
 def peer_metadata(credential: str, tenant: str = PEER_TENANT) -> Sequence[tuple[str, str]]:

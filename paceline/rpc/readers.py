@@ -67,10 +67,8 @@ class Reader:
 
 _current: ContextVar[Reader] = ContextVar("paceline_reader")
 
-
-def current_reader() -> Reader:
-    """Return the reader of this call's response stream. Raises LookupError if the call has none."""
-    return _current.get()
+current_reader = _current.get
+"""Return the reader of this call's response stream. Raises LookupError if the call has none."""
 
 
 @asynccontextmanager
@@ -79,16 +77,15 @@ async def reading(context: grpc.aio.ServicerContext[Any, Any], seconds: float) -
 
     Raises ReaderStalled if one is not, or after `Reader.give_up`; the block has released its resources by then.
     """
-    reader: Reader | None = None
+    patience = asyncio.timeout(None)
+    reader = Reader(context, seconds, patience)
+    _current.set(reader)
     try:
-        async with asyncio.timeout(None) as patience:
-            reader = Reader(context, seconds, patience)
-            _current.set(reader)
+        async with patience:
             yield
     except TimeoutError as error:
-        if reader is None or not reader.reason:
+        if not reader.reason:
             raise
         raise ReaderStalled(f"{reader.reason}; read on without long pauses, or ask for less at a time") from error
     finally:
-        if reader is not None:
-            reader.close()
+        reader.close()

@@ -6,28 +6,33 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha._async import ReflectionServicer
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 from prometheus_client import CollectorRegistry, start_http_server
 
 from paceline.errors import PacelineError
 from paceline.log import configure_logging, get_logger
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
-from paceline.rpc.reflection import METHODS as REFLECTION_METHODS
-from paceline.rpc.reflection import add_reflection
 from paceline.settings import ServiceSettings
 
 _log = get_logger(__name__)
-_SERVING = health_pb2.HealthCheckResponse.SERVING
+_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 _HANDSHAKE_MS = 20_000
 _MAX_METADATA_BYTES = 16 << 10
-_UMASK = 0o077
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+_REFLECTION: str = reflection.SERVICE_NAME
+"""The v1alpha service, which also describes itself."""
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+_REFLECTION_METHOD = "ServerReflectionInfo"
+REFLECTION_METHODS = tuple(f"/{service}/{_REFLECTION_METHOD}" for service in (_REFLECTION, _REFLECTION_V1))
 
 
 class Readiness:
@@ -51,16 +56,16 @@ class Readiness:
     async def set(self, ready: bool) -> None:
         """Set whether the service can work."""
         self._can_work = ready
-        await self._tell()
+        await self._update()
 
     async def obstruct(self, obstacle: str) -> None:
         """Set why the service is not ready, whether or not it can work; an empty string clears it."""
         if obstacle:
             _log.error("not ready", reason=obstacle)
         self.obstacle = obstacle
-        await self._tell()
+        await self._update()
 
-    async def _tell(self) -> None:
+    async def _update(self) -> None:
         ready = self._can_work and not self.obstacle
         for name in self.names:
             await self.servicer.set(name, _SERVING if ready else _NOT_SERVING)
@@ -101,9 +106,11 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
     If it cannot start, the exit message is the error in one sentence.
     """
     # Services and their processes write training data, so modes are 0600 and 0700 whatever the shell's umask is.
-    os.umask(_UMASK)
+    os.umask(0o077)
     configure_logging(service.name, settings.log_level, settings.log_format)
-    stopping = _stop_event()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     if settings.metrics_listen:
         host, _, port = settings.metrics_listen.rpartition(":")
         start_http_server(int(port), host, registry)
@@ -111,21 +118,24 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
     health = await _start_health(readiness, settings.health_listen)
     await readiness.set(False)
     starting = asyncio.ensure_future(service.start(readiness))
-    interrupted = asyncio.ensure_future(_first_of(stopping, readiness.failed))
-    await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+    ends: set[asyncio.Future[Any]] = {asyncio.ensure_future(end.wait()) for end in (stopping, readiness.failed)}
+    await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
     try:
         if starting.done():
             starting.result()
             server = make_server(service, settings, registry)
             await server.start()
             await readiness.set(True)
-            await interrupted
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             service.drain()
-            await _drain(server, readiness, settings.drain_seconds)
+            _log.info("draining", seconds=settings.drain_seconds)
+            await readiness.set(False)
+            await server.stop(settings.drain_seconds)
     except PacelineError as error:
         raise SystemExit(str(error)) from error  # The error's sentence is the last line that the process prints.
     finally:
-        starting.cancel()
+        for task in (starting, *ends):
+            task.cancel()
         await service.stop()
         await health.stop(None)
         _log.info("stopped")
@@ -136,11 +146,13 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
 
 def make_server(service: Service, settings: ServiceSettings, registry: CollectorRegistry) -> grpc.aio.Server:
     """Create the service's server, bound but not yet started."""
+    services = [descriptor_pool.Default().FindServiceByName(name) for name in service.service_names]
+    methods = {f"/{found.full_name}/{method.name}" for found in services for method in found.methods}
     server = grpc.aio.server(
         interceptors=[
             Chain(
                 LoggingInterceptor(),
-                MetricsInterceptor(registry, _methods(service)),
+                MetricsInterceptor(registry, {*methods, *REFLECTION_METHODS}),
                 ErrorInterceptor(),
                 *service.interceptors(),
                 reader_seconds=settings.reader_seconds,
@@ -150,18 +162,26 @@ def make_server(service: Service, settings: ServiceSettings, registry: Collector
     )
     service.register(server)
     if settings.reflection:
-        add_reflection(service.service_names, server)
+        _add_reflection(server, service.service_names)
     port = _bind(server, settings)
     _log.info("listening", address=settings.listen, port=port, tls=settings.tls_cert is not None)
     return server
 
 
-def _methods(service: Service) -> frozenset[str]:
-    """Return a server's methods, as /package.Service/Method."""
-    pool = descriptor_pool.Default()
-    services = [pool.FindServiceByName(name) for name in service.service_names]
-    own = {f"/{found.full_name}/{method.name}" for found in services for method in found.methods}
-    return frozenset({*own, *REFLECTION_METHODS})
+def _add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
+    """Serve gRPC reflection as v1 and v1alpha: clients try v1 first, but the library serves only v1alpha.
+
+    The two differ only in the package name, which is not part of a message.
+    """
+    servicer = ReflectionServicer([*services, _REFLECTION])
+    add_ServerReflectionServicer_to_server(servicer, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {_REFLECTION_METHOD: handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_REFLECTION_V1, methods),))
 
 
 def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:
@@ -217,26 +237,3 @@ async def _start_health(readiness: Readiness, address: str) -> grpc.aio.Server:
     server.add_insecure_port(address)
     await server.start()
     return server
-
-
-async def _drain(server: grpc.aio.Server, readiness: Readiness, seconds: float) -> None:
-    _log.info("draining", seconds=seconds)
-    await readiness.set(False)
-    await server.stop(seconds)
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-
-
-def _stop_event() -> asyncio.Event:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    return stopping

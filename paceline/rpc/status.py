@@ -21,7 +21,7 @@ _MAX_MESSAGE, _MAX_FIELD, _MAX_METADATA = 768, 128, 1024
 
 _ABORT_SECONDS = 1.0
 
-_STATUS_CODES: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
+STATUS_CODES: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
 _FALLBACKS: dict[int, type[PacelineError]] = {
     Code.CANCELLED: errors.Cancelled,
     Code.INVALID_ARGUMENT: errors.InvalidArgument,
@@ -36,7 +36,7 @@ _FALLBACKS: dict[int, type[PacelineError]] = {
 
 def status_code(error: PacelineError) -> grpc.StatusCode:
     """Return the status code of an error."""
-    return _STATUS_CODES[error.code]
+    return STATUS_CODES[error.code]
 
 
 def status_details(error: PacelineError) -> bytes:

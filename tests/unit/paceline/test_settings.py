@@ -25,7 +25,7 @@ def test_what_is_not_set_is_named_as_it_is_set(monkeypatch):
 
 def test_a_wrong_value_is_named_with_its_variable(monkeypatch):
     told = said(monkeypatch, GatewaySettings, PACELINE_GATEWAY_LISTEN="here", PACELINE_GATEWAY_INSECURE="true")
-    assert told == "PACELINE_GATEWAY_LISTEN or --listen is 'here': here is no address; write host:port"
+    assert told == "PACELINE_GATEWAY_LISTEN or --listen is 'here': here is not an address; write host:port"
 
 
 def test_a_secret_is_not_shown(monkeypatch):
