@@ -29,12 +29,12 @@ class KeyRing:
     """The keys of a file, reloaded when the file changes."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file. Raises InvalidArgument when it cannot be read or holds no key."""
+        """Read the file. Raises InvalidArgument when it cannot be read or has no key."""
         self._path = path
         self._stamp = _stamp(path)
         self._keys = read_keys(path)
         if not self._keys:
-            raise errors.InvalidArgument("holds no key; make one with `python -m gateway.keys add`", field="keys_file")
+            raise errors.InvalidArgument("has no key; make one with `python -m gateway.keys add`", field="keys_file")
 
     def identify(self, token: str) -> Identity | None:
         self._refresh()
@@ -53,9 +53,9 @@ class KeyRing:
         try:
             self._keys = read_keys(self._path)
         except errors.InvalidArgument as error:
-            _log.error("keys file is unusable; the keys read before stay valid", error=str(error))
+            _log.error("keys file is unusable; the previous keys stay valid", error=str(error))
         else:
-            _log.info("keys file read again", keys=len(self._keys))
+            _log.info("keys file reloaded", keys=len(self._keys))
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
@@ -69,7 +69,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     for key in keys:
         _check(key)
     if len({key.name for key in keys}) != len(keys):
-        raise errors.InvalidArgument(f"{path} has two keys of one name", field="keys_file")
+        raise errors.InvalidArgument(f"{path} has two keys with the same name", field="keys_file")
     return keys
 
 
@@ -90,15 +90,14 @@ def remove_key(path: Path, name: str) -> None:
     keys = read_keys(path)
     left = tuple(key for key in keys if key.name != name)
     if len(left) == len(keys):
-        raise errors.InvalidArgument(f"no key of the name {name}", field="name")
+        raise errors.InvalidArgument(f"no key is named {name}", field="name")
     _write(path, left)
 
 
 def _check(key: ApiKey) -> None:
-    if not is_tenant(key.tenant):
-        raise errors.InvalidArgument("must be 1 to 64 characters of [A-Za-z0-9._-]", field="tenant")
-    if not is_tenant(key.name):
-        raise errors.InvalidArgument("must be 1 to 64 characters of [A-Za-z0-9._-]", field="name")
+    for field, value in (("tenant", key.tenant), ("name", key.name)):
+        if not is_tenant(value):
+            raise errors.InvalidArgument("must be 1 to 64 characters of [A-Za-z0-9._-]", field=field)
     if not isinstance(key.sha256, str) or not _SHA256.fullmatch(key.sha256):
         raise errors.InvalidArgument(f"of key {key.name} is not 64 lower-case hex digits", field="sha256")
 

@@ -7,21 +7,23 @@ Forwarded unchanged: messages, deadline, cancellation (both ways), metadata, sta
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import cache, partial
 from typing import Any
 
 import grpc
 from structlog.contextvars import get_contextvars
 
-from gateway.routes import RouteKey, Router
-from gateway.upstream import Upstream
 from paceline import errors
 from paceline.gateway.v1 import gateway_service_pb2
+from paceline.log import get_logger
+from paceline.rpc.channel import TlsFiles, open_channel
 from paceline.rpc.identity import API_KEY_KEY, REQUEST_ID_KEY, ROUTE_KEY, current_identity, peer_metadata
 from paceline.rpc.readers import current_reader
-from paceline.rpc.status import DETAILS_KEY
+from paceline.rpc.status import DETAILS_KEY, error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2
 from paceline.trainer.v1 import trainer_service_pb2
 from paceline.waiting_bytes import WaitingBytes
@@ -35,12 +37,25 @@ SERVICES = {
 """Descriptors of all reachable services, by full name."""
 
 _METHODS = {f"/{name}/{method.name}": method for name, service in SERVICES.items() for method in service.methods}
+_TRAINER = ("/paceline.trainer.v1.", "/paceline.weights.v1.")
+_SAMPLER = "/paceline.sampler.v1."
+_MAX_KEYS = 4096
 
 _OWN = (API_KEY_KEY, REQUEST_ID_KEY, "user-agent", "host", "te", "content-type")
 _OWN_PREFIXES = ("x-paceline-", "grpc-", ":")
 
+_READY = grpc.ChannelConnectivity.READY
+_CONNECTING = {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING}
+_log = get_logger(__name__)
+
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Metadata = Sequence[tuple[str, str | bytes]]
+UnaryCall = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+ResponseStreamCall = grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+StreamCall = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+
+RouteKey = tuple[str, str]
+"""A tenant and the version or checkpoint that it named in the route metadata."""
 
 
 class Proxy(grpc.GenericRpcHandler):
@@ -67,51 +82,49 @@ class Proxy(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(partial(self._unary, method))
 
     async def _unary(self, method: str, request: bytes, context: Context) -> bytes:
-        metadata, key = self._metadata(context)
-        upstream = self._router.choose(method, key)
-        with self._waiting_bytes.waiting(current_identity().tenant, len(request)):
-            call = upstream.unary(method)(request, timeout=context.time_remaining(), metadata=metadata)
-            async with self._following(call, upstream, key, context):
-                return await call
+        async with self._forwarded(method, lambda upstream: upstream.unary, request, context) as call:
+            return await call  # type: ignore[no-any-return]
 
     async def _response_stream(self, method: str, request: bytes, context: Context) -> None:
-        metadata, key = self._metadata(context)
-        upstream = self._router.choose(method, key)
-        with self._waiting_bytes.waiting(current_identity().tenant, len(request)):
-            call = upstream.response_stream(method)(request, timeout=context.time_remaining(), metadata=metadata)
-            async with self._following(call, upstream, key, context):
-                await _pass_on(call)
+        async with self._forwarded(method, lambda upstream: upstream.response_stream, request, context) as call:
+            await _pass_on(call)
 
     async def _stream(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
-        metadata, key = self._metadata(context)
-        upstream = self._router.choose(method, key)
-        call = upstream.stream(method)(requests, timeout=context.time_remaining(), metadata=metadata)
-        async with self._following(call, upstream, key, context):
+        async with self._forwarded(method, lambda upstream: upstream.stream, requests, context) as call:
             await _pass_on(call)
 
     @asynccontextmanager
-    async def _following(
-        self, call: grpc.aio.Call, upstream: Upstream, key: RouteKey | None, context: Context
-    ) -> AsyncIterator[None]:
-        try:
-            with self._router.following(call, upstream, key):
-                yield
-                if trailing := tuple(await call.trailing_metadata()):
-                    context.set_trailing_metadata(trailing)
-        except grpc.aio.AioRpcError as failure:
-            await _pass_failure(failure, upstream, context)
-
-    def _metadata(self, context: Context) -> tuple[Metadata, RouteKey | None]:
+    async def _forwarded(
+        self,
+        method: str,
+        kind: Callable[[Upstream], Callable[[str], Callable[..., Any]]],
+        request: bytes | AsyncIterator[bytes],
+        context: Context,
+    ) -> AsyncIterator[Any]:
+        """Yield the call of a service, and pass on its trailers or its failure when the block ends."""
         tenant = current_identity().tenant
         given: Metadata = tuple(context.invocation_metadata() or ())
         route = next((value for name, value in given if name == ROUTE_KEY and isinstance(value, str)), None)
-        kept = [pair for pair in given if pair[0] not in _OWN and not pair[0].startswith(_OWN_PREFIXES)]
-        own: list[tuple[str, str | bytes]] = [*peer_metadata(self._credential, tenant)]
+        key = None if route is None else (tenant, route)
+        metadata = [pair for pair in given if pair[0] not in _OWN and not pair[0].startswith(_OWN_PREFIXES)]
+        metadata += peer_metadata(self._credential, tenant)
         if request_id := get_contextvars().get("request_id"):
-            own.append((REQUEST_ID_KEY, request_id))
-        if route is None:
-            return [*kept, *own], None
-        return [*kept, *own, (ROUTE_KEY, route)], (tenant, route)
+            metadata.append((REQUEST_ID_KEY, request_id))
+        if route is not None:
+            metadata.append((ROUTE_KEY, route))
+        upstream = self._router.choose(method, key)
+        with self._waiting_bytes.waiting(tenant, len(request)) if isinstance(request, bytes) else nullcontext():
+            call = kind(upstream)(method)(request, timeout=context.time_remaining(), metadata=metadata)
+            try:
+                with self._router.tracked(call, upstream, key):
+                    yield call
+                    if trailing := tuple(await call.trailing_metadata()):
+                        context.set_trailing_metadata(trailing)
+            except grpc.aio.AioRpcError as failure:
+                if error := gateway_error(failure, upstream):
+                    raise error from failure
+                passed: Any = tuple(failure.trailing_metadata() or ())
+                await context.abort(failure.code(), failure.details() or "", passed)
 
 
 async def _pass_on(responses: AsyncIterable[bytes]) -> None:
@@ -120,8 +133,120 @@ async def _pass_on(responses: AsyncIterable[bytes]) -> None:
         await write(response)
 
 
-async def _pass_failure(failure: grpc.aio.AioRpcError, upstream: Upstream, context: Context) -> None:
-    trailing: Any = tuple(failure.trailing_metadata() or ())
-    if failure.code() is grpc.StatusCode.UNAVAILABLE and not any(name == DETAILS_KEY for name, _ in trailing):
-        raise errors.UpstreamUnavailable(f"the {upstream.name} cannot be reached; try again") from failure
-    await context.abort(failure.code(), failure.details() or "", trailing)
+def gateway_error(failure: grpc.aio.AioRpcError, upstream: Upstream) -> errors.PacelineError | None:
+    """Return the error to report in place of a service's: it is unreachable, or it refuses the gateway's credential.
+
+    None means that the service's own error is passed on.
+    """
+    code, trailing = failure.code(), failure.trailing_metadata() or ()
+    if code is grpc.StatusCode.UNAVAILABLE and not any(name == DETAILS_KEY for name, _ in trailing):
+        return errors.UpstreamUnavailable(f"the {upstream.name} cannot be reached; try again")
+    if code is grpc.StatusCode.UNAUTHENTICATED and isinstance(error_from_rpc(failure), errors.MissingCredential):
+        remedy = f"the operator has to set the same credential for the gateway and the {upstream.name}"
+        return errors.MissingCredential(f"the {upstream.name} refuses the gateway's credential; {remedy}")
+    return None
+
+
+class Router:
+    """Chooses a service for each call.
+
+    The package in the method's name selects the service. Reachable samplers come first, and among them the one with the
+    fewest calls in flight. A sampler that has not served the version yet counts as having `spill_in_flight` more calls,
+    because it would have to load the version.
+    """
+
+    def __init__(self, trainer: Upstream, samplers: Sequence[Upstream], spill_in_flight: int) -> None:
+        self.trainer = trainer
+        self.samplers = samplers
+        self._spill = spill_in_flight
+        self._holders: OrderedDict[RouteKey, set[Upstream]] = OrderedDict()
+        """The samplers that last answered from a version."""
+
+    def choose(self, method: str, key: RouteKey | None) -> Upstream:
+        """Return the service that handles a method. Raises Unsupported for an unknown package."""
+        if method.startswith(_TRAINER):
+            return self.trainer
+        if not method.startswith(_SAMPLER):
+            raise errors.Unsupported(f"no service behind the gateway has {method}")
+        holders: set[Upstream] = self._holders.get(key, set()) if key else set()
+
+        def rank(sampler: Upstream) -> tuple[bool, int]:
+            return not sampler.ready, sampler.in_flight + (0 if sampler in holders else self._spill)
+
+        return min(self.samplers, key=rank)
+
+    @contextmanager
+    def tracked(self, call: grpc.aio.Call, upstream: Upstream, key: RouteKey | None) -> Iterator[None]:
+        """Count a call while the block runs, record whether its sampler served its version, then cancel the call."""
+        upstream.in_flight += 1
+        try:
+            yield
+        except (grpc.aio.AioRpcError, errors.Unavailable) as failure:
+            is_away = not isinstance(failure, grpc.aio.AioRpcError) or failure.code() is grpc.StatusCode.UNAVAILABLE
+            if key and is_away:
+                self._holders.get(key, set()).discard(upstream)
+            raise
+        else:
+            if key:
+                self._holders.setdefault(key, set()).add(upstream)
+                self._holders.move_to_end(key)
+                if len(self._holders) > _MAX_KEYS:
+                    self._holders.popitem(last=False)
+        finally:
+            upstream.in_flight -= 1
+            call.cancel()
+
+
+class Upstream:
+    """A service behind the gateway: its channel, readiness, and number of calls in flight."""
+
+    def __init__(self, name: str, target: str, tls: TlsFiles | None) -> None:
+        """Open the channel in the running event loop. Logs and errors use `name`: trainer or sampler."""
+        self.name = name
+        self.target = target
+        self.in_flight = 0
+        self.ready = False
+        self.settled = asyncio.Event()
+        """Set once the first connection attempt has succeeded or failed."""
+        self._channel = open_channel(target, tls)
+        self.unary: Callable[[str], UnaryCall] = cache(self._channel.unary_unary)
+        """Returns the callable for a method with one request and one response."""
+        self.response_stream: Callable[[str], ResponseStreamCall] = cache(self._channel.unary_stream)
+        """Returns the callable for a method with one request and a stream of responses."""
+        self.stream: Callable[[str], StreamCall] = cache(self._channel.stream_stream)
+        """Returns the callable for a method of any kind."""
+        self._up = asyncio.Event()
+        self._logged: bool | None = None
+        """The value of `ready` that was logged last."""
+        self._watching: asyncio.Task[None] | None = None
+
+    def connect(self) -> None:
+        """Connect, and reconnect whenever the connection is lost."""
+        self._watching = asyncio.create_task(self._watch())
+
+    async def wait_until_ready(self, seconds: float) -> None:
+        """Wait until the service is reachable, at most `seconds`."""
+        if not self.ready:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._up.wait(), seconds)
+
+    async def close(self) -> None:
+        """Close the channel."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._channel.close()
+
+    async def _watch(self) -> None:
+        while True:
+            state = self._channel.get_state(try_to_connect=True)
+            self.ready = state is _READY
+            (self._up.set if self.ready else self._up.clear)()
+            if state not in _CONNECTING:
+                self.settled.set()
+                # A connection that was closed for being idle is reopened at once, so this is not logged.
+                if self.ready is not self._logged:
+                    self._logged = self.ready
+                    log = _log.info if self.ready else _log.warning
+                    log("upstream is up" if self.ready else "upstream is down", upstream=self.name, target=self.target)
+            await self._channel.wait_for_state_change(state)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import grpc
 
-from gateway.authenticators import Authenticator, Everybody, JwtVerifier
+from gateway.admission import AdmissionInterceptor, AnonymousAuthenticator, Authenticator, FairQueue, JwtVerifier
 from gateway.http.services import Services
-from gateway.interceptors import AuthInterceptor, LimitsInterceptor
-from gateway.interceptors.limits import FairQueue
 from gateway.keys import KeyRing
-from gateway.proxy import SERVICES, Proxy
-from gateway.routes import Router
+from gateway.proxy import SERVICES, Proxy, Router, Upstream
 from gateway.servicer import GatewayServicer
 from gateway.settings import GatewaySettings
-from gateway.upstream import Upstream
-from paceline import __version__, errors
+from paceline import errors
 from paceline.gateway.v1.gateway_service_pb2_grpc import add_GatewayServiceServicer_to_server
 from paceline.rpc.interceptors import AroundInterceptor
 from paceline.rpc.server import Readiness
@@ -51,7 +48,7 @@ class GatewayService:
         self._edge: HttpEdge | None = None
 
     def interceptors(self) -> Sequence[AroundInterceptor]:
-        return (AuthInterceptor(self._authenticators), LimitsInterceptor(self._queue))
+        return (AdmissionInterceptor(self._authenticators, self._queue),)
 
     async def start(self, readiness: Readiness) -> None:
         settings = self._settings
@@ -59,28 +56,23 @@ class GatewayService:
         self._upstreams = [Upstream(name, target, settings.upstream_tls) for name, target in named]
         for upstream in self._upstreams:
             upstream.connect()
-        settled = [asyncio.ensure_future(upstream.settled.wait()) for upstream in self._upstreams]
-        _, late = await asyncio.wait(settled, timeout=_CONNECT_SECONDS)
-        for waiting in late:
-            waiting.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                await asyncio.gather(*(upstream.settled.wait() for upstream in self._upstreams))
         self._router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
         if settings.http_listen:
+            try:
+                from gateway.http.edge import HttpEdge  # noqa: PLC0415 - without HTTP its libraries are not needed
+            except ImportError as error:
+                raise errors.InvalidArgument("needs FastAPI; install paceline[http]", field="http_listen") from error
             services = Services(self._router, settings.secret, self._queue, self._waiting_bytes)
-            self._edge = _edge(settings, self._authenticators, services, self._waiting_bytes)
+            self._edge = HttpEdge(settings, self._authenticators, services, self._waiting_bytes)
             await self._edge.start()
 
     def register(self, server: grpc.aio.Server) -> None:
-        settings = self._settings
-        servicer = GatewayServicer(
-            self._router,
-            self._waiting_bytes,
-            settings.secret,
-            settings.max_message_bytes,
-            settings.info_timeout_seconds,
-            __version__,
-        )
+        servicer = GatewayServicer(self._router, self._waiting_bytes, self._settings)
         add_GatewayServiceServicer_to_server(servicer, server)
-        server.add_generic_rpc_handlers([Proxy(self._router, settings.secret, self._waiting_bytes)])
+        server.add_generic_rpc_handlers([Proxy(self._router, self._settings.secret, self._waiting_bytes)])
 
     def drain(self) -> None:
         """Do nothing: queued calls proceed as the calls before them end."""
@@ -92,20 +84,9 @@ class GatewayService:
             await upstream.close()
 
 
-def _edge(
-    settings: GatewaySettings, authenticators: Sequence[Authenticator], services: Services, waiting_bytes: WaitingBytes
-) -> HttpEdge:
-    """Return the HTTP server. It is imported here because a gateway without HTTP does not need its libraries."""
-    try:
-        from gateway.http.edge import HttpEdge  # noqa: PLC0415
-    except ImportError as error:
-        raise errors.InvalidArgument("needs FastAPI; install paceline[http]", field="http_listen") from error
-    return HttpEdge(settings, authenticators, services, waiting_bytes)
-
-
 def _authenticators(settings: GatewaySettings) -> Sequence[Authenticator]:
     if settings.insecure:
-        return (Everybody(),)
+        return (AnonymousAuthenticator(),)
     found: list[Authenticator] = []
     if settings.keys_file is not None:
         found.append(KeyRing(settings.keys_file))

@@ -1,98 +1,116 @@
-"""The RPCs that the gateway answers itself."""
+"""The RPCs that the gateway answers itself. They merge the services' descriptions and quotas into one response."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from gateway.capabilities import merge, merge_quotas
-from gateway.routes import Router
-from paceline import codec, errors
+from gateway.proxy import Router, Upstream, gateway_error
+from gateway.settings import GatewaySettings
+from paceline import __version__, codec, errors
 from paceline.gateway.v1 import gateway_service_pb2 as pb
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceServicer
 from paceline.rpc.identity import current_identity, peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
-from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
-from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import Quota
+from paceline.types.v1 import model_pb2, quota_pb2
 from paceline.waiting_bytes import WaitingBytes
 
-if TYPE_CHECKING:  # these classes exist in the type stubs only
-    from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceAsyncStub
-    from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceAsyncStub
-
-Reply = TypeVar("Reply")
+OfTrainer = TypeVar("OfTrainer", bound=Message)
+OfSampler = TypeVar("OfSampler", bound=Message)
+Reply = TypeVar("Reply", bound=Message)
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class GatewayServicer(GatewayServiceServicer):
     """paceline.gateway.v1.GatewayService."""
 
-    def __init__(
-        self,
-        router: Router,
-        waiting_bytes: WaitingBytes,
-        credential: str,
-        max_message_bytes: int,
-        timeout: float,
-        version: str,
-    ) -> None:
-        """`timeout` is how long each service may take to answer, in seconds."""
+    def __init__(self, router: Router, waiting_bytes: WaitingBytes, settings: GatewaySettings) -> None:
         self._router = router
         self._waiting_bytes = waiting_bytes
-        self._credential = credential
-        self._max_message_bytes = max_message_bytes
-        self._timeout = timeout
-        self._version = version
+        self._settings = settings
 
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: Context) -> pb.WhoAmIResponse:
         identity = current_identity()
-        asked = self._ask(self._trainer().GetUsage, trainer_pb.GetUsageRequest())
-        all_asked = [self._ask(stub.GetUsage, sampler_pb.GetUsageRequest()) for stub in self._samplers()]
-        trainer, samplers = await asyncio.gather(asked, asyncio.gather(*all_asked))
+        trainer, samplers = await self._ask("GetUsage", trainer_pb.GetUsageResponse, sampler_pb.GetUsageResponse)
         waiting = self._waiting_bytes
         own = Quota(waiting.quota.name, waiting.used(identity.tenant), waiting.tenant_limit)
-        quotas = merge_quotas(trainer.quotas if trainer else (), [up.quotas for up in samplers if up])
+        quotas = merge_quotas(trainer.quotas if trainer else (), [sampler.quotas for sampler in samplers])
         return pb.WhoAmIResponse(
             tenant=identity.tenant, key_name=identity.key_name, quotas=map(codec.quota_to_proto, [own, *quotas])
         )
 
-    async def GetCapabilities(
-        self,
-        request: pb.GetCapabilitiesRequest,
-        context: Context,
-    ) -> pb.GetCapabilitiesResponse:
-        asked = self._ask(self._trainer().GetServerInfo, trainer_pb.GetServerInfoRequest())
-        all_asked = [self._ask(stub.GetServerInfo, sampler_pb.GetServerInfoRequest()) for stub in self._samplers()]
-        trainer, samplers = await asyncio.gather(asked, asyncio.gather(*all_asked))
-        up = [sampler for sampler in samplers if sampler is not None]
-        if trainer is None and not up:
+    async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Context) -> pb.GetCapabilitiesResponse:
+        trainer, samplers = await self._ask(
+            "GetServerInfo", trainer_pb.GetServerInfoResponse, sampler_pb.GetServerInfoResponse
+        )
+        if trainer is None and not samplers:
             raise errors.UpstreamUnavailable("neither the trainer nor a sampler can be reached; try again")
-        merged = merge(trainer, up, self._max_message_bytes)
-        merged.service_version = self._version
-        return merged
+        models: dict[str, pb.SupportedModel] = {}
+        for info in trainer.models if trainer else ():
+            _add(models, info).trainable = True
+        for sampler in samplers:
+            _add(models, sampler.model).sampleable = True
+        limits = [self._settings.max_message_bytes, trainer.max_message_bytes if trainer else 0]
+        return pb.GetCapabilitiesResponse(
+            models=models.values(),
+            loss_fns=trainer.loss_fns if trainer else (),
+            optimizers=trainer.optimizers if trainer else (),
+            max_message_bytes=min(filter(None, limits)),
+            service_version=__version__,
+        )
 
-    def _trainer(self) -> TrainerServiceAsyncStub:
-        return TrainerServiceStub(self._router.trainer.channel)
+    async def _ask(
+        self, method: str, trainer_reply: type[OfTrainer], sampler_reply: type[OfSampler]
+    ) -> tuple[OfTrainer | None, list[OfSampler]]:
+        """Call a method without arguments of the trainer and of all samplers, for the caller.
 
-    def _samplers(self) -> Sequence[SamplerServiceAsyncStub]:
-        return [SamplerServiceStub(sampler.channel) for sampler in self._router.samplers]
+        Services that are unavailable, too slow, or too old to know the method are left out.
+        """
+        metadata = peer_metadata(self._settings.secret, current_identity().tenant)
+        timeout = self._settings.info_timeout_seconds
 
-    async def _ask(self, method: Callable[..., Awaitable[Reply]], request: Message) -> Reply | None:
-        """Call a service for the caller. Return None if it is unavailable, too slow, or too old to know the method."""
-        try:
-            return await method(request, metadata=self._metadata(), timeout=self._timeout)
-        except grpc.aio.AioRpcError as failure:
-            error = error_from_rpc(failure)
-            if isinstance(error, errors.Unavailable | errors.TimedOut | errors.Unsupported):
-                return None
-            raise error from failure
+        async def ask(upstream: Upstream, service: str, reply: type[Reply]) -> Reply | None:
+            try:
+                call = upstream.unary(f"/{service}/{method}")(b"", metadata=metadata, timeout=timeout)
+                return reply.FromString(await call)
+            except grpc.aio.AioRpcError as failure:
+                error = gateway_error(failure, upstream) or error_from_rpc(failure)
+                if isinstance(error, errors.Unavailable | errors.TimedOut | errors.Unsupported):
+                    return None
+                raise error from failure
 
-    def _metadata(self) -> Sequence[tuple[str, str]]:
-        return peer_metadata(self._credential, current_identity().tenant)
+        of_trainer = ask(self._router.trainer, "paceline.trainer.v1.TrainerService", trainer_reply)
+        of_samplers = [
+            ask(sampler, "paceline.sampler.v1.SamplerService", sampler_reply) for sampler in self._router.samplers
+        ]
+        trainer, samplers = await asyncio.gather(of_trainer, asyncio.gather(*of_samplers))
+        return trainer, [sampler for sampler in samplers if sampler is not None]
+
+
+def _add(models: dict[str, pb.SupportedModel], info: model_pb2.ModelInfo) -> pb.SupportedModel:
+    """Add a service's description of a model. Limits are the smallest among those of all services."""
+    if info.name not in models:
+        models[info.name] = pb.SupportedModel(model=info)
+    model = models[info.name].model
+    model.max_lora_rank = min(model.max_lora_rank, info.max_lora_rank)
+    model.max_context_length = min(model.max_context_length, info.max_context_length)
+    return models[info.name]
+
+
+def merge_quotas(trainer: Sequence[quota_pb2.Quota], samplers: Sequence[Sequence[quota_pb2.Quota]]) -> list[Quota]:
+    """Return the trainer's quotas and the sums of the samplers'. A sum has no limit if one of its quotas has none."""
+    merged = [codec.quota_from_proto(quota) for quota in trainer]
+    by_name: dict[str, list[Quota]] = {}
+    for quota in (codec.quota_from_proto(quota) for sampler in samplers for quota in sampler):
+        by_name.setdefault(quota.name, []).append(quota)
+    for name, quotas in by_name.items():
+        limits = [quota.limit for quota in quotas]
+        merged.append(Quota(name, sum(quota.used for quota in quotas), sum(limits) if all(limits) else 0))
+    return merged

@@ -49,9 +49,10 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     max_bytes_in_flight: int = Field(4 << 30, ge=0)
     """Most bytes of calls forwarded at the same time; further calls are refused with OVERLOADED. 0 means no limit."""
     max_bytes_in_flight_per_tenant: int = Field(1 << 30, ge=0)
-    """Most bytes of one tenant's calls forwarded at the same time; further calls are refused. 0 means no limit.
+    """Most bytes of one tenant's calls forwarded at the same time; further calls are refused with QUOTA_EXCEEDED.
 
-    Keep it above the trainer's max_waiting_bytes_per_tenant: the trainer knows what a run needs to continue.
+    0 means no limit. Keep it above the trainer's max_waiting_bytes_per_tenant: the trainer knows what a run needs to
+    continue.
     """
     http_listen: Literal[""] | Address = ""
     """Address of the HTTP APIs (Tinker's and others'); empty means none. It uses TLS if the service does."""
@@ -91,6 +92,6 @@ class GatewaySettings(PeerSettings, UpstreamTls):
         if self.insecure == (self.keys_file is not None or self.jwt_public_key_file is not None):
             raise ValueError(
                 "set keys_file (make one with `python -m gateway.keys add`) or jwt_public_key_file, "
-                "or insecure to let everybody in; not both"
+                "or insecure to admit every caller; not both"
             )
         return self

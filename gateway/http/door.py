@@ -14,7 +14,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
-from gateway.authenticators import Authenticator
+from gateway.admission import Authenticator
 from gateway.http.problems import problem
 from paceline import errors
 from paceline.log import get_logger

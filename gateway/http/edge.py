@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.authenticators import Authenticator
+from gateway.admission import Authenticator
 from gateway.http.door import Door
 from gateway.http.generate import GenerateApi
 from gateway.http.metaclaw import MetaClawApi

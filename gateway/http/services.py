@@ -11,10 +11,8 @@ import grpc
 from google.protobuf.message import Message
 from structlog.contextvars import get_contextvars
 
-from gateway.interceptors.limits import FairQueue
-from gateway.proxy import SERVICES
-from gateway.routes import Router
-from gateway.upstream import Upstream
+from gateway.admission import FairQueue
+from gateway.proxy import SERVICES, Router, Upstream
 from paceline import errors
 from paceline.rpc.identity import REQUEST_ID_KEY, ROUTE_KEY, peer_metadata
 from paceline.rpc.status import DETAILS_KEY, error_from_rpc
@@ -54,7 +52,7 @@ class Services:
         async with self._place(tenant, len(body)):
             method, upstream, key = await self._choose(tenant, request, route)
             call = upstream.unary(method)(body, timeout=seconds, metadata=self._metadata(tenant, route))
-            with self._router.following(call, upstream, key), _told(upstream):
+            with self._router.tracked(call, upstream, key), _told(upstream):
                 return reply.FromString(await call)
 
     @asynccontextmanager
@@ -72,7 +70,7 @@ class Services:
                     async for message in call:
                         yield reply.FromString(message)
 
-            with self._router.following(call, upstream, key):
+            with self._router.tracked(call, upstream, key):
                 yield replies()
 
     @asynccontextmanager

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from support.patience import PATIENCE
 from support.stacks.gateway_stack import CREDENTIAL, Sampler, Stack, Trainer, bearer, free_port, gateway, serving, stack
 
-from gateway.access import ACCESS, Access
+from gateway.admission import ACCESS, Access
 from gateway.keys import add_key, remove_key
 from paceline import errors
 from paceline.gateway.v1 import gateway_service_pb2 as pb

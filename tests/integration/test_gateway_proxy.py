@@ -13,9 +13,7 @@ from support.patience import PATIENCE
 from support.stacks.gateway_stack import CREDENTIAL, Sampler, bearer, gateway, serving
 
 from gateway.keys import add_key
-from gateway.proxy import Proxy
-from gateway.routes import Router
-from gateway.upstream import Upstream
+from gateway.proxy import Proxy, Router, Upstream
 from paceline.rpc.interceptors import CredentialInterceptor
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.waiting_bytes import WaitingBytes

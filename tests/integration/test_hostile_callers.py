@@ -11,7 +11,7 @@ from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import Cluster
 
 import paceline
-from gateway.access import ACCESS, Access
+from gateway.admission import ACCESS, Access
 from gateway.keys import add_key
 from paceline import codec, errors
 from paceline.rpc.identity import peer_metadata

@@ -1,19 +1,13 @@
-"""API keys and tokens: who is admitted, and what the file reveals."""
+"""API keys: who is admitted, and what the file reveals."""
 
 from __future__ import annotations
 
 import json
 import stat
-import sys
-import time
 from pathlib import Path
 
-import jwt
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
-from gateway.authenticators import Everybody, JwtVerifier
 from gateway.keys import KeyRing, add_key, main, read_keys, remove_key
 from paceline import errors
 from paceline.api_keys import PREFIX
@@ -110,60 +104,3 @@ def test_the_command_line_adds_and_removes(keys_file, capsys):
     assert read_keys(keys_file) == ()
     with pytest.raises(SystemExit, match="laptop"):
         main(["remove", "--file", str(keys_file), "--name", "laptop"])
-
-
-def test_an_insecure_gateway_makes_everybody_the_default_tenant():
-    assert Everybody().identify("") == Everybody().identify("anything") == Identity("default")
-
-
-@pytest.fixture(scope="module")
-def signing_key() -> ec.EllipticCurvePrivateKey:
-    return ec.generate_private_key(ec.SECP256R1())
-
-
-@pytest.fixture
-def public_pem(signing_key, tmp_path) -> Path:
-    path = tmp_path / "public.pem"
-    encoding = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    path.write_bytes(signing_key.public_key().public_bytes(*encoding))
-    return path
-
-
-def _claims(**changes: object) -> dict[str, object]:
-    claims = {"tenant": "team-a", "sub": "alice", "exp": time.time() + 600} | changes
-    return {name: value for name, value in claims.items() if value is not None}
-
-
-def test_a_signed_token_names_its_tenant(signing_key, public_pem):
-    token = jwt.encode(_claims(), signing_key, "ES256")
-    assert JwtVerifier(public_pem, "ES256", "tenant").identify(token) == Identity("team-a", "alice")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"exp": 1.0}, {"exp": None}, {"tenant": None}, {"tenant": ""}, {"tenant": "a/b"}, {"tenant": 7}, {"aud": "other"}],
-)
-def test_a_token_that_is_expired_or_for_nobody_is_not_known(signing_key, public_pem, changes):
-    token = jwt.encode(_claims(**changes), signing_key, "ES256")
-    assert JwtVerifier(public_pem, "ES256", "tenant").identify(token) is None
-
-
-def test_a_token_for_another_audience_is_not_known(signing_key, public_pem):
-    verifier = JwtVerifier(public_pem, "ES256", "tenant", "paceline")
-    assert verifier.identify(jwt.encode(_claims(aud="paceline"), signing_key, "ES256")) is not None
-    assert verifier.identify(jwt.encode(_claims(aud="other"), signing_key, "ES256")) is None
-    assert verifier.identify(jwt.encode(_claims(), signing_key, "ES256")) is None
-
-
-def test_another_key_or_another_algorithm_does_not_sign(signing_key, public_pem):
-    verifier = JwtVerifier(public_pem, "ES256", "tenant")
-    assert verifier.identify(jwt.encode(_claims(), ec.generate_private_key(ec.SECP256R1()), "ES256")) is None
-    assert verifier.identify(jwt.encode(_claims(), key="x" * 32, algorithm="HS256")) is None
-    assert verifier.identify(jwt.encode(_claims(), key="", algorithm="none")) is None
-    assert verifier.identify("pl-not-a-token") is None
-
-
-def test_tokens_without_the_library_are_refused_with_a_remedy(public_pem, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jwt", None)
-    with pytest.raises(errors.InvalidArgument, match="install"):
-        JwtVerifier(public_pem, "ES256", "tenant")

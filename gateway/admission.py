@@ -1,0 +1,221 @@
+"""Admit calls: identify the caller, check that the method is open to tenants, wait for a free place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from enum import Enum, auto
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from structlog.contextvars import bind_contextvars
+
+from paceline import errors
+from paceline.rpc.identity import API_KEY_KEY, DEFAULT_TENANT, Identity, is_tenant, set_identity
+from paceline.rpc.interceptors import AroundInterceptor, Call
+from paceline.rpc.server import REFLECTION_METHODS
+
+
+class Access(Enum):
+    """Who may call a method."""
+
+    TENANT = auto()
+    """Every caller that the gateway can identify."""
+    NOBODY = auto()
+    """Only services, which call each other directly, not through the gateway."""
+
+
+_TRAINER = (
+    "GetServerInfo",
+    "GetUsage",
+    "GetTokenizer",
+    "RenderConversations",
+    "CreateRun",
+    "GetRun",
+    "AttachRun",
+    "ListRuns",
+    "DeleteRun",
+    "ForwardBackward",
+    "OptimStep",
+    "SaveCheckpoint",
+    "LoadCheckpoint",
+    "ListCheckpoints",
+    "DeleteCheckpoint",
+    "SetCheckpointTtl",
+    "DownloadCheckpoint",
+    "PublishWeights",
+)
+_SAMPLER = (
+    "GetServerInfo",
+    "GetUsage",
+    "Sample",
+    "SampleStream",
+    "ComputeLogprobs",
+    "CompleteText",
+    "LoadVersion",
+    "UnloadVersion",
+    "ListVersions",
+)
+
+ACCESS: Mapping[str, Access] = MappingProxyType(
+    {
+        **{f"/paceline.trainer.v1.TrainerService/{name}": Access.TENANT for name in _TRAINER},
+        **{f"/paceline.sampler.v1.SamplerService/{name}": Access.TENANT for name in _SAMPLER},
+        "/paceline.sampler.v1.SamplerService/UpdateWeights": Access.NOBODY,
+        "/paceline.weights.v1.WeightService/FetchVersion": Access.TENANT,
+        "/paceline.weights.v1.WeightService/WatchVersions": Access.NOBODY,
+        "/paceline.gateway.v1.GatewayService/GetCapabilities": Access.TENANT,
+        "/paceline.gateway.v1.GatewayService/WhoAmI": Access.TENANT,
+        **dict.fromkeys(REFLECTION_METHODS, Access.TENANT),
+    }
+)
+"""Maps /package.Service/Method to its access. A method that is not listed is refused: a new one stays closed."""
+
+
+class Authenticator(Protocol):
+    """Identifies callers by their token."""
+
+    def identify(self, token: str) -> Identity | None:
+        """Return the identity of a token's holder, or None if unknown. The token is empty if the caller sent none."""
+        ...
+
+
+class AnonymousAuthenticator:
+    """Admits every caller as the default tenant, for a gateway that runs with --insecure."""
+
+    def identify(self, token: str) -> Identity | None:
+        return Identity(DEFAULT_TENANT)
+
+
+class JwtVerifier:
+    """Identifies callers by JSON Web Tokens (RFC 7519), signed with one key and algorithm. They must expire (`exp`)."""
+
+    def __init__(self, public_key_file: Path, algorithm: str, tenant_claim: str, audience: str = "") -> None:
+        try:
+            import jwt  # noqa: PLC0415
+        except ImportError as error:
+            message = "needs PyJWT; install paceline[jwt]"
+            raise errors.InvalidArgument(message, field="jwt_public_key_file") from error
+        self._jwt = jwt
+        self._public_key = public_key_file.read_text()
+        self._algorithm = algorithm
+        self._tenant_claim = tenant_claim
+        self._audience = audience or None
+
+    def identify(self, token: str) -> Identity | None:
+        try:
+            claims = self._jwt.decode(
+                token,
+                self._public_key,
+                algorithms=[self._algorithm],
+                audience=self._audience,
+                options={"require": ["exp", self._tenant_claim]},
+            )
+        except self._jwt.InvalidTokenError:
+            return None
+        tenant = claims[self._tenant_claim]
+        return Identity(tenant, str(claims.get("sub", "jwt"))) if is_tenant(tenant) else None
+
+
+def bearer_token(authorization: str) -> str:
+    """Return the token of a header `Bearer <token>`; empty if it is not of that form."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+class FairQueue:
+    """Limits the calls in flight, in total and per tenant, with a bounded queue per tenant.
+
+    Waiting calls are admitted in FIFO order within a tenant, and tenants take turns.
+    """
+
+    def __init__(self, max_in_flight: int, max_in_flight_per_tenant: int, max_queued_per_tenant: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._max_per_tenant = max_in_flight_per_tenant
+        self._max_queued = max_queued_per_tenant
+        self._in_flight = 0
+        self._by_tenant: Counter[str] = Counter()
+        # Tenants in order of their turns, the most recently served last; each queue in order of arrival.
+        self._waiting: dict[str, OrderedDict[asyncio.Future[None], None]] = {}
+
+    async def acquire(self, tenant: str) -> None:
+        """Wait for a place. Raises Overloaded at once when the tenant's queue is full."""
+        if tenant not in self._waiting and self._has_place(tenant):
+            self._take(tenant)
+            return
+        waiting = len(self._waiting.get(tenant, ()))
+        if waiting >= self._max_queued:
+            raise errors.Overloaded(f"{waiting} calls of this tenant are already waiting; send fewer at the same time")
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, OrderedDict())[place] = None
+        try:
+            await place
+        except asyncio.CancelledError:
+            self._give_up(tenant, place)
+            raise
+
+    def release(self, tenant: str) -> None:
+        """Release a place."""
+        self._in_flight -= 1
+        self._by_tenant[tenant] -= 1
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+        while (following := next(filter(self._has_place, self._waiting), None)) is not None:
+            queue = self._waiting.pop(following)
+            place, _ = queue.popitem(last=False)
+            if queue:
+                self._waiting[following] = queue
+            # A call cancelled in this iteration of the event loop is still in the queue.
+            if not place.cancelled():
+                self._take(following)
+                place.set_result(None)
+
+    def _has_place(self, tenant: str) -> bool:
+        return self._in_flight < self._max_in_flight and self._by_tenant[tenant] < self._max_per_tenant
+
+    def _take(self, tenant: str) -> None:
+        self._in_flight += 1
+        self._by_tenant[tenant] += 1
+
+    def _give_up(self, tenant: str, place: asyncio.Future[None]) -> None:
+        if not place.cancelled():
+            self.release(tenant)
+            return
+        if queue := self._waiting.get(tenant):
+            queue.pop(place, None)
+        if not queue:
+            self._waiting.pop(tenant, None)
+
+
+class AdmissionInterceptor(AroundInterceptor):
+    """Admits a call when a place is free and sets its identity.
+
+    Raises InvalidApiKey, MethodNotAllowed, Overloaded.
+    """
+
+    def __init__(self, authenticators: Sequence[Authenticator], queue: FairQueue) -> None:
+        self._authenticators = authenticators
+        self._queue = queue
+
+    @asynccontextmanager
+    async def around(self, call: Call) -> AsyncIterator[None]:
+        token = bearer_token(call.metadata.get(API_KEY_KEY, ""))
+        for authenticator in self._authenticators:
+            if identity := authenticator.identify(token):
+                break
+        else:
+            problem = "is not known" if token else "is missing"
+            raise errors.InvalidApiKey(f"the API key {problem}; send metadata `authorization: Bearer <key>`")
+        if ACCESS.get(call.method, Access.NOBODY) is not Access.TENANT:
+            raise errors.MethodNotAllowed(f"{call.method} is not open to callers of the gateway")
+        set_identity(identity)
+        # Each call runs in its own context, so nothing needs to be unbound.
+        bind_contextvars(tenant=identity.tenant, key=identity.key_name)
+        await self._queue.acquire(identity.tenant)
+        try:
+            yield
+        finally:
+            self._queue.release(identity.tenant)
