@@ -34,7 +34,7 @@ class Database:
             if survives_power_cuts:
                 self._write.execute("PRAGMA synchronous = FULL")
         except sqlite3.DatabaseError as error:
-            message = f"{path} cannot be used ({error}); move it away to begin with an empty one"
+            message = f"{path} cannot be used ({error}); move it away to start with an empty one"
             raise errors.InvalidArgument(message, field="http_state") from error
         path.chmod(0o600)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -71,6 +71,10 @@ class Database:
         """Return the rows that a query finds."""
         return self._read.execute(sql, values).fetchall()
 
+    def row(self, sql: str, *values: object) -> sqlite3.Row | None:
+        """Return the first row that a query finds, or None."""
+        return next(iter(self.rows(sql, *values)), None)
+
     def _work(self) -> None:
         while True:
             jobs = [self._jobs.get()]
@@ -102,7 +106,7 @@ class Database:
             full = errors.DiskFull(f"the gateway cannot write its http_state: {error}")
             outcomes = [(job, None, full) for job in jobs]
         for job, value, failure in outcomes:
-            job.tell(value, failure)
+            job.loop.call_soon_threadsafe(_resolve, job.outcome, value, failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +115,14 @@ class _Job:
     loop: asyncio.AbstractEventLoop
     outcome: asyncio.Future[Any]
 
-    def tell(self, value: Any, error: BaseException | None) -> None:
-        def settle() -> None:
-            if self.outcome.done():
-                return
-            if error is None:
-                self.outcome.set_result(value)
-            else:
-                self.outcome.set_exception(error)
 
-        self.loop.call_soon_threadsafe(settle)
+def _resolve(outcome: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if outcome.done():
+        return
+    if error is None:
+        outcome.set_result(value)
+    else:
+        outcome.set_exception(error)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -18,9 +18,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.admission import Authenticator
-from gateway.http.door import Door
 from gateway.http.generate import GenerateApi
 from gateway.http.metaclaw import MetaClawApi
+from gateway.http.middleware import AccessMiddleware
 from gateway.http.online.api import OnlineApi
 from gateway.http.openai import OpenAiApi
 from gateway.http.problems import problem
@@ -28,7 +28,6 @@ from gateway.http.services import Services
 from gateway.http.tinker import downloads
 from gateway.http.tinker.app import PREFIX as TINKER
 from gateway.http.tinker.app import TinkerApi
-from gateway.http.tinker.names import Aliases
 from gateway.settings import GatewaySettings
 from paceline import errors
 from paceline.log import get_logger
@@ -55,16 +54,7 @@ class HttpEdge:
     ) -> None:
         """Open the stored state. Raises InvalidArgument that names the invalid setting."""
         self._settings = settings
-        aliases = Aliases(settings.http_aliases)
-        self._tinker = TinkerApi(
-            services,
-            waiting_bytes,
-            settings.http_state,
-            aliases,
-            settings.http_tokenizer,
-            settings.http_public_url,
-            settings.max_message_bytes,
-        )
+        self._tinker = TinkerApi(services, waiting_bytes, settings)
         models = self._tinker.models
         metaclaw = MetaClawApi(services, models)
         self._online = OnlineApi(services, models, settings.http_state, settings.max_message_bytes)
@@ -78,8 +68,8 @@ class HttpEdge:
             metaclaw.routes(),
             self._online.routes(),
         )
-        door = Door(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN)
-        self._server = _Server(_config(settings, door))
+        guarded = AccessMiddleware(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN)
+        self._server = _Server(_config(settings, guarded))
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -127,7 +117,7 @@ def _bind(address: str) -> socket.socket:
         return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise errors.InvalidArgument(
-            f"{address} cannot be had: {error.strerror or error}", field="http_listen"
+            f"{address} cannot be bound: {error.strerror or error}", field="http_listen"
         ) from error
 
 
@@ -141,7 +131,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_here()
+        self._head_arrived()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -150,19 +140,16 @@ class TimedProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def on_headers_complete(self) -> None:
-        self._head_is_here()
+        self._head_arrived()
         super().on_headers_complete()
 
     def _wait_for_head(self) -> None:
-        self._waiting = self.loop.call_later(_HEAD_SECONDS, self._give_up)
+        self._waiting = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
 
-    def _head_is_here(self) -> None:
+    def _head_arrived(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
-
-    def _give_up(self) -> None:
-        self.transport.close()
 
 
 def make_app(*apis: APIRouter) -> FastAPI:
@@ -178,7 +165,7 @@ def make_app(*apis: APIRouter) -> FastAPI:
         app.include_router(routes)
 
     @app.exception_handler(errors.PacelineError)
-    async def told(request: Request, error: errors.PacelineError) -> Response:
+    async def paceline_error(request: Request, error: errors.PacelineError) -> Response:
         return problem(error)
 
     @app.exception_handler(RequestValidationError)
@@ -194,8 +181,8 @@ def make_app(*apis: APIRouter) -> FastAPI:
         return problem(unforeseen)
 
     @app.exception_handler(UnicodeEncodeError)
-    async def no_text(request: Request, error: UnicodeEncodeError) -> Response:
-        return problem(errors.UnreadableMessage("the request holds text that is no Unicode: half of a surrogate pair"))
+    async def invalid_text(request: Request, error: UnicodeEncodeError) -> Response:
+        return problem(errors.UnreadableMessage("the request has text that is not Unicode: half of a surrogate pair"))
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
@@ -10,14 +11,12 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from gateway.http.leaving import while_connected
+from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import Models
 from gateway.http.openai import OpenAiApi
 from gateway.http.services import Services
-from gateway.http.tinker.api import tenant_of
-from paceline import codec, errors
+from paceline import errors
 from paceline.chat import read_object
-from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import SamplingParams
 
 _SECONDS = 3600.0
@@ -25,13 +24,13 @@ _PREFIX = "token_id:"
 """Prefix of a token's name when ids replace texts."""
 
 
+@dataclass(frozen=True, slots=True)
 class GenerateApi:
     """The route, also below the name of weights, because its clients name no model."""
 
-    def __init__(self, services: Services, models: Models, openai: OpenAiApi) -> None:
-        self._services = services
-        self._models = models
-        self._openai = openai
+    services: Services
+    models: Models
+    openai: OpenAiApi
 
     def routes(self) -> APIRouter:
         """Return the routes."""
@@ -47,7 +46,7 @@ class GenerateApi:
 
         @router.get("/weights/{weights}/health")
         async def health(request: Request, weights: str) -> dict[str, str]:
-            await self._models.resolve(tenant_of(request), weights, "weights")
+            await self.models.resolve(tenant_of(request), weights, "weights")
             return {"status": "ok"}
 
         return router
@@ -66,7 +65,7 @@ class GenerateApi:
             raise errors.InvalidArgument("is one prompt: text, or prompt_token_ids", field="prompt")
         more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         body = {**given, **more, "model": name, "prompt": prompt}
-        whole = self._openai.complete_whole(tenant_of(request), name, body)
+        whole = self.openai.complete_whole(tenant_of(request), name, body)
         answer, headers = await while_connected(request, whole)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         tokens = choices[0]["prompt_token_ids"]
@@ -89,17 +88,10 @@ class GenerateApi:
         """Return each prompt token's log-probability and those of the k most likely; None for the first token."""
         if type(k) is not int or k < 0:
             raise errors.InvalidArgument("must be a number of tokens", field="prompt_logprobs")
-        ref = await self._models.resolve(tenant, name)
-        message = pb.SampleRequest(
-            model=codec.model_ref_to_proto(ref),
-            prompt=codec.tensor_to_proto(np.array(tokens, np.int32)),
-            params=codec.sampling_params_to_proto(SamplingParams(max_tokens=1, temperature=0)),
-            prompt_logprobs=True,
-            topk_prompt_logprobs=max(k, 1),
-        )
-        route = "" if ref.is_base else str(ref)
-        reply = await self._services.call(tenant, message, pb.SampleResponse, route=route, seconds=_SECONDS)
-        result = codec.sample_result_from_proto(reply)
+        ref = await self.models.resolve(tenant, name)
+        prompt, params = np.array(tokens, np.int32), SamplingParams(max_tokens=1, temperature=0)
+        scored = {"prompt_logprobs": True, "topk_prompt_logprobs": max(k, 1)}
+        result = await self.services.sample(tenant, ref, prompt, params, seconds=_SECONDS, **scored)
         topk, own = result.topk_prompt_logprobs, result.prompt_logprobs
         if topk is None or own is None:
             raise errors.EngineUnavailable("the sampler did not score the prompt; try again")

@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -18,15 +19,13 @@ from fastapi import APIRouter, Request
 from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.http.leaving import while_connected
+from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import Models
 from gateway.http.services import Services
-from gateway.http.tinker.api import tenant_of
 from paceline import codec, errors
 from paceline.client.batching import sendable
-from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import ModelRef, SamplingParams, StopReason
+from paceline.types import ModelRef, Run, SamplingParams, StopReason
 from paceline.types.training import Array
 from paceline.types.v1 import datum_pb2, lora_pb2
 
@@ -152,8 +151,8 @@ class MetaClawApi:
         The weights are those of the newest session if it has a version, otherwise the base model's.
         """
         newest = await self._newest(tenant)
-        has_version = newest is not None and newest.latest_version
-        return newest.run_id if has_version else await self._models.served(tenant, ""), _CHAT | body
+        name = newest.run_id if newest and newest.latest_version else await self._models.served(tenant, "")
+        return name, _CHAT | body
 
     def _add_state(self, router: APIRouter) -> None:
         @router.get("/health")
@@ -206,10 +205,8 @@ class MetaClawApi:
 
         @router.post("/checkpoint/load")
         async def checkpoint_load(request: Request, body: CheckpointLoad) -> dict[str, Any]:
-            def make(**place: Any) -> pb.LoadCheckpointRequest:
-                return pb.LoadCheckpointRequest(**place, path=body.path, with_optimizer=True)
-
             tenant = tenant_of(request)
+            make = partial(pb.LoadCheckpointRequest, path=body.path, with_optimizer=True)
             reply = await self._send(tenant, body.session_id, make, pb.LoadCheckpointResponse)
             (await self._session(tenant, body.session_id)).step = reply.run.step
             return {"status": "ok", "step": reply.run.step}
@@ -221,24 +218,18 @@ class MetaClawApi:
                 raise errors.UnknownLoss(f"is not known; take one of {', '.join(_LOSSES)}", field="loss_fn")
             data = [_datum(datum, f"datums[{index}]") for index, datum in enumerate(body.datums)]
             config = {} if body.loss_fn == "importance_sampling" else _CLIPPED
-
-            def make(**place: Any) -> pb.ForwardBackwardRequest:
-                return pb.ForwardBackwardRequest(
-                    **place, data=data, loss_fn=body.loss_fn, loss_fn_config=config, refuse_non_finite=True
-                )
-
+            loss: dict[str, Any] = {"loss_fn": body.loss_fn, "loss_fn_config": config}
+            make = partial(pb.ForwardBackwardRequest, data=data, **loss, refuse_non_finite=True)
             tenant = tenant_of(request)
             reply = await self._send(tenant, body.session_id, make, pb.ForwardBackwardResponse)
-            loss = reply.metrics["loss:sum"] / len(data)
-            (await self._session(tenant, body.session_id)).losses.append(loss)
+            mean = reply.metrics["loss:sum"] / len(data)
+            (await self._session(tenant, body.session_id)).losses.append(mean)
             tokens = sum(max(1, int(np.count_nonzero(datum.advantages))) for datum in body.datums)
-            return {"status": "ok", "loss": loss, "total_tokens": tokens, "num_datums": len(data)}
+            return {"status": "ok", "loss": mean, "total_tokens": tokens, "num_datums": len(data)}
 
         @router.post("/train/optim_step")
         async def optim_step(request: Request, body: OptimStep) -> dict[str, Any]:
-            def make(**place: Any) -> pb.OptimStepRequest:
-                return pb.OptimStepRequest(**place, adamw=pb.AdamwParams(learning_rate=body.learning_rate, **_ADAMW))
-
+            make = partial(pb.OptimStepRequest, adamw=pb.AdamwParams(learning_rate=body.learning_rate, **_ADAMW))
             tenant = tenant_of(request)
             reply = await self._send(tenant, body.session_id, make, pb.OptimStepResponse)
             session = await self._session(tenant, body.session_id)
@@ -252,9 +243,7 @@ class MetaClawApi:
             }
 
     async def _save(self, tenant: str, run_id: str, name: str, kind: pb.CheckpointKind.ValueType) -> str:
-        def make(**place: Any) -> pb.SaveCheckpointRequest:
-            return pb.SaveCheckpointRequest(**place, name=name, kind=kind, overwrite=True)
-
+        make = partial(pb.SaveCheckpointRequest, name=name, kind=kind, overwrite=True)
         return (await self._send(tenant, run_id, make, pb.SaveCheckpointResponse)).checkpoint.path
 
     async def _sample(self, tenant: str, body: Sample) -> dict[str, Any]:
@@ -271,15 +260,9 @@ class MetaClawApi:
             top_p=body.top_p,
             stop=stop or (),
         )
-        message = sampler_pb.SampleRequest(
-            model=codec.model_ref_to_proto(ref),
-            prompt=codec.tensor_to_proto(tokens),
-            params=codec.sampling_params_to_proto(params),
-            num_samples=body.num_samples,
+        result = await self._services.sample(
+            tenant, ref, tokens, params, seconds=_SECONDS, num_samples=body.num_samples
         )
-        route = "" if ref.is_base else str(ref)
-        reply = await self._services.call(tenant, message, sampler_pb.SampleResponse, route=route, seconds=_SECONDS)
-        result = codec.sample_result_from_proto(reply)
         return {
             "sequences": [
                 {
@@ -294,17 +277,10 @@ class MetaClawApi:
 
     async def _sampled(self, tenant: str, run_id: str) -> ModelRef:
         """Return the weights that a session samples from: its newest version, or the base model while it has none."""
-        if run_id:
-            request = pb.GetRunRequest(run_id=run_id)
-            run = codec.run_from_proto((await self._services.call(tenant, request, pb.GetRunResponse)).run)
-        else:
-            newest = await self._newest(tenant)
-            if newest is None:
-                return ModelRef()
-            run = newest
-        return ModelRef(run_id=run.run_id) if run.latest_version else ModelRef()
+        run = await (self._models.run(tenant, run_id) if run_id else self._newest(tenant))
+        return ModelRef(run_id=run.run_id) if run and run.latest_version else ModelRef()
 
-    async def _newest(self, tenant: str) -> Any:
+    async def _newest(self, tenant: str) -> Run | None:
         """Return the newest run that is a session; None if there is none."""
         runs = await self._models.runs(tenant)
         return next((run for run in runs if API.items() <= run.user_metadata.items()), None)
@@ -331,7 +307,7 @@ class MetaClawApi:
             try:
                 reply = await self._services.call(tenant, request, pb.AttachRunResponse)
             except errors.RunNotFound as error:
-                raise errors.RunNotFound("no such session; make one by /v1/lora/create", field="session_id") from error
+                raise errors.RunNotFound("no such session; POST /v1/lora/create", field="session_id") from error
             self._sessions[key] = _Session(reply.attachment, reply.run.last_seq_id + 1, reply.run.step)
         self._sessions.move_to_end(key)
         while len(self._sessions) > _MAX_SESSIONS:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
+from typing import TypeVar
 
 from gateway.http.services import Services
 from gateway.http.tinker.names import TINKER, Aliases, Names
@@ -19,6 +21,7 @@ NAME = "name"
 ONLINE = {"api": "online"}
 """Metadata of runs that start from the base model's weights and publish them first."""
 _PAGE = 1000
+Page = TypeVar("Page", pb.ListRunsResponse, pb.ListCheckpointsResponse)
 _VERSION = re.compile(r"[1-9][0-9]{0,14}")
 
 
@@ -52,7 +55,8 @@ class Models:
                 raise errors.InvalidPath("is training state; name a sampler checkpoint", field=field)
             return ModelRef(checkpoint=str(path))
         run, _, version = name.partition("@")
-        run_id = self._run_of(tenant, run)
+        # A run id, or a model id of Tinker's API.
+        run_id = self._names.run_of(tenant, run) if run.startswith("run-") or ":train:" in run else ""
         if not run_id and (named := await self._named(tenant, run)):
             if not named.latest_version and not version and ONLINE.items() <= named.user_metadata.items():
                 return ModelRef(base=await self._served(tenant))  # Its first version will compute the same.
@@ -74,12 +78,8 @@ class Models:
 
     async def _served(self, tenant: str) -> str:
         if not self._name:
-            self._name = (await self.describe(tenant)).name
+            self._name = (await self.describe_sampler(tenant)).model.name
         return self._name
-
-    def _run_of(self, tenant: str, name: str) -> str:
-        """Return the run for a run id or a model id of Tinker's API; empty if the name is neither."""
-        return self._names.run_of(tenant, name) if name.startswith("run-") or ":train:" in name else ""
 
     async def _named(self, tenant: str, name: str) -> Run | None:
         """Return the newest run with a name, preferring runs that have published; None if there is none."""
@@ -89,10 +89,6 @@ class Models:
         published = [run for run in named if run.latest_version]
         return next(iter((*published, *named)), None)
 
-    async def describe(self, tenant: str) -> model_pb2.ModelInfo:
-        """Return a sampler's description of the base model."""
-        return (await self.describe_sampler(tenant)).model
-
     async def describe_sampler(self, tenant: str) -> sampler_pb.GetServerInfoResponse:
         """Return a sampler's description of itself."""
         return await self._services.call(tenant, sampler_pb.GetServerInfoRequest(), sampler_pb.GetServerInfoResponse)
@@ -101,24 +97,29 @@ class Models:
         """Return the names of the base model."""
         return (info.name, *self._aliases.names)
 
+    async def run(self, tenant: str, run_id: str) -> Run:
+        """Return a run. Raises RunNotFound."""
+        return codec.run_from_proto(
+            (await self._services.call(tenant, pb.GetRunRequest(run_id=run_id), pb.GetRunResponse)).run
+        )
+
     async def runs(self, tenant: str) -> list[Run]:
         """Return the tenant's runs, newest first."""
-        runs: list[Run] = []
-        request = pb.ListRunsRequest(page_size=_PAGE)
-        while True:
-            reply = await self._services.call(tenant, request, pb.ListRunsResponse)
-            runs += map(codec.run_from_proto, reply.runs)
-            if not reply.next_page_token:
-                return runs
-            request = pb.ListRunsRequest(page_size=_PAGE, page_token=reply.next_page_token)
+        pages = self._pages(tenant, pb.ListRunsRequest(page_size=_PAGE), pb.ListRunsResponse)
+        return [codec.run_from_proto(run) async for page in pages for run in page.runs]
 
     async def checkpoints(self, tenant: str, run_id: str = "") -> list[Checkpoint]:
         """Return the tenant's checkpoints, newest first, of one run or of all."""
-        found: list[Checkpoint] = []
         request = pb.ListCheckpointsRequest(run_id=run_id, page_size=_PAGE)
+        pages = self._pages(tenant, request, pb.ListCheckpointsResponse)
+        return [codec.checkpoint_from_proto(found) async for page in pages for found in page.checkpoints]
+
+    async def _pages(
+        self, tenant: str, request: pb.ListRunsRequest | pb.ListCheckpointsRequest, reply: type[Page]
+    ) -> AsyncIterator[Page]:
         while True:
-            reply = await self._services.call(tenant, request, pb.ListCheckpointsResponse)
-            found += map(codec.checkpoint_from_proto, reply.checkpoints)
-            if not reply.next_page_token:
-                return found
-            request = pb.ListCheckpointsRequest(run_id=run_id, page_size=_PAGE, page_token=reply.next_page_token)
+            page = await self._services.call(tenant, request, reply)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token

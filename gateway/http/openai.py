@@ -5,35 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from gateway.http.leaving import while_connected
+from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import NAME, Models
 from gateway.http.problems import problem_body
 from gateway.http.services import Services
-from gateway.http.tinker.api import tenant_of
 from paceline import codec, errors
 from paceline.chat import read_object
 from paceline.sampler.v1 import sampler_service_pb2 as pb
-from paceline.types import CheckpointKind, ServedModel
+from paceline.types import CheckpointKind, ModelRef
 
 _SECONDS = 3600.0
 _OWNER = "paceline"
 Part = pb.CompleteTextResponse
-WithoutModel = Callable[[str, dict[str, Any]], Awaitable[tuple[str, dict[str, Any]]]]
 
 
+@dataclass(frozen=True, slots=True)
 class OpenAiApi:
     """The routes below /v1."""
 
-    def __init__(self, services: Services, models: Models, without_model: WithoutModel) -> None:
-        """`without_model` returns the model and the complete body for a tenant's chat that names no model."""
-        self._services = services
-        self._models = models
-        self._without_model = without_model
+    services: Services
+    models: Models
+    without_model: Callable[[str, dict[str, Any]], Awaitable[tuple[str, dict[str, Any]]]]
+    """Returns the model and the complete body for a tenant's chat that names no model."""
 
     def routes(self) -> APIRouter:
         """Return the routes."""
@@ -57,7 +56,7 @@ class OpenAiApi:
             name = request.path_params.get("weights")
             if name is None:
                 return {"object": "list", "data": await self._list(tenant_of(request))}
-            await self._models.resolve(tenant_of(request), name)
+            await self.models.resolve(tenant_of(request), name)
             return {"object": "list", "data": [_entry(name, 0)]}
 
         @router.post("/completions")
@@ -74,20 +73,19 @@ class OpenAiApi:
         self, tenant: str, name: str, body: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Return a completion's whole response, and the headers that name the weights it was sampled from."""
-        ref = await self._models.resolve(tenant, name)
+        ref = await self.models.resolve(tenant, name)
         message = pb.CompleteTextRequest(
             model=codec.model_ref_to_proto(ref), endpoint=pb.TEXT_ENDPOINT_COMPLETIONS, body=json.dumps(body).encode()
         )
-        route = "" if ref.is_base else str(ref)
-        async with self._services.stream(tenant, message, Part, route=route, seconds=_SECONDS) as parts:
-            async for part in parts:
-                return json.loads(part.data), version_headers(codec.served_model_from_proto(part.model))
-        raise errors.EngineUnavailable("the sampler ended the answer before it began; try again")
+        async with self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS) as parts:
+            first, headers = await _first(parts)
+            return json.loads(first.data), headers
 
     async def _list(self, tenant: str) -> list[Mapping[str, Any]]:
         """Return the entries that can be sampled from: the base model, runs with a version, sampler checkpoints."""
-        base = [_entry(name, 0) for name in self._models.base_names(await self._models.describe(tenant))]
-        published = [run for run in await self._models.runs(tenant) if run.latest_version]
+        info = (await self.models.describe_sampler(tenant)).model
+        base = [_entry(name, 0) for name in self.models.base_names(info)]
+        published = [run for run in await self.models.runs(tenant) if run.latest_version]
         named = {run.user_metadata[NAME]: run for run in reversed(published) if run.user_metadata.get(NAME)}
         runs = [
             _entry(name, run.create_time.timestamp(), latest_version=run.latest_version)
@@ -95,7 +93,7 @@ class OpenAiApi:
         ]
         checkpoints = [
             _entry(checkpoint.path, checkpoint.create_time.timestamp(), sha256=checkpoint.sha256)
-            for checkpoint in await self._models.checkpoints(tenant)
+            for checkpoint in await self.models.checkpoints(tenant)
             if checkpoint.kind is CheckpointKind.SAMPLER
         ]
         return [*base, *runs, *checkpoints]
@@ -105,50 +103,49 @@ class OpenAiApi:
         body, tenant = read_object(content), tenant_of(request)
         name, streams = request.path_params.get("weights") or body.get("model"), body.get("stream")
         if name is None and endpoint == pb.TEXT_ENDPOINT_CHAT_COMPLETIONS:
-            name, body = await self._without_model(tenant, body)
+            name, body = await self.without_model(tenant, body)
             content = json.dumps(body).encode()
         if not isinstance(name, str) or not name:
             raise errors.MissingField("is not set; GET /v1/models lists what there is", field="model")
         if streams not in (None, True, False):
             raise errors.InvalidArgument("must be true or false", field="stream")
-        ref = await self._models.resolve(tenant, name)
+        ref = await self.models.resolve(tenant, name)
         message = pb.CompleteTextRequest(model=codec.model_ref_to_proto(ref), endpoint=endpoint, body=content)
-        route = "" if ref.is_base else str(ref)
-        with _named_as_the_caller_does():
-            answer = self._answer(tenant, message, route, streams=bool(streams))
+        with _field_as_sent():
+            answer = self._answer(tenant, message, ref, streams=bool(streams))
             return await (answer if streams else while_connected(request, answer))
 
-    async def _answer(self, tenant: str, message: pb.CompleteTextRequest, route: str, *, streams: bool) -> Response:
+    async def _answer(self, tenant: str, message: pb.CompleteTextRequest, ref: ModelRef, *, streams: bool) -> Response:
         async with AsyncExitStack() as open_until_read:
             parts = await open_until_read.enter_async_context(
-                self._services.stream(tenant, message, Part, route=route, seconds=_SECONDS)
+                self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS)
             )
             # Wait for the first part before responding, so that a refusal sets the status.
-            first = await anext(parts, None)
-            if first is None:
-                raise errors.EngineUnavailable("the sampler ended the answer before it began; try again")
-            headers = version_headers(codec.served_model_from_proto(first.model))
+            first, headers = await _first(parts)
             if not streams:
                 return Response(first.data, headers=headers, media_type="application/json")
             held = open_until_read.pop_all()
         return StreamingResponse(_events(first, parts, held), headers=headers, media_type="text/event-stream")
 
 
-def version_headers(model: ServedModel) -> dict[str, str]:
-    """Return the headers that name the weights a response was sampled from."""
-    told = {
+async def _first(parts: AsyncIterator[Part]) -> tuple[Part, dict[str, str]]:
+    """Return the first part of an answer, and the headers that name the weights it was sampled from."""
+    first = await anext(parts, None)
+    if first is None:
+        raise errors.EngineUnavailable("the sampler ended the answer before its first part; try again")
+    model = first.model
+    weights = {
         "Run": model.run_id,
         "Version": str(model.version or ""),
         "Checkpoint": model.checkpoint,
         "Sha256": model.sha256,
     }
-    return {"X-Paceline-Model": model.base_model} | {
-        f"X-Paceline-{name}": value for name, value in told.items() if value
-    }
+    headers = {f"X-Paceline-{name}": value for name, value in weights.items() if value}
+    return first, {"X-Paceline-Model": model.base_model, **headers}
 
 
 @contextmanager
-def _named_as_the_caller_does() -> Iterator[None]:
+def _field_as_sent() -> Iterator[None]:
     """Name the field `model` in errors about any part of it."""
     try:
         yield

@@ -33,7 +33,9 @@ _STATUSES = {
 
 def problem(error: PacelineError, status: int | None = None) -> JSONResponse:
     """Return the response for an error."""
-    code = status or _status_of(error)
+    is_large = isinstance(error, errors.MessageTooLarge)
+    known = HTTPStatus.REQUEST_ENTITY_TOO_LARGE if is_large else _STATUSES.get(error.code)
+    code = status or known or HTTPStatus.INTERNAL_SERVER_ERROR
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after))
@@ -45,19 +47,13 @@ def problem(error: PacelineError, status: int | None = None) -> JSONResponse:
 def problem_body(error: PacelineError) -> dict[str, Any]:
     """Return an error as JSON: `detail` for people and Tinker's SDK, `error` for OpenAI's clients."""
     message = status_message(error)
-    kind = "invalid_request_error" if is_users(error) else "api_error"
+    kind = "invalid_request_error" if is_fixable_by_caller(error) else "api_error"
     return {
         "detail": message,
         "error": {"message": message, "type": kind, "param": error.field or None, "code": error.reason},
     }
 
 
-def is_users(error: PacelineError) -> bool:
+def is_fixable_by_caller(error: PacelineError) -> bool:
     """Whether the caller can fix the error by sending a different request, or by waiting."""
     return not isinstance(error, errors.Unavailable | errors.TimedOut | errors.Internal | errors.DataLoss)
-
-
-def _status_of(error: PacelineError) -> int:
-    if isinstance(error, errors.MessageTooLarge):
-        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    return _STATUSES.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import grpc
@@ -12,10 +13,13 @@ from google.protobuf.message import Message
 from structlog.contextvars import get_contextvars
 
 from gateway.admission import FairQueue
-from gateway.proxy import SERVICES, Router, Upstream
-from paceline import errors
+from gateway.proxy import SERVICES, Router, Upstream, gateway_error
+from paceline import codec
 from paceline.rpc.identity import REQUEST_ID_KEY, ROUTE_KEY, peer_metadata
-from paceline.rpc.status import DETAILS_KEY, error_from_rpc
+from paceline.rpc.status import error_from_rpc
+from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline.types import ModelRef, SampleResult, SamplingParams
+from paceline.types.training import Array
 from paceline.waiting_bytes import WaitingBytes
 
 Reply = TypeVar("Reply", bound=Message)
@@ -31,82 +35,95 @@ _PATHS = {
 """Maps the full name of a request message to its method."""
 
 
+@dataclass(frozen=True, slots=True)
 class Services:
-    """The trainer and the samplers."""
+    """The trainer and the samplers, called within the queue and the limits of the gateway's gRPC calls."""
 
-    def __init__(self, router: Router, credential: str, queue: FairQueue, waiting_bytes: WaitingBytes) -> None:
-        """Share the queue and the limits of the gateway's gRPC calls."""
-        self._router = router
-        self._credential = credential
-        self._queue = queue
-        self._waiting_bytes = waiting_bytes
+    router: Router
+    credential: str = field(repr=False)
+    queue: FairQueue
+    waiting_bytes: WaitingBytes
 
     async def call(
-        self, tenant: str, request: Message, reply: type[Reply], *, route: str = "", seconds: float = 30.0
+        self, tenant: str, request: Message, reply: type[Reply], *, model: ModelRef | None = None, seconds: float = 30.0
     ) -> Reply:
         """Call the method of this request for a tenant. Raises the service's error.
 
-        `route` is the version or checkpoint that a sampling call names: `str(ModelRef)`.
+        `model` is the model that a sampling call names.
         """
-        body = request.SerializeToString()
-        async with self._place(tenant, len(body)):
-            method, upstream, key = await self._choose(tenant, request, route)
-            call = upstream.unary(method)(body, timeout=seconds, metadata=self._metadata(tenant, route))
-            with self._router.tracked(call, upstream, key), _told(upstream):
-                return reply.FromString(await call)
+        async with self._calling(tenant, request, model, seconds, lambda upstream: upstream.unary) as (call, _):
+            return reply.FromString(await call)
+
+    async def sample(
+        self, tenant: str, model: ModelRef, tokens: Array, params: SamplingParams, *, seconds: float, **options: Any
+    ) -> SampleResult:
+        """Sample completions of a prompt; `options` are other fields of SampleRequest."""
+        request = pb.SampleRequest(
+            model=codec.model_ref_to_proto(model),
+            prompt=codec.tensor_to_proto(tokens),
+            params=codec.sampling_params_to_proto(params),
+            **options,
+        )
+        return codec.sample_result_from_proto(
+            await self.call(tenant, request, pb.SampleResponse, model=model, seconds=seconds)
+        )
 
     @asynccontextmanager
     async def stream(
-        self, tenant: str, request: Message, reply: type[Reply], *, route: str = "", seconds: float = 600.0
+        self,
+        tenant: str,
+        request: Message,
+        reply: type[Reply],
+        *,
+        model: ModelRef | None = None,
+        seconds: float = 600.0,
     ) -> AsyncIterator[AsyncIterator[Reply]]:
         """Call a method that answers with a stream, which ends with the block. See `call`."""
-        body = request.SerializeToString()
-        async with self._place(tenant, len(body)):
-            method, upstream, key = await self._choose(tenant, request, route)
-            call = upstream.response_stream(method)(body, timeout=seconds, metadata=self._metadata(tenant, route))
+        calling = self._calling(tenant, request, model, seconds, lambda upstream: upstream.response_stream)
+        async with calling as (call, upstream):
 
             async def replies() -> AsyncIterator[Reply]:
-                with _told(upstream):
+                with _converted(upstream):
                     async for message in call:
                         yield reply.FromString(message)
 
-            with self._router.tracked(call, upstream, key):
-                yield replies()
+            yield replies()
 
     @asynccontextmanager
-    async def _place(self, tenant: str, size: int) -> AsyncIterator[None]:
-        await self._queue.acquire(tenant)
-        try:
-            with self._waiting_bytes.waiting(tenant, size):
-                yield
-        finally:
-            self._queue.release(tenant)
-
-    async def _choose(self, tenant: str, request: Message, route: str) -> tuple[str, Upstream, tuple[str, str] | None]:
-        """Return the method, the service for it, and the route's key; wait for the service if it is unreachable.
+    async def _calling(
+        self,
+        tenant: str,
+        request: Message,
+        model: ModelRef | None,
+        seconds: float,
+        kind: Callable[[Upstream], Callable[[str], Callable[..., Any]]],
+    ) -> AsyncIterator[tuple[Any, Upstream]]:
+        """Yield the call of a request's method and its service. Waits for a place, and for an unreachable service.
 
         HTTP clients do not retry as Paceline's own client does.
         """
-        key = (tenant, route) if route else None
-        method = _PATHS[request.DESCRIPTOR.full_name]
-        upstream = self._router.choose(method, key)
-        await upstream.wait_until_ready(_PATIENCE_SECONDS)
-        return method, upstream, key
-
-    def _metadata(self, tenant: str, route: str) -> Sequence[tuple[str, str]]:
-        request_id = get_contextvars().get("request_id") or uuid4().hex
-        own = [*peer_metadata(self._credential, tenant), (REQUEST_ID_KEY, request_id)]
-        return [*own, (ROUTE_KEY, route)] if route else own
+        body, method = request.SerializeToString(), _PATHS[request.DESCRIPTOR.full_name]
+        key = None if model is None or model.is_base else (tenant, str(model))
+        metadata = [*peer_metadata(self.credential, tenant)]
+        metadata.append((REQUEST_ID_KEY, get_contextvars().get("request_id") or uuid4().hex))
+        if key is not None:
+            metadata.append((ROUTE_KEY, key[1]))
+        await self.queue.acquire(tenant)
+        try:
+            with self.waiting_bytes.waiting(tenant, len(body)):
+                upstream = self.router.choose(method, key)
+                await upstream.wait_until_ready(_PATIENCE_SECONDS)
+                call = kind(upstream)(method)(body, timeout=seconds, metadata=metadata)
+                with self.router.tracked(call, upstream, key), _converted(upstream):
+                    yield call, upstream
+        finally:
+            self.queue.release(tenant)
 
 
 @contextmanager
-def _told(upstream: Upstream) -> Iterator[None]:
+def _converted(upstream: Upstream) -> Iterator[None]:
     """Convert a service's failure to a PacelineError."""
     try:
         yield
     except grpc.aio.AioRpcError as failure:
-        carries = any(name == DETAILS_KEY for name, _ in failure.trailing_metadata() or ())
-        if failure.code() is grpc.StatusCode.UNAVAILABLE and not carries:
-            message = f"the {upstream.name} cannot be reached; try again"
-            raise errors.UpstreamUnavailable(message) from failure
-        raise error_from_rpc(failure) from failure
+        raise gateway_error(failure, upstream) or error_from_rpc(failure) from failure

@@ -16,13 +16,13 @@ from weakref import WeakValueDictionary
 import msgspec
 from fastapi import APIRouter, Request
 
+from gateway.http.middleware import tenant_of
 from gateway.http.models import Models
 from gateway.http.online.learner import Learner
 from gateway.http.online.requests import DEFAULT_MODEL, CheckpointRequest, Lora, TrainRequest, read
 from gateway.http.online.store import NewExample, OnlineModel, OnlineStore
-from gateway.http.problems import is_users
+from gateway.http.problems import is_fixable_by_caller
 from gateway.http.services import Services
-from gateway.http.tinker.api import tenant_of
 from paceline import errors
 from paceline.codec.conversations import render_all
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -103,7 +103,7 @@ class OnlineApi:
             examples.append(NewExample(sha256(data).digest(), len(rendered.data), data))
             size += len(data)
             if self._store.waiting_bytes(tenant) + size > _MOST_WAITING_BYTES:
-                message = "so many examples wait that no more are taken; send them when some are trained on"
+                message = "too many examples are waiting; send more once some are trained on"
                 raise errors.Overloaded(message, field="conversations", retry_after=60.0)
         return examples
 
@@ -122,23 +122,18 @@ class OnlineApi:
         base_model = await self._models.served(tenant, "")
         if model is not None and model.run_id:
             with suppress(errors.RunNotFound):
-                return await self._begun(model, base_model)
+                return await self._learner(model).begin(base_model)
             await self._forget(model)  # Its run was deleted, and with it the training on its examples.
             model = None
         if model is None:
             optimizer = request.optimizer or _OPTIMIZER
             model = await self._store.add_model(tenant, request.model, uuid4().hex, optimizer, lora)
         try:
-            return await self._begun(model, base_model)
+            return await self._learner(model).begin(base_model)
         except errors.PacelineError as error:
-            if is_users(error) and not self._store.again(model).run_id:
+            if is_fixable_by_caller(error) and not self._store.again(model).run_id:
                 await self._forget(model)
             raise
-
-    async def _begun(self, model: OnlineModel, base_model: str) -> Learner:
-        learner = self._learner(model)
-        await learner.begin(base_model)
-        return learner
 
     async def _forget(self, model: OnlineModel) -> None:
         if learner := self._learners.pop(model.model_id, None):
@@ -169,7 +164,7 @@ class OnlineApi:
         model = self._store.model(tenant, name)
         if model is None or not model.run_id:
             yours = ", ".join(sorted(each.name for each in self._store.models(tenant))) or "none"
-            message = f"no such model: {name[:64]}; POST /train makes one, and yours are: {yours[:500]}"
+            message = f"no such model: {name[:64]}; POST /train creates one, and yours are: {yours[:500]}"
             raise errors.ModelNotFound(message, field="model")
         return model
 
@@ -210,7 +205,7 @@ def _check_is_same(model: OnlineModel, request: TrainRequest) -> None:
     """Check that a request keeps the model's optimizer and adapter settings. Raises InvalidArgument."""
     if request.optimizer is not None and request.optimizer != model.optimizer:
         message = (
-            f"{model.name} was made with {model.optimizer}, which cannot change; leave it out, or name another model"
+            f"{model.name} was created with {model.optimizer}, which cannot change; leave it out, or name another model"
         )
         raise errors.InvalidArgument(message, field="optimizer")
     if request.lora is not None and _lora(request.lora) != model.lora:

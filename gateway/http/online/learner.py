@@ -102,16 +102,16 @@ class Learner:
             self._working.cancel()
             await asyncio.gather(self._working, return_exceptions=True)
 
-    async def begin(self, base_model: str) -> None:
-        """Create the model's run, or attach to it again if its training was stopped.
+    async def begin(self, base_model: str) -> Learner:
+        """Create the model's run, or attach to it again if its training was stopped. Returns the learner.
 
         Raises the trainer's errors: RunNotFound if the run was deleted, RunStateLost if it cannot continue.
         """
         if self._can_train():
-            return
+            return self
         async with self._turn:
             if self._can_train():
-                return
+                return self
             model = self.model
             run_id = model.run_id or await self._create(base_model)
             request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
@@ -122,6 +122,7 @@ class Learner:
             await self._store.attach(model, run_id, reply.attachment, reply.run.last_seq_id + 1)
             if not reply.run.latest_version:  # The model can be sampled from at once, as it is.
                 await self._issue([self._publish()])
+        return self
 
     async def save(self, name: str) -> str:
         """Save a state checkpoint after the current batch and return its path. Raises the trainer's errors."""
@@ -176,7 +177,7 @@ class Learner:
                     await self._issue([self._publish()])
         except Exception as error:  # reported by the status; the next example restarts training
             self._ended = str(error) if isinstance(error, errors.PacelineError) else "internal error; see the log"
-            _log.exception("online training ends", model=self._known.name)
+            _log.exception("online training ended", model=self._known.name)
 
     def _commands(self, model: OnlineModel, batch: Sequence[Example]) -> list[tuple[str, Message]]:
         """Return the commands that train on a batch. Its loss is the mean over the tokens of responses."""

@@ -140,9 +140,8 @@ class OnlineStore(Database):
 
     def model(self, tenant: str, name: str) -> OnlineModel | None:
         """Return the model with a name, or None."""
-        for row in self.rows("SELECT * FROM models WHERE tenant = ? AND name = ?", tenant, name):
-            return _model(row)
-        return None
+        row = self.row("SELECT * FROM models WHERE tenant = ? AND name = ?", tenant, name)
+        return _model(row) if row else None
 
     def models(self, tenant: str | None = None) -> list[OnlineModel]:
         """Return a tenant's models, or those of all tenants."""
@@ -150,9 +149,10 @@ class OnlineStore(Database):
 
     def again(self, model: OnlineModel) -> OnlineModel:
         """Return the current state of a model. Raises ModelNotFound if it was removed."""
-        for row in self.rows("SELECT * FROM models WHERE model_id = ?", model.model_id):
-            return _model(row)
-        raise errors.ModelNotFound("the model was deleted and made again; try again", field="model")
+        row = self.row("SELECT * FROM models WHERE model_id = ?", model.model_id)
+        if row is None:
+            raise errors.ModelNotFound("the model was deleted and created again; try again", field="model")
+        return _model(row)
 
     def waiting_bytes(self, tenant: str) -> int:
         """Return the bytes of a tenant's examples that are not trained on yet."""

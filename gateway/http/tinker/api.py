@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import zstandard
@@ -11,6 +12,8 @@ from fastapi.responses import JSONResponse
 from google.protobuf.message import DecodeError
 from pydantic import Field
 
+from gateway.http.middleware import tenant_of
+from gateway.http.models import Models
 from gateway.http.problems import problem
 from gateway.http.tinker.downloads import Downloads
 from gateway.http.tinker.futures import JSON, Futures, Kind, Result, Work
@@ -23,11 +26,11 @@ from gateway.http.tinker.training import (
     Body,
     CreateModel,
     LoadWeights,
+    OfModel,
     OptimStep,
     SaveForSampler,
     SaveWeights,
     Training,
-    UnloadModel,
     model_id_of,
     sampler_id_of,
 )
@@ -35,7 +38,7 @@ from paceline import errors
 from paceline.tinker.v1 import tinker_pb2
 from paceline.types import CheckpointKind
 
-LONG_POLL_SECONDS = 30.0
+_LONG_POLL_SECONDS = 30.0
 """The SDK gives up after 45 s."""
 _GONE = 410
 _STILL_WAITING = 408
@@ -59,12 +62,6 @@ class OfSession(Body):
     """A request that names a session."""
 
     session_id: str
-
-
-class OfModel(Body):
-    """A request that names a model."""
-
-    model_id: str
 
 
 class CreateSamplingSession(Body):
@@ -104,33 +101,22 @@ class RetrieveFutures(Body):
     timeout: float | None = Field(None, allow_inf_nan=False)
 
 
+@dataclass(frozen=True, slots=True)
 class DataPlane:
     """Accepts work and returns results."""
 
-    def __init__(
-        self,
-        store: Store,
-        sessions: Sessions,
-        futures: Futures,
-        training: Training,
-        sampling: Sampling,
-        names: Names,
-        aliases: Aliases,
-        max_body_bytes: int,
-        tokenizer: str,
-        downloads: Downloads,
-    ) -> None:
-        """`tokenizer` is where clients load the tokenizer from; empty means the model's name."""
-        self._store = store
-        self._sessions = sessions
-        self._futures = futures
-        self._training = training
-        self._sampling = sampling
-        self._names = names
-        self._aliases = aliases
-        self._max_body_bytes = max_body_bytes
-        self._tokenizer = tokenizer
-        self._downloads = downloads
+    store: Store
+    sessions: Sessions
+    futures: Futures
+    training: Training
+    sampling: Sampling
+    names: Names
+    aliases: Aliases
+    models: Models
+    downloads: Downloads
+    max_body_bytes: int
+    tokenizer: str
+    """Where clients load the tokenizer from; empty means the model's name."""
 
     def routes(self) -> APIRouter:
         """Return the routes below /api/v1."""
@@ -145,14 +131,18 @@ class DataPlane:
         self, request: Request, kind: Kind[Any], request_id: str, session_id: str, body: Any, **more: object
     ) -> JSONResponse:
         tenant = tenant_of(request)
-        self._sessions.check(tenant, session_id)
-        await self._futures.post(kind, request_id, tenant, session_id, body)
+        self.sessions.check(tenant, session_id)
+        await self.futures.post(kind, request_id, tenant, session_id, body)
         return JSONResponse({"request_id": request_id, **more})
+
+    async def _new_model(self, request: Request, kind: Kind[Any], body: Any) -> JSONResponse:
+        model_id = model_id_of(body.session_id, body.model_seq_id)
+        return await self._accept(request, kind, f"{model_id}:0", body.session_id, body, model_id=model_id)
 
     async def _command(self, request: Request, kind: Kind[Any], body: Any) -> JSONResponse:
         if body.seq_id < 1:
             raise errors.OutOfRange("must be 1 or more", field="seq_id")
-        model = self._names.model(tenant_of(request), body.model_id)
+        model = self.names.model(tenant_of(request), body.model_id)
         request_id = f"{model.model_id}:{body.seq_id}"
         return await self._accept(request, kind, request_id, model.session_id, body, model_id=model.model_id)
 
@@ -175,20 +165,20 @@ class DataPlane:
             metadata = {"tags": list(body.tags), "user_metadata": body.user_metadata}
             # Raises UnicodeEncodeError for text that could not be returned later.
             json.dumps(metadata, ensure_ascii=False).encode()
-            session_id = await self._sessions.open(tenant_of(request), metadata, body.display_name)
+            session_id = await self.sessions.open(tenant_of(request), metadata, body.display_name)
             return {"session_id": session_id, "type": "create_session"}
 
         @router.post("/session_heartbeat", response_model=None)
         async def session_heartbeat(request: Request, body: OfSession) -> JSONResponse | dict[str, str]:
             try:
-                self._sessions.check(tenant_of(request), body.session_id)
+                self.sessions.check(tenant_of(request), body.session_id)
             except SessionOver as over:
                 return problem(over, _GONE)
             return {"type": "session_heartbeat"}
 
         @router.post("/sessions/{session_id}/finish", status_code=204)
         async def finish(request: Request, session_id: str) -> None:
-            await self._sessions.finish(tenant_of(request), session_id)
+            await self.sessions.finish(tenant_of(request), session_id)
 
         @router.post("/telemetry")
         async def telemetry(request: Request) -> dict[str, str]:
@@ -198,16 +188,12 @@ class DataPlane:
     def _add_training(self, router: APIRouter) -> None:
         @router.post("/create_model")
         async def create_model(request: Request, body: CreateModel) -> JSONResponse:
-            model_id = model_id_of(body.session_id, body.model_seq_id)
-            request_id = f"{model_id}:0"
-            return await self._accept(
-                request, self._training.create_model, request_id, body.session_id, body, model_id=model_id
-            )
+            return await self._new_model(request, self.training.create_model, body)
 
         @router.post("/get_info")
         async def get_info(request: Request, body: OfModel) -> dict[str, Any]:
-            model = self._names.model(tenant_of(request), body.model_id)
-            data = {"arch": "unknown", "model_name": model.base_model, "tokenizer_id": self._tokenizer or None}
+            model = self.names.model(tenant_of(request), body.model_id)
+            data = {"arch": "unknown", "model_name": model.base_model, "tokenizer_id": self.tokenizer or None}
             return {
                 "type": "get_info",
                 "model_id": model.model_id,
@@ -222,31 +208,31 @@ class DataPlane:
         async def forward_backward(request: Request) -> JSONResponse:
             content = await request.body()
             encoding = request.headers.get("content-encoding", "identity")
-            message = _read(_decompressed(content, encoding, self._max_body_bytes))
-            return await self._command(request, self._training.forward_backward, message)
+            message = _read(_decompressed(content, encoding, self.max_body_bytes))
+            return await self._command(request, self.training.forward_backward, message)
 
         @router.post("/optim_step")
         async def optim_step(request: Request, body: OptimStep) -> JSONResponse:
-            return await self._command(request, self._training.optim_step, body)
+            return await self._command(request, self.training.optim_step, body)
 
         @router.post("/save_weights")
         async def save_weights(request: Request, body: SaveWeights) -> JSONResponse:
-            return await self._command(request, self._training.save_weights, body)
+            return await self._command(request, self.training.save_weights, body)
 
         @router.post("/save_weights_external")
         async def save_weights_external(request: Request, body: SaveWeights) -> JSONResponse:
-            return await self._command(request, self._training.save_external, body)
+            return await self._command(request, self.training.save_external, body)
 
         @router.post("/save_weights_for_sampler")
         async def save_weights_for_sampler(request: Request, body: SaveForSampler) -> JSONResponse:
-            return await self._command(request, self._training.save_for_sampler, body)
+            return await self._command(request, self.training.save_for_sampler, body)
 
         @router.post("/unload_model")
-        async def unload_model(request: Request, body: UnloadModel) -> JSONResponse:
-            model = self._names.model(tenant_of(request), body.model_id)
+        async def unload_model(request: Request, body: OfModel) -> JSONResponse:
+            model = self.names.model(tenant_of(request), body.model_id)
             request_id = f"{model.model_id}:unload"
             return await self._accept(
-                request, self._training.unload_model, request_id, model.session_id, body, model_id=model.model_id
+                request, self.training.unload_model, request_id, model.session_id, body, model_id=model.model_id
             )
 
         @router.post("/load_weights")
@@ -254,62 +240,58 @@ class DataPlane:
             if body.model_id is not None:
                 if body.seq_id is None:
                     raise errors.MissingField("is not set; number it after the command before it", field="seq_id")
-                return await self._command(request, self._training.load_weights, body)
+                return await self._command(request, self.training.load_weights, body)
             if body.session_id is None or body.model_seq_id is None:
                 raise errors.MissingField(
                     "is not set; name the model, or session_id and model_seq_id", field="model_id"
                 )
-            model_id = model_id_of(body.session_id, body.model_seq_id)
-            request_id = f"{model_id}:0"
-            return await self._accept(
-                request, self._training.load_weights, request_id, body.session_id, body, model_id=model_id
-            )
+            return await self._new_model(request, self.training.load_weights, body)
 
     def _add_sampling(self, router: APIRouter) -> None:
         @router.post("/create_sampling_session")
         async def create_sampling_session(request: Request, body: CreateSamplingSession) -> dict[str, str]:
             tenant = tenant_of(request)
-            self._sessions.check(tenant, body.session_id)
+            self.sessions.check(tenant, body.session_id)
             if not body.base_model and not body.model_path:
                 raise errors.MissingField("is not set; name model_path or base_model", field="base_model")
             sampler_id = sampler_id_of(body.session_id, body.sampling_session_seq_id)
-            served = await self._sampling.served_model(tenant)
+            served = (await self.models.describe_sampler(tenant)).model.name
             base_model, checkpoint = body.base_model or "", ""
             if body.model_path:
-                path = self._names.checkpoint(tenant, body.model_path, "model_path")
+                path = self.names.checkpoint(tenant, body.model_path, "model_path")
                 if path.kind is not CheckpointKind.SAMPLER:
                     message = "is training state; sample from what save_weights_for_sampler gave (sampler_weights)"
                     raise errors.InvalidPath(message, field="model_path")
-                await self._downloads.files(tenant, path)  # raises CheckpointNotFound
+                await self.downloads.files(tenant, path)  # raises CheckpointNotFound
                 checkpoint = str(path)
-                model = self._store.model_of_run(path.run_id)
+                model = self.store.model_of_run(path.run_id)
                 base_model = base_model or (model.base_model if model else served)
-            elif self._aliases.served(base_model) not in {"", served}:
+            elif self.aliases.served(base_model) not in {"", served}:
                 raise errors.ModelNotFound(f"no such base model; {served} is served", field="base_model")
             path_given = body.model_path or ""
             sampler = Sampler(
                 sampler_id, tenant, body.session_id, base_model, checkpoint=checkpoint, model_path=path_given
             )
-            await self._store.add_sampler(sampler)
+            await self.store.add_sampler(sampler)
             return {"sampling_session_id": sampler_id, "type": "create_sampling_session"}
 
         @router.post("/join_sampling_session")
         async def join_sampling_session(request: Request, body: OfSampler) -> dict[str, int]:
-            sampler = self._sampling.sampler(tenant_of(request), body.sampling_session_id)
-            return {"client_counter": await self._store.add_clone(sampler.sampler_id)}
+            sampler = self.sampling.sampler(tenant_of(request), body.sampling_session_id)
+            return {"client_counter": await self.store.add_clone(sampler.sampler_id)}
 
         @router.get("/samplers/{sampler_id}")
         async def get_sampler(request: Request, sampler_id: str) -> dict[str, str | None]:
-            sampler = self._sampling.sampler(tenant_of(request), sampler_id)
+            sampler = self.sampling.sampler(tenant_of(request), sampler_id)
             path = sampler.model_path or None
             return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": path}
 
         @router.post("/asample")
         async def asample(request: Request, body: Asample) -> JSONResponse:
-            sampler = self._sampling.sampler(tenant_of(request), body.sampling_session_id)
+            sampler = self.sampling.sampler(tenant_of(request), body.sampling_session_id)
             request_id = f"{sampler.sampler_id}:{body.seq_id}"
             sequence_ids = [f"{request_id}:{index}" for index in range(min(body.num_samples, 65536))]
-            kind, seeded = self._sampling.sample, self._sampling.with_seed(request_id, body)
+            kind, seeded = self.sampling.sample, self.sampling.with_seed(request_id, body)
             return await self._accept(
                 request, kind, request_id, sampler.session_id, seeded, sample_sequence_ids=sequence_ids
             )
@@ -317,7 +299,7 @@ class DataPlane:
     def _add_futures(self, router: APIRouter) -> None:
         @router.post("/retrieve_future")
         async def retrieve_future(request: Request, body: RetrieveFuture) -> Response:
-            found = await self._futures.result(tenant_of(request), body.request_id, LONG_POLL_SECONDS)
+            found = await self.futures.result(tenant_of(request), body.request_id, _LONG_POLL_SECONDS)
             if isinstance(found, Work):
                 state = {"type": "try_again", "request_id": found.request_id, "queue_state": found.queue_state}
                 if found.queue_state_reason:
@@ -328,22 +310,17 @@ class DataPlane:
         @router.post("/retrieve_futures")
         async def retrieve_futures(request: Request, body: RetrieveFutures) -> dict[str, Any]:
             target = body.target
-            sampler = self._sampling.sampler(tenant_of(request), target.sampling_session_id)
-            patience = LONG_POLL_SECONDS if body.timeout is None else min(max(body.timeout, 0.0), LONG_POLL_SECONDS)
-            done, cursor = await self._futures.completions(
+            sampler = self.sampling.sampler(tenant_of(request), target.sampling_session_id)
+            patience = _LONG_POLL_SECONDS if body.timeout is None else min(max(body.timeout, 0.0), _LONG_POLL_SECONDS)
+            done, cursor = await self.futures.completions(
                 sampler.tenant, sampler.sampler_id, target.cloned_sampler_id, body.prev_cursor, patience
             )
             return {"completions": [_completion(request_id, result) for request_id, result in done], "cursor": cursor}
 
         @router.post("/cancel_future")
         async def cancel_future(request: Request, body: RetrieveFuture) -> dict[str, str]:
-            await self._futures.cancel(tenant_of(request), body.request_id)
+            await self.futures.cancel(tenant_of(request), body.request_id)
             return {"request_id": body.request_id}
-
-
-def tenant_of(request: Request) -> str:
-    """Return the tenant of a request."""
-    return str(request.state.identity.tenant)
 
 
 def _completion(request_id: str, result: Result) -> dict[str, Any]:
@@ -357,7 +334,7 @@ def _read(content: bytes) -> tinker_pb2.ForwardBackwardRequest:
     try:
         return tinker_pb2.ForwardBackwardRequest.FromString(content)
     except DecodeError as error:
-        message = "the body is no ForwardBackwardRequest; SDKs from 0.24 on write it as protobuf"
+        message = "the body is not a ForwardBackwardRequest; SDKs from 0.24 on write it as protobuf"
         raise errors.UnreadableMessage(message) from error
 
 
@@ -366,7 +343,7 @@ def _decompressed(content: bytes, encoding: str, max_bytes: int) -> bytes:
     if encoding == "identity":
         return content
     if encoding != "zstd":
-        raise errors.UnreadableMessage(f"content-encoding {encoding[:40]} is not taken; send zstd or none")
+        raise errors.UnreadableMessage(f"content-encoding {encoding[:40]} is not supported; send zstd or none")
     try:
         size = zstandard.frame_content_size(content)
         if size > max_bytes:

@@ -1,9 +1,9 @@
-"""Assemble Tinker's API."""
+"""Assemble Tinker's API, with a refusal for each call of the hosted service that does not apply here."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
 
@@ -18,55 +18,68 @@ from gateway.http.tinker.sampling import Sampling
 from gateway.http.tinker.sessions import Sessions
 from gateway.http.tinker.store import Store
 from gateway.http.tinker.training import Training
-from gateway.http.tinker.unserved import unserved
+from gateway.settings import GatewaySettings
+from paceline import errors
 from paceline.waiting_bytes import WaitingBytes
 
 PREFIX = "/api/v1"
+_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{folder}/{name}"
+_UNSERVED = {
+    ("POST", "/auth/token"): "API keys are used as they are",
+    ("GET", "/auth/apikey/me"): "`python -m gateway.keys` adds and removes keys",
+    ("DELETE", "/auth/apikey/me"): "`python -m gateway.keys` adds and removes keys",
+    ("POST", _CHECKPOINT + "/publish"): "a checkpoint belongs to its tenant; download it and pass on the files",
+    ("DELETE", _CHECKPOINT + "/publish"): "a checkpoint belongs to its tenant",
+    ("POST", "/copy_weights"): "load the checkpoint into a new training client",
+    ("POST", "/create_custom_loss"): "forward_backward_custom runs a loss in the client",
+    ("PUT", "/sessions/{session_id}/project"): "there are no projects, only tenants",
+    ("GET", "/sessions/{session_id}/trace_export"): "the services export traces and metrics themselves",
+    ("POST", "/sessions/search"): "list the sessions",
+    ("GET", "/audit"): "the gateway logs every call",
+    ("GET", "/billing/usage/events"): "nothing is billed",
+    ("POST", "/billing/usage/events"): "nothing is billed",
+    ("GET", "/billing/usage/checkpoints/current"): "nothing is billed; list the checkpoints for their sizes",
+    ("POST", "/billing/usage/checkpoints/current"): "nothing is billed; list the checkpoints for their sizes",
+}
+"""What to do instead of a refused call."""
 
 
 class TinkerApi:
     """The routes, and the background work behind them."""
 
-    def __init__(
-        self,
-        services: Services,
-        waiting_bytes: WaitingBytes,
-        state: Path,
-        aliases: Aliases,
-        tokenizer: str,
-        public_url: str,
-        max_body_bytes: int,
-    ) -> None:
-        """Open the files in `state`. Raises InvalidArgument if one cannot be used."""
+    def __init__(self, services: Services, waiting_bytes: WaitingBytes, settings: GatewaySettings) -> None:
+        """Open the files in `http_state`. Raises InvalidArgument if one cannot be used."""
+        state, max_bytes = settings.http_state, settings.max_message_bytes
         self._store = Store(state / "tinker.sqlite")
         self._futures = Futures(self._store, waiting_bytes)
         self._sessions = Sessions(self._store, self._futures)
-        self.names = Names(self._store)
-        training = Training(services, self._store, self.names, aliases, self._sessions, max_body_bytes)
-        sampling = Sampling(services, self._store, aliases, read_or_make_secret(state / "seeds.secret"))
-        for kind in (*training.kinds, sampling.sample):
-            self._futures.add(kind)
-        downloads = Downloads(services, read_or_make_secret(state / "downloads.secret"), public_url)
-        self.models = Models(services, self.names, aliases)
-        catalog = Catalog(services, self._store, self.names, self.models, self._sessions, downloads)
-        self.routes = APIRouter(prefix=PREFIX)
-        self.routes.include_router(
-            DataPlane(
-                self._store,
-                self._sessions,
-                self._futures,
-                training,
-                sampling,
-                self.names,
-                aliases,
-                max_body_bytes,
-                tokenizer,
-                downloads,
-            ).routes()
+        names, aliases = Names(self._store), Aliases(settings.http_aliases)
+        training = Training(services, self._store, names, aliases, self._sessions, self._futures, max_bytes)
+        seeds = read_or_make_secret(state / "seeds.secret")
+        sampling = Sampling(services, self._store, aliases, self._futures, seeds)
+        signing = read_or_make_secret(state / "downloads.secret")
+        downloads = Downloads(services, signing, settings.http_public_url)
+        self.models = Models(services, names, aliases)
+        """Resolves names, Tinker's among them, for the other APIs too."""
+        data_plane = DataPlane(
+            self._store,
+            self._sessions,
+            self._futures,
+            training,
+            sampling,
+            names,
+            aliases,
+            self.models,
+            downloads,
+            max_body_bytes=max_bytes,
+            tokenizer=settings.http_tokenizer,
         )
-        self.routes.include_router(catalog.routes())
-        self.routes.include_router(downloads.routes())
-        self.routes.include_router(unserved())
+        catalog = Catalog(services, self._store, names, self.models, self._sessions, downloads)
+        self.routes = APIRouter(prefix=PREFIX)
+        for routes in (data_plane.routes(), catalog.routes(), downloads.routes()):
+            self.routes.include_router(routes)
+        for (method, path), instead in _UNSERVED.items():
+            self.routes.add_api_route(path, _refusal(instead), methods=[method], name=f"{method} {path}")
         self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -81,3 +94,10 @@ class TinkerApi:
             await asyncio.gather(self._sweeping, return_exceptions=True)
         await self._futures.close()
         self._store.close()
+
+
+def _refusal(instead: str) -> Callable[[], Awaitable[None]]:
+    async def refuse() -> None:
+        raise errors.Unsupported(f"not served here: {instead}")
+
+    return refuse

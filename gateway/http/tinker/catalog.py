@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import RedirectResponse
 
+from gateway.http.middleware import tenant_of
 from gateway.http.models import Models
 from gateway.http.services import Services
-from gateway.http.tinker.api import tenant_of
 from gateway.http.tinker.downloads import ARCHIVE, Downloads
-from gateway.http.tinker.names import TYPES, Names, split
+from gateway.http.tinker.names import TYPES, Names, model_of, split
 from gateway.http.tinker.sessions import Sessions
 from gateway.http.tinker.store import Model, Store
 from gateway.http.tinker.training import Body
-from paceline import codec, errors
+from paceline import errors
 from paceline.layout import CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Checkpoint, CheckpointKind, LoraConfig, Run
+from paceline.types import Checkpoint, CheckpointKind
 
 _MAX_LIMIT = 10_000
 _MIN_TTL, _MAX_TTL = 3600, 10 * 366 * 86400
@@ -39,18 +40,16 @@ class OfPath(Body):
     tinker_path: str
 
 
+@dataclass(frozen=True, slots=True)
 class Catalog:
     """Answers from the trainer's lists, in Tinker's format."""
 
-    def __init__(
-        self, services: Services, store: Store, names: Names, models: Models, sessions: Sessions, downloads: Downloads
-    ) -> None:
-        self._services = services
-        self._store = store
-        self._names = names
-        self._models = models
-        self._sessions = sessions
-        self._downloads = downloads
+    services: Services
+    store: Store
+    names: Names
+    models: Models
+    sessions: Sessions
+    downloads: Downloads
 
     def routes(self) -> APIRouter:
         """Return the routes below /api/v1."""
@@ -65,22 +64,22 @@ class Catalog:
         @router.get("/get_server_capabilities")
         async def get_server_capabilities(request: Request) -> dict[str, Any]:
             tenant = tenant_of(request)
-            info = await self._models.describe(tenant)
+            info = (await self.models.describe_sampler(tenant)).model
             context = info.max_context_length
             models = [
                 {"model_name": name, "max_context_length": context, "trainable": True, "sampleable": True}
-                for name in self._models.base_names(info)
+                for name in self.models.base_names(info)
             ]
             return {"supported_models": models}
 
         @router.post("/weights_info")
         async def weights_info(request: Request, body: OfPath) -> dict[str, Any]:
             tenant = tenant_of(request)
-            path = self._names.checkpoint(tenant, body.tinker_path, "tinker_path")
-            await self._downloads.files(tenant, path)
-            model = self._store.model_of_run(path.run_id)
+            path = self.names.checkpoint(tenant, body.tinker_path, "tinker_path")
+            await self.downloads.files(tenant, path)
+            model = self.store.model_of_run(path.run_id)
             if model is None:
-                model = _as_model(await self._run(tenant, path.run_id))
+                model = model_of(await self.models.run(tenant, path.run_id))
             return {
                 "base_model": model.base_model,
                 "is_lora": bool(model.lora),
@@ -95,11 +94,11 @@ class Catalog:
             request: Request, limit: int = Query(20, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0)
         ) -> dict[str, Any]:
             tenant = tenant_of(request)
-            listed = [*self._store.models(tenant)]
+            listed = [*self.store.models(tenant)]
             known = {model.run_id for model in listed}
-            listed += [_as_model(run) for run in await self._models.runs(tenant) if run.run_id not in known]
+            listed += [model_of(run) for run in await self.models.runs(tenant) if run.run_id not in known]
             page, cursor = _page(listed, limit, offset)
-            checkpoints = await self._models.checkpoints(tenant)
+            checkpoints = await self.models.checkpoints(tenant)
             runs = [self._training_run(model, checkpoints) for model in page]
             return {"training_runs": runs, "cursor": cursor}
 
@@ -107,10 +106,10 @@ class Catalog:
         async def training_run(request: Request, model_id: str) -> dict[str, Any]:
             tenant = tenant_of(request)
             if model_id.startswith("run-"):
-                model = _as_model(await self._run(tenant, model_id))
+                model = model_of(await self.models.run(tenant, model_id))
             else:
-                model = self._names.model(tenant, model_id)
-            return self._training_run(model, await self._models.checkpoints(tenant, model.run_id))
+                model = self.names.model(tenant, model_id)
+            return self._training_run(model, await self.models.checkpoints(tenant, model.run_id))
 
     def _add_checkpoints(self, router: APIRouter) -> None:
         @router.get("/checkpoints")
@@ -118,37 +117,37 @@ class Catalog:
             request: Request, limit: int = Query(100, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0)
         ) -> dict[str, Any]:
             tenant = tenant_of(request)
-            page, cursor = _page(await self._models.checkpoints(tenant), limit, offset)
+            page, cursor = _page(await self.models.checkpoints(tenant), limit, offset)
             return {"checkpoints": self._all_as_json(tenant, page), "cursor": cursor}
 
         @router.get("/training_runs/{model_id}/checkpoints")
         async def checkpoints_of(request: Request, model_id: str) -> dict[str, Any]:
             tenant = tenant_of(request)
-            found = await self._models.checkpoints(tenant, self._names.run_of(tenant, model_id))
+            found = await self.models.checkpoints(tenant, self.names.run_of(tenant, model_id))
             return {"checkpoints": self._all_as_json(tenant, found)}
 
         @router.delete("/training_runs/{model_id}/checkpoints/{folder}/{name}", status_code=204)
         async def delete(request: Request, model_id: str, folder: str, name: str) -> None:
             tenant = tenant_of(request)
-            path = self._names.named(tenant, model_id, folder, name)
-            await self._services.call(tenant, pb.DeleteCheckpointRequest(path=str(path)), pb.DeleteCheckpointResponse)
+            path = self.names.named(tenant, model_id, folder, name)
+            await self.services.call(tenant, pb.DeleteCheckpointRequest(path=str(path)), pb.DeleteCheckpointResponse)
 
         @router.put("/training_runs/{model_id}/checkpoints/{folder}/{name}/ttl", status_code=204)
         async def set_ttl(request: Request, model_id: str, folder: str, name: str, body: Ttl) -> None:
             if body.ttl_seconds is not None and not _MIN_TTL <= body.ttl_seconds <= _MAX_TTL:
                 raise errors.OutOfRange("must be 1 hour to 10 years, or null for never", field="ttl_seconds")
             tenant = tenant_of(request)
-            path = self._names.named(tenant, model_id, folder, name)
+            path = self.names.named(tenant, model_id, folder, name)
             message = pb.SetCheckpointTtlRequest(path=str(path), ttl_seconds=body.ttl_seconds)
-            await self._services.call(tenant, message, pb.SetCheckpointTtlResponse)
+            await self.services.call(tenant, message, pb.SetCheckpointTtlResponse)
 
         @router.get("/training_runs/{model_id}/checkpoints/{folder}/{name}/external_weights_urls")
         async def external_weights_urls(request: Request, model_id: str, folder: str, name: str) -> dict[str, Any]:
             tenant = tenant_of(request)
-            path = self._names.named(tenant, model_id, folder, name)
+            path = self.names.named(tenant, model_id, folder, name)
             addresses = {
-                file: self._downloads.address(request, tenant, path, file)
-                for file in await self._downloads.files(tenant, path)
+                file: self.downloads.address(request, tenant, path, file)
+                for file in await self.downloads.files(tenant, path)
             }
             expires = min(moment for _, moment in addresses.values())
             return {"urls": {file: address for file, (address, _) in addresses.items()}, "expires": expires}
@@ -156,9 +155,9 @@ class Catalog:
         @router.get("/training_runs/{model_id}/checkpoints/{folder}/{name}/archive")
         async def archive(request: Request, model_id: str, folder: str, name: str) -> RedirectResponse:
             tenant = tenant_of(request)
-            path = self._names.named(tenant, model_id, folder, name)
-            await self._downloads.files(tenant, path)
-            address, expires = self._downloads.address(request, tenant, path, ARCHIVE)
+            path = self.names.named(tenant, model_id, folder, name)
+            await self.downloads.files(tenant, path)
+            address, expires = self.downloads.address(request, tenant, path, ARCHIVE)
             headers = {"Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")}
             return RedirectResponse(address, 302, headers)
 
@@ -167,28 +166,24 @@ class Catalog:
         async def sessions(
             request: Request, limit: int = Query(20, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0)
         ) -> dict[str, list[str]]:
-            page, _ = _page(self._store.sessions(tenant_of(request)), limit, offset)
+            page, _ = _page(self.store.sessions(tenant_of(request)), limit, offset)
             return {"sessions": [session.session_id for session in page]}
 
         @router.get("/sessions/{session_id}")
         async def session(request: Request, session_id: str) -> dict[str, Any]:
             tenant = tenant_of(request)
-            found = self._sessions.get(tenant, session_id)
+            found = self.sessions.get(tenant, session_id)
             metadata = found.user_metadata.get("user_metadata") or {}
             return {
-                "training_run_ids": [model.model_id for model in self._store.models(tenant, session_id)],
-                "sampler_ids": self._store.samplers(session_id),
+                "training_run_ids": [model.model_id for model in self.store.models(tenant, session_id)],
+                "sampler_ids": self.store.samplers(session_id),
                 "user_metadata": {name: str(value) for name, value in metadata.items()},
                 "display_name": found.display_name,
             }
 
-    async def _run(self, tenant: str, run_id: str) -> Run:
-        reply = await self._services.call(tenant, pb.GetRunRequest(run_id=run_id), pb.GetRunResponse)
-        return codec.run_from_proto(reply.run)
-
     def _training_run(self, model: Model, checkpoints: Iterable[Checkpoint]) -> dict[str, Any]:
         mine = [checkpoint for checkpoint in checkpoints if checkpoint.run_id == model.run_id]
-        attached = self._store.checkpoint_metadata(model.tenant)
+        attached = self.store.checkpoint_metadata(model.tenant)
         newest = {
             kind: next((self._as_json(one, attached) for one in mine if one.kind is kind), None)
             for kind in CheckpointKind
@@ -207,7 +202,7 @@ class Catalog:
         }
 
     def _all_as_json(self, tenant: str, checkpoints: Iterable[Checkpoint]) -> list[dict[str, Any]]:
-        attached = self._store.checkpoint_metadata(tenant)
+        attached = self.store.checkpoint_metadata(tenant)
         return [self._as_json(checkpoint, attached) for checkpoint in checkpoints]
 
     def _as_json(self, checkpoint: Checkpoint, attached: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
@@ -217,23 +212,12 @@ class Catalog:
             "checkpoint_id": f"{folder}/{name}",
             "checkpoint_type": TYPES[folder],
             "time": checkpoint.create_time.isoformat(),
-            "tinker_path": self._names.tinker_path(path),
+            "tinker_path": self.names.tinker_path(path),
             "size_bytes": checkpoint.size_bytes,
             "public": False,
             "user_metadata": attached.get(checkpoint.path),
             "expires_at": checkpoint.expire_time.isoformat() if checkpoint.expire_time else None,
         }
-
-
-def _as_model(run: Run) -> Model:
-    """Describe a run that was not created through this API."""
-    lora: dict[str, Any] = {}
-    if isinstance(run.parameters, LoraConfig):
-        given = run.parameters
-        groups = {name: getattr(given, name) for name in ("train_attn", "train_mlp", "train_unembed")}
-        lora = {"rank": given.rank, **groups}
-    made = run.create_time.timestamp()
-    return Model(run.run_id, "", "", run.run_id, run.base_model, 1, made, made, lora, run.user_metadata)
 
 
 def _page(items: Sequence[T], limit: int, offset: int) -> tuple[Sequence[T], dict[str, int]]:

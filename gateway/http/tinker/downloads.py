@@ -10,7 +10,7 @@ import secrets
 import tarfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import quote
@@ -42,26 +42,26 @@ class Grant:
     """Seconds since the epoch."""
 
 
+@dataclass(frozen=True, slots=True)
 class Downloads:
     """Signs URLs and serves the files that they name."""
 
-    def __init__(self, services: Services, secret: bytes, public_url: str) -> None:
-        """`public_url` is where clients reach this gateway; empty means the URL that they called."""
-        self._public_url = public_url
-        self._services = services
-        self._secret = secret
+    services: Services
+    secret: bytes = field(repr=False)
+    public_url: str
+    """Where clients reach this gateway; empty means the URL that they called."""
 
     def address(self, request: Request, tenant: str, path: CheckpointPath, file: str) -> tuple[str, datetime]:
         """Return the URL of a checkpoint's file, as the caller reaches this gateway, and when the URL expires."""
         expires = datetime.now(UTC) + _VALID
         token = self._sign(Grant(tenant, str(path), expires.timestamp()))
-        base = (self._public_url or str(request.base_url)).rstrip("/")
+        base = (self.public_url or str(request.base_url)).rstrip("/")
         return f"{base}{PREFIX}{token}/{quote(file)}", expires
 
     async def files(self, tenant: str, path: CheckpointPath) -> dict[str, int]:
         """Return the files of a checkpoint and their sizes. Raises CheckpointNotFound."""
         message = pb.DownloadCheckpointRequest(path=str(path), without_data=True)
-        async with self._services.stream(tenant, message, pb.DownloadCheckpointResponse) as replies:
+        async with self.services.stream(tenant, message, pb.DownloadCheckpointResponse) as replies:
             return {reply.file.name: reply.file.size_bytes async for reply in replies}
 
     def routes(self) -> APIRouter:
@@ -103,7 +103,7 @@ class Downloads:
 
     async def _parts(self, grant: Grant, file: str) -> AsyncGenerator[pb.DownloadCheckpointResponse]:
         message = pb.DownloadCheckpointRequest(path=grant.path, file=file)
-        async with self._services.stream(
+        async with self.services.stream(
             grant.tenant, message, pb.DownloadCheckpointResponse, seconds=_SECONDS
         ) as replies:
             async for reply in replies:
@@ -111,20 +111,20 @@ class Downloads:
 
     def _sign(self, grant: Grant) -> str:
         content = json.dumps([grant.tenant, grant.path, grant.expires]).encode()
-        return _text(content) + "." + _text(hmac.digest(self._secret, content, hashlib.sha256))
+        return _text(content) + "." + _text(hmac.digest(self.secret, content, hashlib.sha256))
 
     def _read(self, token: str) -> Grant:
         """Return the grant in a token. Raises MethodNotAllowed if it was not signed here or has expired."""
         try:
             content, signature = map(_bytes, token.split("."))
-            is_ours = hmac.compare_digest(hmac.digest(self._secret, content, hashlib.sha256), signature)
+            is_ours = hmac.compare_digest(hmac.digest(self.secret, content, hashlib.sha256), signature)
         except ValueError:
             is_ours = False
         if is_ours:
             grant = Grant(*json.loads(content))
             if grant.expires > datetime.now(UTC).timestamp():
                 return grant
-        raise errors.MethodNotAllowed("the address has expired, or was not made here; ask for another")
+        raise errors.MethodNotAllowed("the URL has expired or is not from this gateway; request a new one")
 
 
 def read_or_make_secret(path: Path) -> bytes:
@@ -135,7 +135,7 @@ def read_or_make_secret(path: Path) -> bytes:
         path.write_bytes(secrets.token_bytes(32))
     secret = path.read_bytes()
     if len(secret) < 32:
-        raise errors.InvalidArgument(f"{path} is too short; remove it, and another is made", field="http_state")
+        raise errors.InvalidArgument(f"{path} is too short; remove it to have a new one created", field="http_state")
     return secret
 
 

@@ -15,7 +15,7 @@ from hashlib import sha256
 from time import time
 from typing import Any, Generic, TypeVar
 
-from gateway.http.problems import is_users
+from gateway.http.problems import is_fixable_by_caller
 from gateway.http.tinker.store import Store, StoredFuture
 from paceline import errors
 from paceline.background import Background
@@ -34,6 +34,8 @@ _COPIES = 3
 """Copies of a request in memory while it is in flight: parsed, converted, and being sent."""
 _MAX_PRESENT = 1024
 """Most sampler clones whose finished work is tracked; the one tracked longest is evicted."""
+_CLONE = 1_000_000_000
+"""Clone k of a sampler numbers its samples from k times this."""
 _log = get_logger(__name__)
 T = TypeVar("T")
 
@@ -53,13 +55,8 @@ class Result:
     @classmethod
     def of_error(cls, error: errors.PacelineError) -> Result:
         """Return the result for a failure, for which the SDK raises RequestFailedError."""
-        category = "user" if is_users(error) else "server"
+        category = "user" if is_fixable_by_caller(error) else "server"
         return cls.of({"error": f"{error.reason}: {status_message(error)}", "category": category})
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether it reports a failure."""
-        return self.media == JSON and b'"category"' in self.body and "error" in json.loads(self.body)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,12 +112,13 @@ class Futures:
         self._kinds: dict[str, Kind[Any]] = {}
         self._works: dict[str, Work] = {}
         """Work in flight or recently finished, by request id."""
-        self._completions: dict[str, _Completions] = {}
-        self._saving = Background("a result is not kept")
+        self._completions: dict[tuple[str, str, int], _Completions] = {}
+        self._saving = Background("a result was not stored")
 
-    def add(self, kind: Kind[Any]) -> None:
-        """Register a kind of work."""
+    def add(self, kind: Kind[T]) -> Kind[T]:
+        """Register a kind of work and return it."""
         self._kinds[kind.name] = kind
+        return kind
 
     async def resume(self) -> None:
         """Restart the work that an earlier gateway did not finish."""
@@ -167,7 +165,9 @@ class Futures:
             return work
         stored = self._store.future(request_id)
         if stored is None or stored.tenant != tenant or stored.media is None or stored.result is None:
-            raise errors.RunNotFound(f"no such request, or its result is gone: {request_id[:120]}", field="request_id")
+            raise errors.RunNotFound(
+                f"no such request, or its result was deleted: {request_id[:99]}", field="request_id"
+            )
         return Result(stored.media, stored.result)
 
     async def cancel(self, tenant: str, request_id: str) -> None:
@@ -197,7 +197,7 @@ class Futures:
 
     def _done_of(self, tenant: str, sampler_id: str, clone: int) -> _Completions:
         """Return the finished work of a sampler clone; the first call collects all finished so far."""
-        key = f"{tenant}/{sampler_id}/{clone}"
+        key = (tenant, sampler_id, clone)
         if key not in self._completions:
             while len(self._completions) >= _MAX_PRESENT:
                 del self._completions[next(iter(self._completions))]
@@ -212,16 +212,12 @@ class Futures:
             finished |= {
                 work.request_id: work.result.result()
                 for work in self._works.values()
-                if work.tenant == tenant and _sampler_of(work.request_id) == sampler_id and work.result.done()
+                if work.tenant == tenant and work.kind == "sample" and work.result.done()
             }
             for request_id, result in finished.items():
-                if clone_of(request_id) == clone:
+                if _clone_of(request_id) == (sampler_id, clone):
                     done.add(request_id, result)
         return self._completions[key]
-
-    async def forget_old(self) -> None:
-        """Delete results older than KEPT_SECONDS."""
-        await self._store.forget_futures(time() - KEPT_SECONDS)
 
     def _begin(self, work: Work, request: Any) -> None:
         self._works[work.request_id] = work
@@ -247,7 +243,7 @@ class Futures:
                 break
             except Exception:
                 _log.exception("uncaught", kind=work.kind, request=work.request_id)
-                result = Result.of_error(errors.Internal("internal error; the gateway's log tells of it"))
+                result = Result.of_error(errors.Internal("internal error; see the gateway's log"))
                 break
             await asyncio.sleep(delay)
             failures += 1
@@ -266,26 +262,14 @@ class Futures:
         work.result.set_result(result)
         if work.task is not None:
             self._waiting_bytes.remove(work.tenant, work.size)
-        self._note_completion(work, result)
+        # Otherwise no client asks for the completions of the sampler.
+        if work.kind == "sample" and (done := self._completions.get((work.tenant, *_clone_of(work.request_id)))):
+            done.add(work.request_id, result)
         self._saving.spawn(self._store.settle_future(work.request_id, result.media, result.body))
         asyncio.get_running_loop().call_later(_KEPT_IN_MEMORY_SECONDS, self._works.pop, work.request_id, None)
 
-    def _note_completion(self, work: Work, result: Result) -> None:
-        if work.kind != "sample":
-            return
-        key = f"{work.tenant}/{_sampler_of(work.request_id)}/{clone_of(work.request_id)}"
-        if key in self._completions:  # otherwise no client asks for them
-            self._completions[key].add(work.request_id, result)
 
-
-_CLONE = 1_000_000_000
-"""Clone k of a sampler numbers its samples from k times this."""
-
-
-def _sampler_of(request_id: str) -> str:
-    return request_id.rpartition(":")[0]
-
-
-def clone_of(request_id: str) -> int:
-    """Return the number of the sampler clone that a sample belongs to."""
-    return int(request_id.rpartition(":")[2]) // _CLONE
+def _clone_of(request_id: str) -> tuple[str, int]:
+    """Return the sampler that a sample belongs to, and the number of its clone."""
+    sampler_id, _, number = request_id.rpartition(":")
+    return sampler_id, int(number) // _CLONE

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.http.tinker.store import Model, Store
 from paceline import errors
 from paceline.layout import SCHEME, CheckpointPath, check_run_id
-from paceline.types import CheckpointKind
+from paceline.types import CheckpointKind, LoraConfig, Run
 
 TINKER = "tinker://"
 WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"
@@ -24,17 +25,7 @@ class Names:
 
     def run_of(self, tenant: str, model_id: str) -> str:
         """Return the run of a model; the run's own id is accepted too. Raises RunNotFound."""
-        if model_id.startswith("run-"):
-            return check_run_id(model_id)
-        model = self.store.model(model_id)
-        if model is None or model.tenant != tenant:
-            raise errors.RunNotFound(f"no such model: {model_id[:80]}", field="model_id")
-        return model.run_id
-
-    def id_of(self, run_id: str) -> str:
-        """Return the model id of a run, or the run's id if the run was not created through this API."""
-        model = self.store.model_of_run(run_id)
-        return model.model_id if model else run_id
+        return check_run_id(model_id) if model_id.startswith("run-") else self.model(tenant, model_id).run_id
 
     def model(self, tenant: str, model_id: str) -> Model:
         """Return a model of the tenant. Raises RunNotFound."""
@@ -64,9 +55,10 @@ class Names:
         return CheckpointPath.parse(f"{SCHEME}{run_id}/{kind.folder}/{stored}", field)
 
     def tinker_path(self, checkpoint: CheckpointPath) -> str:
-        """Return Tinker's path of a checkpoint."""
+        """Return Tinker's path of a checkpoint; the run's id is in it if the run was not created through this API."""
         folder, name = split(checkpoint)
-        return f"{TINKER}{self.id_of(checkpoint.run_id)}/{folder}/{name}"
+        model = self.store.model_of_run(checkpoint.run_id)
+        return f"{TINKER}{model.model_id if model else checkpoint.run_id}/{folder}/{name}"
 
 
 def split(checkpoint: CheckpointPath) -> tuple[str, str]:
@@ -92,3 +84,14 @@ class Aliases:
     def served(self, name: str) -> str:
         """Return the name that the services know; empty for an alias, meaning the model that is served."""
         return "" if name in self.names else name
+
+
+def model_of(run: Run) -> Model:
+    """Return the model of a run that was not created through this API; both have the same id."""
+    lora: dict[str, Any] = {}
+    if isinstance(run.parameters, LoraConfig):
+        given = run.parameters
+        groups = {name: getattr(given, name) for name in ("train_attn", "train_mlp", "train_unembed")}
+        lora = {"rank": given.rank, **groups}
+    made = run.create_time.timestamp()
+    return Model(run.run_id, "", "", run.run_id, run.base_model, 1, made, made, lora, run.user_metadata)

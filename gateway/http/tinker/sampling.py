@@ -10,12 +10,11 @@ from pydantic import Field
 
 from gateway.http.services import Services
 from gateway.http.tinker import tensors
-from gateway.http.tinker.futures import PROTOBUF, Kind, Result
+from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Result
 from gateway.http.tinker.names import Aliases
 from gateway.http.tinker.store import Sampler, Store
 from gateway.http.tinker.training import Body
-from paceline import codec, errors
-from paceline.sampler.v1 import sampler_service_pb2 as pb
+from paceline import errors
 from paceline.types import ModelRef, SamplingParams, StopReason
 
 _SECONDS = 600.0
@@ -58,18 +57,17 @@ class Asample(Body):
 class Sampling:
     """Executes asample requests."""
 
-    def __init__(self, services: Services, store: Store, aliases: Aliases, secret: bytes) -> None:
-        """Seeds are derived from `secret`."""
+    def __init__(self, services: Services, store: Store, aliases: Aliases, futures: Futures, secret: bytes) -> None:
+        """Register the kind of work with `futures`. Seeds are derived from `secret`."""
         self._secret = secret
         self._services = services
         self._store = store
         self._aliases = aliases
-        self.sample: Kind[Asample] = Kind(
-            "sample",
-            lambda request: request.model_dump_json(exclude_unset=True).encode(),
-            Asample.model_validate_json,
-            self._sample,
-        )
+
+        def dump(request: Asample) -> bytes:
+            return request.model_dump_json(exclude_unset=True).encode()
+
+        self.sample = futures.add(Kind("sample", dump, Asample.model_validate_json, self._sample))
 
     def sampler(self, tenant: str, sampler_id: str) -> Sampler:
         """Return a sampler of the tenant. Raises RunNotFound."""
@@ -89,26 +87,22 @@ class Sampling:
         params = request.sampling_params.model_copy(update={"seed": int.from_bytes(drawn[:8], "little") % _MAX_SEED})
         return request.model_copy(update={"sampling_params": params})
 
-    async def served_model(self, tenant: str) -> str:
-        """Return the name of the base model that is served."""
-        info = await self._services.call(tenant, pb.GetServerInfoRequest(), pb.GetServerInfoResponse)
-        return info.model.name
-
     async def _sample(self, tenant: str, request: Asample) -> Result:
-        _check_served(request)
+        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
+            if getattr(request, name):
+                raise errors.Unsupported("is not served; leave it out", field=name)
         model = self._model_of(self.sampler(tenant, request.sampling_session_id))
-        message = pb.SampleRequest(
-            model=codec.model_ref_to_proto(model),
-            prompt=codec.tensor_to_proto(tensors.prompt_tokens(request.prompt.chunks)),
-            params=codec.sampling_params_to_proto(_params(request.sampling_params)),
+        result = await self._services.sample(
+            tenant,
+            model,
+            tensors.prompt_tokens(request.prompt.chunks),
+            _params(request.sampling_params),
+            seconds=_SECONDS,
             num_samples=request.num_samples,
             prompt_logprobs=bool(request.prompt_logprobs),
             topk_prompt_logprobs=request.topk_prompt_logprobs,
             topk_logprobs=request.topk_sample_logprobs,
         )
-        route = "" if model.is_base else str(model)
-        reply = await self._services.call(tenant, message, pb.SampleResponse, route=route, seconds=_SECONDS)
-        result = codec.sample_result_from_proto(reply)
         if any(sequence.stop_reason is StopReason.ABORTED for sequence in result.sequences):
             raise errors.EngineUnavailable("the sampler ended the sample early; it is drawn again")
         return Result(PROTOBUF, tensors.sample_response(result, request.prompt_logprobs_last_n))
@@ -142,9 +136,3 @@ def _params(params: Params) -> SamplingParams:
         # In Tinker's API an empty list of stops means to continue past the end of sequence.
         ignore_eos=stop is not None and not stop,
     )
-
-
-def _check_served(request: Asample) -> None:
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
-        if getattr(request, name):
-            raise errors.Unsupported("is not served; leave it out", field=name)

@@ -9,12 +9,12 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
-from gateway.http.tinker.futures import Futures
+from gateway.http.tinker.futures import KEPT_SECONDS, Futures
 from gateway.http.tinker.store import Session, Store
 from paceline import errors
 from paceline.log import get_logger
 
-SILENT_SECONDS = 900.0
+_SILENT_SECONDS = 900.0
 """How long a session may be silent before its work is cancelled; heartbeats come every 10 s."""
 _SWEEP_SECONDS = 30.0
 _FORGET_SECONDS = 600.0
@@ -49,14 +49,14 @@ class Sessions:
         """Return a session of the tenant, over or not. Raises SessionOver if there is none."""
         session = self._store.session(session_id) if _ID.fullmatch(session_id) else None
         if session is None or session.tenant != tenant:
-            raise SessionOver("no such session; make a new ServiceClient", field="session_id")
+            raise SessionOver("no such session; create a new ServiceClient", field="session_id")
         return session
 
     def check(self, tenant: str, session_id: str) -> Session:
         """Mark a session as alive and return it. Raises SessionOver."""
         session = self.get(tenant, session_id)
         if session.finished is not None:
-            raise SessionOver("the session was finished; make a new ServiceClient", field="session_id")
+            raise SessionOver("the session was finished; create a new ServiceClient", field="session_id")
         self._seen[session_id] = time()
         self._over.discard(session_id)
         return session
@@ -72,7 +72,7 @@ class Sessions:
     def is_over(self, session: Session) -> bool:
         """Whether the session was finished or has been silent for too long."""
         seen = self._seen.get(session.session_id, max(session.seen, self._started))
-        return session.finished is not None or time() - seen > SILENT_SECONDS
+        return session.finished is not None or time() - seen > _SILENT_SECONDS
 
     async def sweep(self) -> None:
         """Cancel the work of silent sessions and delete old results, in an endless loop."""
@@ -83,18 +83,18 @@ class Sessions:
                 await self._sweep()
                 if time() - forgotten > _FORGET_SECONDS:
                     forgotten = time()
-                    await self._futures.forget_old()
+                    await self._store.forget_futures(time() - KEPT_SECONDS)
             except errors.PacelineError as error:
-                _log.error("sessions are looked at again soon", error=str(error))
+                _log.error("sweeping sessions failed; it is tried again soon", error=str(error))
 
     async def _sweep(self) -> None:
         seen = dict(self._seen)
         for session_id, moment in seen.items():
             await self._store.write("UPDATE sessions SET seen = ? WHERE session_id = ?", moment, session_id)
-            if time() - moment > SILENT_SECONDS and session_id not in self._over:
+            if time() - moment > _SILENT_SECONDS and session_id not in self._over:
                 self._over.add(session_id)
                 await self._futures.end_session(session_id)
                 _log.info("session silent", session=session_id)
-            if time() - moment > 2 * SILENT_SECONDS:
+            if time() - moment > 2 * _SILENT_SECONDS:
                 del self._seen[session_id]
                 self._over.discard(session_id)

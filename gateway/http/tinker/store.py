@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import time
 from typing import Any
@@ -106,9 +106,8 @@ class Store(Database):
 
     def session(self, session_id: str) -> Session | None:
         """Return a session, or None."""
-        for row in self.rows("SELECT * FROM sessions WHERE session_id = ?", session_id):
-            return _session(row)
-        return None
+        row = self.row("SELECT * FROM sessions WHERE session_id = ?", session_id)
+        return _session(row) if row else None
 
     def sessions(self, tenant: str) -> list[Session]:
         """Return a tenant's sessions, newest first."""
@@ -118,26 +117,23 @@ class Store(Database):
 
     def model(self, model_id: str) -> Model | None:
         """Return a model, or None."""
-        for row in self.rows("SELECT * FROM models WHERE model_id = ?", model_id):
-            return _model(row)
-        return None
+        row = self.row("SELECT * FROM models WHERE model_id = ?", model_id)
+        return _model(row) if row else None
 
     def models(self, tenant: str, session_id: str = "") -> list[Model]:
         """Return a tenant's models, of one session or of all, newest first."""
-        sql = "SELECT * FROM models WHERE tenant = ? AND (? = '' OR session_id = ?) ORDER BY created DESC"
-        return [_model(row) for row in self.rows(sql, tenant, session_id, session_id)]
+        sql = "SELECT * FROM models WHERE tenant = ?1 AND (?2 = '' OR session_id = ?2) ORDER BY created DESC"
+        return [_model(row) for row in self.rows(sql, tenant, session_id)]
 
     def model_of_run(self, run_id: str) -> Model | None:
         """Return the model of a run, or None if the run was not created through this API."""
-        for row in self.rows("SELECT * FROM models WHERE run_id = ?", run_id):
-            return _model(row)
-        return None
+        row = self.row("SELECT * FROM models WHERE run_id = ?", run_id)
+        return _model(row) if row else None
 
     def sampler(self, sampler_id: str) -> Sampler | None:
         """Return a sampler, or None."""
-        for row in self.rows("SELECT * FROM samplers WHERE sampler_id = ?", sampler_id):
-            return Sampler(**dict(row))
-        return None
+        row = self.row("SELECT * FROM samplers WHERE sampler_id = ?", sampler_id)
+        return Sampler(**dict(row)) if row else None
 
     def samplers(self, session_id: str) -> list[str]:
         """Return the ids of a session's samplers."""
@@ -145,9 +141,8 @@ class Store(Database):
 
     def future(self, request_id: str) -> StoredFuture | None:
         """Return posted work, or None."""
-        for row in self.rows("SELECT * FROM futures WHERE request_id = ?", request_id):
-            return StoredFuture(**dict(row))
-        return None
+        row = self.row("SELECT * FROM futures WHERE request_id = ?", request_id)
+        return StoredFuture(**dict(row)) if row else None
 
     def unfinished(self) -> list[StoredFuture]:
         """Return posted work without a result, in order of posting."""
@@ -166,33 +161,11 @@ class Store(Database):
 
     async def add_session(self, session: Session) -> None:
         """Store a new session."""
-        await self.write(
-            "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)",
-            session.session_id,
-            session.tenant,
-            session.created,
-            session.seen,
-            session.finished,
-            json.dumps(session.user_metadata),
-            session.display_name,
-        )
+        await self._insert("INSERT INTO sessions", session)
 
     async def add_model(self, model: Model) -> None:
         """Store a new model; repeating it has no effect."""
-        await self.write(
-            "INSERT OR IGNORE INTO models VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            model.model_id,
-            model.tenant,
-            model.session_id,
-            model.run_id,
-            model.base_model,
-            model.first_seq_id,
-            model.created,
-            model.used,
-            json.dumps(model.lora),
-            json.dumps(model.user_metadata),
-            model.ended,
-        )
+        await self._insert("INSERT OR IGNORE INTO models", model)
 
     async def end_model(self, model_id: str) -> None:
         """Record that a model's run was deleted."""
@@ -200,18 +173,7 @@ class Store(Database):
 
     async def add_sampler(self, sampler: Sampler) -> None:
         """Store a new sampler; repeating it has no effect. Raises RequestIdReused if the id is of another sampler."""
-        await self.write(
-            "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            sampler.sampler_id,
-            sampler.tenant,
-            sampler.session_id,
-            sampler.base_model,
-            sampler.run_id,
-            sampler.version,
-            sampler.checkpoint,
-            sampler.model_path,
-            sampler.clones,
-        )
+        await self._insert("INSERT OR IGNORE INTO samplers", sampler)
         kept = self.sampler(sampler.sampler_id)
         if kept is None or replace(kept, clones=0) != replace(sampler, clones=0):
             message = f"{sampler.sampler_id[:120]} is another sampler; use the next number"
@@ -229,16 +191,7 @@ class Store(Database):
 
     async def add_future(self, future: StoredFuture) -> None:
         """Store new work."""
-        await self.write(
-            "INSERT INTO futures VALUES (?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
-            future.request_id,
-            future.tenant,
-            future.session_id,
-            future.kind,
-            future.digest,
-            future.request,
-            future.created,
-        )
+        await self._insert("INSERT INTO futures", future)
 
     async def settle_future(self, request_id: str, media: str, result: bytes) -> None:
         """Store a result in place of the request."""
@@ -253,6 +206,12 @@ class Store(Database):
     async def keep_checkpoint_metadata(self, path: str, tenant: str, metadata: Mapping[str, str]) -> None:
         """Store the metadata that a client attached to a checkpoint, in place of any earlier metadata."""
         await self.write("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", path, tenant, json.dumps(metadata))
+
+    async def _insert(self, statement: str, record: Session | Model | Sampler | StoredFuture) -> None:
+        """Store a record, whose fields are the columns of its table in their order. Mappings are stored as JSON."""
+        values = [getattr(record, column.name) for column in fields(record)]
+        values = [json.dumps(value) if isinstance(value, Mapping) else value for value in values]
+        await self.write(f"{statement} VALUES ({', '.join('?' * len(values))})", *values)
 
 
 def _session(row: sqlite3.Row) -> Session:

@@ -65,7 +65,7 @@ class _Room:
 def _datum(datum: pb.Datum, loss_fn: str, field: str, room: _Room) -> datum_pb2.Datum:
     for index, chunk in enumerate(datum.model_input):
         if chunk.WhichOneof("chunk") is None:
-            message = "is an image, audio or empty; this server takes tokens (encoded_text)"
+            message = "is an image, audio or empty; this server accepts tokens (encoded_text)"
             raise errors.Unsupported(message, field=f"{field}.model_input[{index}]")
     tokens = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
     inputs = {name: _tensor(name, tensor, f"{field}.{name}", room) for name, tensor in datum.loss_fn_inputs.items()}
@@ -98,7 +98,7 @@ def _elements(data: bytes, dtype: int, field: str) -> Array:
     try:
         values = np.frombuffer(data, _DTYPES[dtype])
     except ValueError as error:
-        raise errors.InvalidShape("holds a part of an element", field=field) from error
+        raise errors.InvalidShape("ends in the middle of an element", field=field) from error
     if dtype == _BFLOAT16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values
@@ -127,7 +127,7 @@ def _from_csr(tensor: pb.Tensor, field: str, room: _Room) -> Array:
         and (columns.size == 0 or (columns.min() >= 0 and columns.max() < shape[1]))
     )
     if not is_sound:
-        raise errors.InvalidShape("has indices that are none of its shape", field=field)
+        raise errors.InvalidShape("has indices outside its shape", field=field)
     room.take(prod(shape) * values.itemsize, field)
     dense = np.zeros(shape, values.dtype)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
@@ -166,16 +166,16 @@ def sample_response(result: SampleResult, last_n: int | None) -> bytes:
     )
     if result.prompt_logprobs is not None:
         logprobs = np.array(result.prompt_logprobs, "<f4")
-        logprobs[: _untold(len(logprobs), last_n)] = np.nan
+        logprobs[: _hidden(len(logprobs), last_n)] = np.nan
         message.prompt_logprobs = logprobs.tobytes()
     if result.topk_prompt_logprobs is not None:
         topk = result.topk_prompt_logprobs
-        untold = _untold(len(topk.token_ids), last_n)
-        message.topk_prompt_logprobs.CopyFrom(_topk(topk, untold))
+        message.topk_prompt_logprobs.CopyFrom(_topk(topk, _hidden(len(topk.token_ids), last_n)))
     return message.SerializeToString()
 
 
-def _untold(length: int, last_n: int | None) -> int:
+def _hidden(length: int, last_n: int | None) -> int:
+    """Return how many of the first positions are left out."""
     return 0 if last_n is None else max(0, length - last_n)
 
 
@@ -188,10 +188,10 @@ def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
     )
 
 
-def _topk(topk: TopkLogprobs, untold: int) -> pb.TopkLogprobs:
+def _topk(topk: TopkLogprobs, hidden: int) -> pb.TopkLogprobs:
     ids, logprobs = np.array(topk.token_ids, "<i4"), np.array(topk.logprobs, "<f4")
     unknown = (ids < 0) | np.isnan(logprobs)
-    unknown[:untold] = True
+    unknown[:hidden] = True
     ids[unknown], logprobs[unknown] = 0, _UNKNOWN_LOGPROB
     length, k = ids.shape
     return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=length)
@@ -203,14 +203,14 @@ def prompt_tokens(chunks: Iterable[Mapping[str, Any]], field: str = "prompt") ->
     for index, chunk in enumerate(chunks):
         place = f"{field}.chunks[{index}]"
         if chunk.get("type", "encoded_text") != "encoded_text":
-            message = f"is {str(chunk.get('type'))[:40]}; this server takes tokens (encoded_text)"
+            message = f"is {str(chunk.get('type'))[:40]}; this server accepts tokens (encoded_text)"
             raise errors.Unsupported(message, field=place)
         given = chunk.get("tokens")
         if not isinstance(given, list) or not all(type(token) is int for token in given):
             raise errors.InvalidArgument("must be a list of token ids", field=f"{place}.tokens")
         tokens += given
     if not tokens:
-        raise errors.EmptyBatch("holds no token; send at least one", field=field)
+        raise errors.EmptyBatch("has no tokens; send at least one", field=field)
     if min(tokens) < 0 or max(tokens) > np.iinfo(np.int32).max:
-        raise errors.TokenOutOfRange("holds a number that is no token id", field=field)
+        raise errors.TokenOutOfRange("has a number that is not a token id", field=field)
     return np.array(tokens, np.int32)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from time import time
 from typing import Any, TypeVar
@@ -15,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.http.services import Services
 from gateway.http.tinker import tensors
-from gateway.http.tinker.futures import PROTOBUF, Kind, Result
-from gateway.http.tinker.names import Aliases, Names, external_name
+from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Result
+from gateway.http.tinker.names import Aliases, Names, external_name, model_of
 from gateway.http.tinker.sessions import Sessions
 from gateway.http.tinker.store import Model, Sampler, Store
-from paceline import errors
+from paceline import codec, errors
 from paceline.client.batching import sendable
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
@@ -127,8 +128,8 @@ class SaveForSampler(SaveWeights):
     kind: str = "snapshot"
 
 
-class UnloadModel(Body):
-    """Request of unload_model."""
+class OfModel(Body):
+    """A request that names a model."""
 
     model_id: str
 
@@ -153,52 +154,43 @@ class Training:
         names: Names,
         aliases: Aliases,
         sessions: Sessions,
+        futures: Futures,
         max_message_bytes: int,
     ) -> None:
+        """Register the kinds of work with `futures`."""
         self._services = services
         self._store = store
         self._names = names
         self._aliases = aliases
         self._sessions = sessions
         self._max_message_bytes = max_message_bytes
-        self.create_model = _kind("create_model", CreateModel, self._create_model)
-        self.load_weights = _kind("load_weights", LoadWeights, self._load_weights)
-        self.optim_step = _kind("optim_step", OptimStep, self._optim_step)
-        self.save_weights = _kind("save_weights", SaveWeights, self._save_weights)
-        self.save_external = _kind("save_weights_external", SaveWeights, self._save_external)
-        self.save_for_sampler = _kind("save_weights_for_sampler", SaveForSampler, self._save_for_sampler)
-        self.unload_model = _kind("unload_model", UnloadModel, self._unload_model)
-        self.forward_backward = Kind(
-            "forward_backward",
-            tinker_pb2.ForwardBackwardRequest.SerializeToString,
-            tinker_pb2.ForwardBackwardRequest.FromString,
-            self._forward_backward,
-        )
-        self.kinds: tuple[Kind[Any], ...] = (
-            self.create_model,
-            self.load_weights,
-            self.optim_step,
-            self.save_weights,
-            self.save_external,
-            self.save_for_sampler,
-            self.unload_model,
-            self.forward_backward,
+
+        def kind(name: str, body: type[Request], run: Callable[[str, Request], Awaitable[Result]]) -> Kind[Request]:
+            def dump(request: Request) -> bytes:
+                return request.model_dump_json(by_alias=True).encode()
+
+            return futures.add(Kind(name, dump, body.model_validate_json, run))
+
+        self.create_model = kind("create_model", CreateModel, self._create_model)
+        self.load_weights = kind("load_weights", LoadWeights, self._load_weights)
+        self.optim_step = kind("optim_step", OptimStep, self._optim_step)
+        save = partial(self._save, kind=pb.CHECKPOINT_KIND_STATE, type_name="save_weights")
+        self.save_weights = kind("save_weights", SaveWeights, save)
+        self.save_external = kind("save_weights_external", SaveWeights, self._save_external)
+        self.save_for_sampler = kind("save_weights_for_sampler", SaveForSampler, self._save_for_sampler)
+        self.unload_model = kind("unload_model", OfModel, self._unload_model)
+        message = tinker_pb2.ForwardBackwardRequest
+        self.forward_backward = futures.add(
+            Kind("forward_backward", message.SerializeToString, message.FromString, self._forward_backward)
         )
 
     async def _create_model(self, tenant: str, request: CreateModel) -> Result:
         _check_optimizer(request.optimizer_config)
         lora = request.lora_config or Lora(rank=32)
         message = pb.CreateRunRequest(
-            base_model=self._aliases.served(request.base_model), user_metadata=_texts(request.user_metadata)
-        )
-        message.lora.CopyFrom(
-            lora_pb2.LoraConfig(
-                rank=lora.rank,
-                seed=lora.seed or 0,
-                train_attn=lora.train_attn,
-                train_mlp=lora.train_mlp,
-                train_unembed=lora.train_unembed,
-            )
+            base_model=self._aliases.served(request.base_model),
+            lora=lora_pb2.LoraConfig(**lora.model_dump(exclude_none=True)),
+            user_metadata=_texts(request.user_metadata),
         )
         model_id = model_id_of(request.session_id, request.model_seq_id)
         await self._make_model(tenant, model_id, request.session_id, request.base_model, message, first_seq_id=1)
@@ -207,10 +199,7 @@ class Training:
     async def _load_weights(self, tenant: str, request: LoadWeights) -> Result:
         if request.model_id is None:
             return await self._create_from(tenant, request)
-
-        def make(run_id: str, seq_id: int) -> pb.LoadCheckpointRequest:
-            return self._load_request(tenant, request, run_id, seq_id)
-
+        make = partial(self._load_request, tenant, request)
         await self._send(tenant, request.model_id, request.seq_id or 1, make, pb.LoadCheckpointResponse)
         return Result.of({"path": request.path, "model_id": request.model_id, "type": "load_weights"})
 
@@ -262,9 +251,6 @@ class Training:
         metrics = {f"optim/{name}": float(getattr(reply, name)) for name in names}
         return Result.of({"metrics": metrics, "type": "optim_step"})
 
-    async def _save_weights(self, tenant: str, request: SaveWeights) -> Result:
-        return await self._save(tenant, request, pb.CHECKPOINT_KIND_STATE, "save_weights")
-
     async def _save_external(self, tenant: str, request: SaveWeights) -> Result:
         named = request.model_copy(update={"path": external_name(request.path or f"{request.seq_id:06d}")})
         return await self._save(tenant, named, pb.CHECKPOINT_KIND_SAMPLER, "save_weights_external")
@@ -272,11 +258,8 @@ class Training:
     async def _save_for_sampler(self, tenant: str, request: SaveForSampler) -> Result:
         if request.path is not None or request.sampling_session_seq_id is None:
             return await self._save(tenant, request, pb.CHECKPOINT_KIND_SAMPLER, "save_weights_for_sampler")
-
-        def make(run_id: str, seq_id: int) -> pb.PublishWeightsRequest:
-            return pb.PublishWeightsRequest(run_id=run_id, seq_id=seq_id)
-
-        reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.PublishWeightsResponse)
+        publish, reply_type = pb.PublishWeightsRequest, pb.PublishWeightsResponse
+        reply = await self._send(tenant, request.model_id, request.seq_id, publish, reply_type)
         model = self._names.model(tenant, request.model_id)
         sampler_id = sampler_id_of(model.session_id, request.sampling_session_seq_id)
         # "inflight" allows any version that is not older.
@@ -309,29 +292,30 @@ class Training:
         return Result.of({"path": path, "size_bytes": saved.size_bytes, "type": type_name})
 
     async def _send(
-        self, tenant: str, model_id: str, seq_id: int, make: Callable[[str, int], Message], reply: type[Reply]
+        self, tenant: str, model_id: str, seq_id: int, make: Callable[..., Message], reply: type[Reply]
     ) -> Reply:
-        """Send a command of a model's run. If `make` refuses it, send one that the trainer refuses instead.
+        """Send a command of a model's run, made with its run_id and seq_id.
 
-        Otherwise the commands after it would wait for its seq_id.
+        If `make` refuses it, send one that the trainer refuses instead: otherwise the commands after it would wait for
+        its seq_id.
         """
         model = self._names.model(tenant, model_id)
-        run_id, number = model.run_id, model.first_seq_id + seq_id - 1
+        place: Any = {"run_id": model.run_id, "seq_id": model.first_seq_id + seq_id - 1}
         try:
             with sendable("request"):
                 # Convert a batch in a thread: it may take a while, and must not delay other requests.
                 is_batch = reply is pb.ForwardBackwardResponse
-                message = await asyncio.to_thread(make, run_id, number) if is_batch else make(run_id, number)
+                message = await asyncio.to_thread(make, **place) if is_batch else make(**place)
             if (size := message.ByteSize()) > self._max_message_bytes:
-                raise errors.MessageTooLarge(f"is {size} bytes; at most {self._max_message_bytes} are taken")
+                raise errors.MessageTooLarge(f"is {size} bytes; at most {self._max_message_bytes} are accepted")
         except errors.PacelineError:
-            refused = pb.ForwardBackwardRequest(run_id=run_id, seq_id=number)
+            refused = pb.ForwardBackwardRequest(**place)
             with suppress(errors.InvalidArgument):
                 await self._services.call(tenant, refused, pb.ForwardBackwardResponse, seconds=_SECONDS)
             raise
         return await self._services.call(tenant, message, reply, seconds=_SECONDS)
 
-    async def _unload_model(self, tenant: str, request: UnloadModel) -> Result:
+    async def _unload_model(self, tenant: str, request: OfModel) -> Result:
         model = self._names.model(tenant, request.model_id)
         await self._delete_run(tenant, model)
         return Result.of({"model_id": model.model_id, "type": "unload_model"})
@@ -350,16 +334,20 @@ class Training:
             return made.run_id
         message.request_id = hashlib.sha256(model_id.encode()).hexdigest()
         create = partial(self._services.call, tenant, message, pb.CreateRunResponse, seconds=_SECONDS)
-        run = (await self._with_room(tenant, create)).run
-        lora = run.lora
-        groups = {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "train_unembed": lora.train_unembed}
-        now, name = time(), base_model or run.base_model
-        kept = {"rank": lora.rank, **groups} if run.HasField("lora") else {}
-        metadata = dict(run.user_metadata)
-        await self._store.add_model(
-            Model(model_id, tenant, session_id, run.run_id, name, first_seq_id, now, now, kept, metadata)
+        run = model_of(codec.run_from_proto((await self._with_room(tenant, create)).run))
+        now = time()
+        model = replace(
+            run,
+            model_id=model_id,
+            tenant=tenant,
+            session_id=session_id,
+            base_model=base_model or run.base_model,
+            first_seq_id=first_seq_id,
+            created=now,
+            used=now,
         )
-        return run.run_id
+        await self._store.add_model(model)
+        return model.run_id
 
     async def _with_room(
         self, tenant: str, create: Callable[[], Awaitable[pb.CreateRunResponse]]
@@ -389,10 +377,6 @@ class Training:
         except errors.RunNotFound:
             pass
         await self._store.end_model(model.model_id)
-
-
-def _kind(name: str, body: type[Request], run: Callable[[str, Request], Awaitable[Result]]) -> Kind[Request]:
-    return Kind(name, lambda request: request.model_dump_json(by_alias=True).encode(), body.model_validate_json, run)
 
 
 def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:

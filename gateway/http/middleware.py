@@ -1,37 +1,37 @@
-"""Middleware in front of every HTTP API: authentication, body limits, access log."""
+"""In front of every HTTP API: authentication, body limits, access log; and callers that disconnect."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from time import perf_counter
-from typing import Any, Self
-from uuid import uuid4
+from typing import Any, Self, TypeVar
 
+from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
-from gateway.admission import Authenticator
+from gateway.admission import Authenticator, bearer_token
 from gateway.http.problems import problem
 from paceline import errors
 from paceline.log import get_logger
-from paceline.rpc.identity import Identity
+from paceline.rpc.identity import REQUEST_ID_KEY, Identity
+from paceline.rpc.interceptors import request_id_of
 from paceline.waiting_bytes import WaitingBytes
 
 _BODY_SECONDS = 60.0
 """How long a body may take to arrive."""
 _TINKER_PREFIX = "tml-"
 """Prefix that Tinker's SDK requires of API keys."""
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_PATH = 96
 """Most characters of a path that are logged."""
 _log = get_logger(__name__)
+T = TypeVar("T")
 
 
-class Door:
+class AccessMiddleware:
     """ASGI middleware that checks API keys and body sizes. `scope["state"]["identity"]` holds the caller's identity."""
 
     def __init__(
@@ -55,15 +55,12 @@ class Door:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         start, answer = perf_counter(), _Answer(send)
-        with bound_contextvars(request_id=request_id):
+        with bound_contextvars(request_id=request_id_of(headers.get(REQUEST_ID_KEY, ""))):
             tenant = ""
             try:
-                if identity := self._admit(scope["path"], headers):
-                    tenant = identity.tenant
-                scope.setdefault("state", {})["identity"] = identity
+                identity = scope.setdefault("state", {})["identity"] = self._admit(scope["path"], headers)
+                tenant = identity.tenant if identity else ""
                 with _Body(receive, tenant, self._waiting_bytes, self._max_body_bytes) as body:
                     await self._app(scope, body, answer)
             except errors.PacelineError as error:
@@ -90,7 +87,8 @@ class Door:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             raise _too_large(self._max_body_bytes)
-        token = token_of(headers)
+        token = headers.get("x-api-key", "") or bearer_token(headers.get("authorization", ""))
+        token = token.removeprefix(_TINKER_PREFIX)
         for authenticator in self._authenticators:
             if identity := authenticator.identify(token):
                 return identity
@@ -100,11 +98,31 @@ class Door:
         raise errors.InvalidApiKey(f"the API key {problem}; send `Authorization: Bearer <key>` or `X-API-Key: <key>`")
 
 
-def token_of(headers: dict[str, str]) -> str:
-    """Return a request's API key; empty if it has none."""
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    token = headers.get("x-api-key", "") or (bearer.strip() if scheme.lower() == "bearer" else "")
-    return token.removeprefix(_TINKER_PREFIX)
+def tenant_of(request: Request) -> str:
+    """Return the tenant of a request."""
+    return str(request.state.identity.tenant)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancel it and raise Cancelled if the caller disconnects.
+
+    The request's body must have been read.
+    """
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, disconnecting = asyncio.create_task(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait({working, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise errors.Cancelled("the caller disconnected")
+    finally:
+        working.cancel()
+        disconnecting.cancel()
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
 
 
 class _Body:
