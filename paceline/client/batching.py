@@ -1,9 +1,9 @@
-"""Split batches into requests that fit one message, and merge the replies."""
+"""Split batches and lists of conversations into requests that fit one message, and merge the replies."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,13 @@ MAX_BYTES = 4 << 20
 _TENSOR_OVERHEAD = 64
 """Upper bound of a message's bytes around a tensor's elements."""
 
+_MAX_CONVERSATION_BYTES, _MAX_CONVERSATIONS = 256 << 10, 4096
+"""Limits of one RenderConversations; a longer conversation gets a call of its own."""
+
 _DATUM_FIELD = re.compile(r"data\[(\d+)\]")
+_CONVERSATION_FIELD = re.compile(r"^conversations\[(\d+)\]")
+
+RenderCall = Callable[[pb.RenderConversationsRequest], Awaitable[pb.RenderConversationsResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +86,14 @@ def make_batch(
     return Batch(requests)
 
 
-def split(sizes: Sequence[int]) -> Iterator[range]:
-    """Split datums of these sizes in bytes, in order, into parts given as ranges of indices.
+def split(sizes: Sequence[int], max_items: int = MAX_DATUMS, max_bytes: int = MAX_BYTES) -> Iterator[range]:
+    """Split items of these sizes in bytes, in order, into parts given as ranges of indices.
 
-    A part has at most MAX_DATUMS datums and MAX_BYTES bytes, except that a larger datum is a part of its own.
+    A part has at most `max_items` items and `max_bytes` bytes, except that a larger item is a part of its own.
     """
     start = total = 0
     for index, size in enumerate(sizes):
-        if index > start and (index - start == MAX_DATUMS or total + size > MAX_BYTES):
+        if index > start and (index - start == max_items or total + size > max_bytes):
             yield range(start, index)
             start, total = index, 0
         total += size
@@ -127,6 +133,26 @@ def _reduce(name: str, parts: Sequence[Mapping[str, float]]) -> float:
             return weighted / (sum(weights) or 1.0)
         case reduction:
             raise errors.Internal(f"reduction {reduction} is unknown; parts cannot be merged", field=f"metrics[{name}]")
+
+
+async def render_all(
+    call: RenderCall, conversations: Sequence[bytes], base_model: str = ""
+) -> AsyncIterator[pb.RenderedConversation]:
+    """Yield the rendered conversations in order. Raises the errors of `call`, with indices into `conversations`."""
+    sizes, done = [len(conversation) for conversation in conversations], 0
+    while done < len(conversations) or not conversations:
+        part = next(split(sizes[done:], _MAX_CONVERSATIONS, _MAX_CONVERSATION_BYTES), range(0))
+        request = pb.RenderConversationsRequest(
+            base_model=base_model, conversations=conversations[done : done + len(part)]
+        )
+        try:
+            reply = await call(request)
+        except errors.PacelineError as error:
+            error.field = _CONVERSATION_FIELD.sub(lambda found: f"conversations[{done + int(found[1])}]", error.field)  # noqa: B023
+            raise
+        for rendered in reply.conversations:
+            yield rendered
+        done += len(reply.conversations)
 
 
 @contextmanager

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline import codec
-from paceline.client.batching import sendable
+from paceline.client.batching import render_all, sendable
 from paceline.client.download import download
 from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto
 from paceline.client.transport import Connected, blocking
-from paceline.codec.conversations import render_all
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Datum, Run

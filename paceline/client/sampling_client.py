@@ -15,7 +15,7 @@ from paceline.client.results import LogprobsResult
 from paceline.client.stream import SampleStream
 from paceline.client.tokenizer import get_tokenizer
 from paceline.client.transport import Connected, Metadata, Transport, blocking
-from paceline.codec.tensors import FLOATS
+from paceline.codec.training import FLOATS
 from paceline.rpc.identity import ROUTE_KEY
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef, SampleResult, SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from paceline.codec.models import served_model_from_proto, served_model_to_proto
-from paceline.codec.tensors import FLOATS, INTEGERS, tensor_from_proto, tensor_to_proto
+from paceline.codec.training import FLOATS, INTEGERS, tensor_from_proto, tensor_to_proto
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.types import (
     SampledSequence,
@@ -21,9 +21,11 @@ from paceline.types.v1 import sampling_pb2 as pb
 
 def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
     """Encode sampling parameters."""
-    message = pb.SamplingParams(
+    return pb.SamplingParams(
+        max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
+        seed=params.seed,
         top_k=params.top_k,
         min_p=params.min_p,
         stop=params.stop,
@@ -33,11 +35,6 @@ def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
         json_schema=params.json_schema,
         regex=params.regex,
     )
-    if params.max_tokens is not None:
-        message.max_tokens = params.max_tokens
-    if params.seed is not None:
-        message.seed = params.seed
-    return message
 
 
 def sampling_params_from_proto(message: pb.SamplingParams) -> SamplingParams:

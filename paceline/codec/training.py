@@ -1,23 +1,97 @@
-"""Encode and decode the inputs and outputs of training."""
+"""Encode and decode the inputs and outputs of training: tensors, datums, what to compute, parameters, optimizers.
+
+A tensor is little-endian bytes with dtype and shape.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import asdict
+from math import prod
+
+import numpy as np
+
 from paceline import errors
-from paceline.codec.tensors import FLOATS, INTEGERS, MASKS, tensor_from_proto, tensor_to_proto, token_ids_from_proto
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.types import (
     Datum,
     ForwardBackwardSpec,
     FullParameters,
     LoraConfig,
+    OptimizerParams,
     Reduction,
     RunParameters,
     WeightStorage,
 )
+from paceline.types.optimizers import OPTIMIZERS, optimizer_name
 from paceline.types.training import MASK_INPUTS, MULTI_TARGET_INPUTS, TOKEN_INPUTS, Array
-from paceline.types.v1 import datum_pb2, full_pb2, lora_pb2
+from paceline.types.v1 import datum_pb2, full_pb2, lora_pb2, tensor_pb2
 
+FLOATS: frozenset[str] = frozenset({"float32"})
+INTEGERS: frozenset[str] = frozenset({"int32", "int64"})
+MASKS: frozenset[str] = frozenset({"uint8"})
+
+_TO_WIRE: dict[str, tensor_pb2.Dtype.ValueType] = {
+    "float32": tensor_pb2.DTYPE_FLOAT32,
+    "int64": tensor_pb2.DTYPE_INT64,
+    "int32": tensor_pb2.DTYPE_INT32,
+    "float16": tensor_pb2.DTYPE_FLOAT16,
+    "uint8": tensor_pb2.DTYPE_UINT8,
+}
+_FROM_WIRE: dict[int, str] = {wire: name for name, wire in _TO_WIRE.items()}
 _ONE, _ONE_OR_TWO = range(1, 2), range(1, 3)
+
+
+def tensor_to_proto(array: Array, field: str = "") -> tensor_pb2.Tensor:
+    """Encode an array of any shape; `field` is its place in the request, for errors.
+
+    Raises InvalidDtype for a dtype that the wire format does not have.
+    """
+    wire = _TO_WIRE.get(array.dtype.name)
+    if wire is None:
+        raise errors.InvalidDtype(
+            f"dtype {array.dtype.name} cannot be sent; use one of {', '.join(sorted(_TO_WIRE))}", field=field
+        )
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return tensor_pb2.Tensor(dtype=wire, shape=array.shape, data=little.tobytes())
+
+
+def tensor_from_proto(
+    tensor: tensor_pb2.Tensor, field: str, dtypes: Collection[str], *, ndim: int | range = 1
+) -> Array:
+    """Decode a tensor without copying; the array is read-only. `ndim` is its number of dimensions, or their range.
+
+    Raises InvalidDtype if its dtype is not among `dtypes`, InvalidShape if its shape is not allowed or does not match
+    its bytes.
+    """
+    name = _FROM_WIRE.get(tensor.dtype)
+    if name is None or name not in dtypes:
+        raise errors.InvalidDtype(
+            f"is {name or 'unspecified'}; send {' or '.join(sorted(dtypes))}", field=f"{field}.dtype"
+        )
+    shape = tuple(tensor.shape)
+    allowed = range(ndim, ndim + 1) if isinstance(ndim, int) else ndim
+    if len(shape) not in allowed or any(extent < 0 for extent in shape):
+        wanted = " or ".join(map(str, allowed))
+        raise errors.InvalidShape(
+            f"is {list(shape)}; send {wanted} dimension(s), none negative", field=f"{field}.shape"
+        )
+    dtype = np.dtype(name).newbyteorder("<")
+    data = tensor.data
+    if prod(shape) * dtype.itemsize != len(data):
+        raise errors.InvalidShape(
+            f"holds {len(data)} bytes; shape {list(shape)} of {name} needs {prod(shape) * dtype.itemsize}",
+            field=f"{field}.data",
+        )
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def token_ids_from_proto(tensor: tensor_pb2.Tensor, field: str) -> Array:
+    """Decode token ids, int32 or int64, shape [N], N >= 1. Raises EmptyBatch if there are none."""
+    tokens = tensor_from_proto(tensor, field, INTEGERS)
+    if tokens.size == 0:
+        raise errors.EmptyBatch("holds no token; send at least one", field=field)
+    return tokens
 
 
 def datum_to_proto(datum: Datum, field: str = "data") -> datum_pb2.Datum:
@@ -94,8 +168,9 @@ def _reduction_from_proto(value: trainer_pb.Reduction.ValueType) -> Reduction:
 
 def lora_config_to_proto(config: LoraConfig) -> lora_pb2.LoraConfig:
     """Encode an adapter's configuration."""
-    message = lora_pb2.LoraConfig(
+    return lora_pb2.LoraConfig(
         rank=config.rank,
+        alpha=config.alpha,
         dropout=config.dropout,
         seed=config.seed,
         train_attn=config.train_attn,
@@ -105,9 +180,6 @@ def lora_config_to_proto(config: LoraConfig) -> lora_pb2.LoraConfig:
         use_rslora=config.use_rslora,
         target_modules=config.target_modules,
     )
-    if config.alpha is not None:
-        message.alpha = config.alpha
-    return message
 
 
 def lora_config_from_proto(message: lora_pb2.LoraConfig) -> LoraConfig:
@@ -146,3 +218,21 @@ def parameters_from_proto(message: trainer_pb.CreateRunRequest | trainer_pb.Run)
         known = ", ".join(member.name for member in WeightStorage)
         raise errors.InvalidArgument(f"is {storage}; send one of {known}", field="full.storage")
     return FullParameters(WeightStorage(storage), message.full.seed)
+
+
+def optimizer_to_proto(params: OptimizerParams) -> trainer_pb.OptimStepRequest:
+    """Encode an optimizer and all of its settings, as a request that names no run yet."""
+    request = trainer_pb.OptimStepRequest()
+    member = getattr(request, optimizer_name(params))
+    member.SetInParent()
+    for setting, value in asdict(params).items():
+        setattr(member, setting, value)
+    return request
+
+
+def optimizer_from_proto(request: trainer_pb.OptimStepRequest) -> OptimizerParams:
+    """Decode an optimizer and its settings; unset ones keep their defaults. Raises MissingField."""
+    name = request.WhichOneof("optimizer")
+    if name is None:
+        raise errors.MissingField("is not set; name the optimizer", field="adamw")
+    return OPTIMIZERS[name](**{setting.name: value for setting, value in getattr(request, name).ListFields()})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from functools import lru_cache
 from math import prod
 from operator import attrgetter
@@ -17,7 +16,6 @@ from google.protobuf import json_format
 
 from paceline import errors
 from paceline.codec.models import served_model_from_proto, served_model_to_proto
-from paceline.codec.times import timestamp_to_proto
 from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
 from paceline.types import ServedModel
 from paceline.types.v1 import tensor_pb2
@@ -195,15 +193,16 @@ def _draft_adapter(directory: Path, model: ServedModel, tenant: str, step: int, 
 
 
 def _draft(weights: Path, model: ServedModel, tenant: str, step: int, seq_id: int) -> pb.Manifest:
-    return pb.Manifest(
+    manifest = pb.Manifest(
         model=served_model_to_proto(model),
         tenant=tenant,
         tensors=read_tensor_entries(weights),
         total_size=weights.stat().st_size,
         step=step,
-        create_time=timestamp_to_proto(datetime.now(UTC)),
         seq_id=seq_id,
     )
+    manifest.create_time.GetCurrentTime()
+    return manifest
 
 
 def _entry(name: str, facts: dict[str, Any], base: int) -> pb.TensorEntry:

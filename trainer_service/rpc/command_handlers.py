@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from paceline import codec, errors
-from paceline.codec.checkpoints import checkpoint_to_proto, run_to_proto
+from paceline.codec.resources import checkpoint_to_proto, run_to_proto
 from paceline.layout import CheckpointPath
 from paceline.rpc.bounds import check_message
 from paceline.rpc.identity import Identity

@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import Message
 
 from paceline import __version__, codec, errors
-from paceline.codec.checkpoints import checkpoint_to_proto, run_to_proto
+from paceline.codec.resources import checkpoint_to_proto, run_to_proto
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.pages import page_of
 from paceline.rpc.identity import current_identity

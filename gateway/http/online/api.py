@@ -24,7 +24,7 @@ from gateway.http.online.store import NewExample, OnlineModel, OnlineStore
 from gateway.http.problems import is_fixable_by_caller
 from gateway.http.services import Services
 from paceline import errors
-from paceline.codec.conversations import render_all
+from paceline.client.batching import render_all
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 _SECONDS = 600.0

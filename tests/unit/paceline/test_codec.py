@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from paceline import codec, errors
-from paceline.codec.tensors import FLOATS, INTEGERS, MASKS
-from paceline.codec.times import timestamp_from_proto, timestamp_to_proto
+from paceline.codec.resources import timestamp_from_proto, timestamp_to_proto
+from paceline.codec.training import FLOATS, INTEGERS, MASKS
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.trainer.v1.trainer_service_pb2 import ForwardBackwardRequest, OptimStepRequest
 from paceline.types import (

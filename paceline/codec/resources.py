@@ -1,11 +1,15 @@
-"""Encode and decode runs and checkpoints."""
+"""Encode and decode what a tenant owns: runs, checkpoints, quotas."""
 
 from __future__ import annotations
 
-from paceline.codec.times import timestamp_from_proto, timestamp_to_proto
+from datetime import UTC, datetime
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from paceline.codec.training import parameters_from_proto, put_parameters
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Checkpoint, CheckpointKind, Run, RunState
+from paceline.types import Checkpoint, CheckpointKind, Quota, Run, RunState
+from paceline.types.v1 import quota_pb2
 
 
 def run_to_proto(run: Run) -> pb.Run:
@@ -79,3 +83,25 @@ def checkpoint_from_proto(message: pb.Checkpoint) -> Checkpoint:
         expire_time=timestamp_from_proto(message.expire_time) if expires else None,
         damage=message.damage,
     )
+
+
+def quota_to_proto(quota: Quota) -> quota_pb2.Quota:
+    """Encode a quota."""
+    return quota_pb2.Quota(name=quota.name, used=quota.used, limit=quota.limit)
+
+
+def quota_from_proto(message: quota_pb2.Quota) -> Quota:
+    """Decode a quota."""
+    return Quota(message.name, message.used, message.limit)
+
+
+def timestamp_to_proto(moment: datetime) -> Timestamp:
+    """Encode a time."""
+    message = Timestamp()
+    message.FromDatetime(moment.astimezone(UTC))
+    return message
+
+
+def timestamp_from_proto(message: Timestamp) -> datetime:
+    """Decode a time, in UTC."""
+    return message.ToDatetime(UTC)
