@@ -8,8 +8,7 @@ from paceline import codec
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.types import ModelInfo, Quota, ServedModel
-from paceline.types.equality import ComparedByValue
-from paceline.types.training import Array
+from paceline.types.training import Array, ComparedByValue
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
 

@@ -19,8 +19,7 @@ from paceline.codec.training import FLOATS
 from paceline.rpc.identity import ROUTE_KEY
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef, SampleResult, SamplingParams
-from paceline.types.given import as_tokens
-from paceline.types.training import Tokens
+from paceline.types.training import Tokens, as_tokens
 from paceline.types.v1 import sampling_pb2, tensor_pb2
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from paceline.client.transport import Transport, blocking
 from paceline.layout import CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import FullParameters, LoraConfig, ModelRef, RunParameters, WeightStorage
-from paceline.types.given import as_names
+from paceline.types.training import as_names
 
 MAX_IN_FLIGHT = 500
 """Limits bursts: a server drops calls above its own limits, and more calls in flight gain nothing."""

@@ -3,7 +3,6 @@
 Their wire format is in `paceline.types.v1` (generated).
 """
 
-from paceline.types.checkpoint import Checkpoint, CheckpointKind, Run, RunState
 from paceline.types.model import AdapterGroup, ModelCertificate, ModelInfo, ModelRef, PackingMode, ServedModel
 from paceline.types.optimizers import (
     AdafactorParams,
@@ -14,7 +13,7 @@ from paceline.types.optimizers import (
     ApolloParams,
     OptimizerParams,
 )
-from paceline.types.quota import Quota
+from paceline.types.resources import Checkpoint, CheckpointKind, Quota, Run, RunState
 from paceline.types.sampling import (
     SampledSequence,
     SampleResult,

@@ -9,9 +9,8 @@ from numbers import Integral
 from typing import Any
 
 from paceline.errors import InvalidArgument
-from paceline.types.equality import ComparedByValue
 from paceline.types.model import ServedModel
-from paceline.types.training import Array
+from paceline.types.training import Array, ComparedByValue
 
 
 class StopReason(Enum):

@@ -1,9 +1,9 @@
-"""Inputs and outputs of training."""
+"""Inputs and outputs of training, and the arrays in them: compared by value, and converted from what users give."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeAlias
@@ -11,9 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paceline.errors import EmptyBatch, InvalidArgument, InvalidShape, UnknownField
-from paceline.types.equality import ComparedByValue
-from paceline.types.given import as_array, as_names, as_tokens
+from paceline.errors import EmptyBatch, InvalidArgument, InvalidDtype, InvalidShape, OutOfRange, UnknownField
 
 Array = NDArray[Any]
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
@@ -42,6 +40,16 @@ LOSS_INPUTS = (
     "mask",
 )
 """Loss inputs that the trainer's losses read. A client-side loss may read others."""
+
+
+class ComparedByValue:
+    """Base of dataclasses declared with `eq=False`, whose instances are equal if their fields are `same`."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]  # arrays are mutable
+
+    def __eq__(self, other: object) -> bool:
+        return same(self, other) if type(other) is type(self) else NotImplemented
 
 
 @dataclass(slots=True, eq=False, init=False)
@@ -116,7 +124,7 @@ def _completion_row(name: str, value: Any, length: int) -> Array:
     """Return a loss input with one value per completion token, shape [length]."""
     near = get_close_matches(name, LOSS_INPUTS, n=1, cutoff=0.85)
     if near and near[0] != name:
-        raise UnknownField(f"is no loss input; did you mean {near[0]}?", field=name)
+        raise UnknownField(f"is not a loss input; did you mean {near[0]}?", field=name)
     dtype = _default_dtype(name)
     row = as_array(value, dtype, name)
     if row.shape not in {(), (length,)}:
@@ -250,3 +258,79 @@ class OptimStepOutput:
     """Number of tokens whose loss contributed to the gradient."""
     milliseconds: float
     """Time in the engine."""
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal. Arrays compare by dtype, shape and elements, with NaN equal to NaN."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return False
+    if is_dataclass(one) and type(one) is type(other):
+        return all(same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def as_array(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
+    """Convert numbers to an array: numpy arrays are returned unchanged, everything else is converted to `dtype`.
+
+    Raises InvalidDtype for text, other non-numbers, and fractions where integers are required, InvalidShape for rows
+    of different lengths, OutOfRange for integers that do not fit `dtype`.
+    """
+    if isinstance(values, np.ndarray):
+        return values
+    if isinstance(values, str | bytes):
+        raise InvalidDtype(
+            "is text; give token ids or numbers: encode it with the model's tokenizer, `get_tokenizer().encode(text)`",
+            field=field,
+        )
+    try:
+        array = np.asarray(_from_torch(values))
+    except (TypeError, ValueError, OverflowError) as problem:
+        raise InvalidShape(f"is not an array of numbers: {problem}", field=field) from problem
+    if array.dtype.kind not in "biuf":
+        raise InvalidDtype(f"holds {_describe(array)}; give numbers", field=field)
+    if dtype.kind in "iu" and array.size:
+        _check_integers(array, dtype, field)
+    return array.astype(dtype)
+
+
+def as_tokens(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
+    """Convert to an array of token ids, shape [N]. Raises what `as_array` raises, InvalidShape, InvalidDtype."""
+    array = as_array(values, dtype, field)
+    if array.ndim != 1:
+        raise InvalidShape(f"is {list(array.shape)}; give one dimension", field=field)
+    if array.dtype.kind not in "iu":
+        raise InvalidDtype(f"is {array.dtype.name}; give integers", field=field)
+    return array
+
+
+def as_names(values: Iterable[str], field: str) -> tuple[str, ...]:
+    """Convert to a tuple of names. Raises InvalidArgument for a single string, whose letters would become names."""
+    if isinstance(values, str | bytes):
+        raise InvalidArgument(f"is one string; give a list of them, [{values!r}]", field=field)
+    return tuple(values)
+
+
+def _from_torch(values: Any) -> Any:
+    """Convert a torch tensor to numpy: detached, on the CPU, floats as float64 (numpy lacks bfloat16)."""
+    if not all(hasattr(values, name) for name in ("detach", "cpu", "is_floating_point")):
+        return values
+    tensor = values.detach().cpu()
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+
+
+def _check_integers(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> None:
+    limits = np.iinfo(dtype)
+    if not (np.isfinite(array).all() and (array == np.trunc(array)).all()):
+        raise InvalidDtype(f"holds fractions, {_describe(array)}; give integers", field=field)
+    if array.min() < limits.min or array.max() > limits.max:
+        raise OutOfRange(f"holds {array.max()} or lower than {limits.min}; {dtype.name} does not", field=field)
+
+
+def _describe(array: NDArray[Any]) -> str:
+    return "text" if array.dtype.kind in "SU" else array.dtype.name

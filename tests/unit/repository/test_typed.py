@@ -57,7 +57,7 @@ dict[str, float]
 int
 paceline.client.sampling_client.SamplingClient
 numpy.ndarray[tuple[Any, ...], numpy.dtype[Any]]
-list[paceline.types.checkpoint.Run]
+list[paceline.types.resources.Run]
 paceline.types.training.ForwardBackwardOutput
 paceline.client.results.ServerCapabilities
 list[int]

@@ -1,4 +1,4 @@
-"""Runs and their checkpoints."""
+"""What a tenant owns: runs, checkpoints, and quotas on resources."""
 
 from __future__ import annotations
 
@@ -75,3 +75,14 @@ class Checkpoint:
     """When it is deleted automatically; None means never."""
     damage: str = ""
     """Why the checkpoint is damaged and cannot be loaded; empty if its manifest can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """How much of a resource a tenant uses, and its limit."""
+
+    name: str
+    """Such as runs or volume_bytes; docs/operations.md lists them."""
+    used: int
+    limit: int
+    """0 means no limit."""
