@@ -1,6 +1,6 @@
 """The Python client of a Paceline gateway."""
 
-from paceline.client.config import RetryPolicy, Timeouts
+from paceline.client.connection import RetryPolicy, Timeouts
 from paceline.client.futures import PacelineFuture
 from paceline.client.results import (
     Account,
@@ -10,9 +10,8 @@ from paceline.client.results import (
     ServerCapabilities,
     SupportedModel,
 )
-from paceline.client.sampling_client import SamplingClient
+from paceline.client.sampling_client import SampleStream, SamplingClient
 from paceline.client.service_client import ServiceClient
-from paceline.client.stream import SampleStream
 from paceline.client.training_client import TrainingClient
 
 __all__ = [

@@ -1,20 +1,28 @@
-"""Queries and management of models, runs and checkpoints."""
+"""Queries and management of models, runs and checkpoints, and downloads of checkpoints."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from paceline import codec
+import grpc
+
+from paceline import codec, errors
 from paceline.client.batching import render_all, sendable
-from paceline.client.download import download
 from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto
-from paceline.client.transport import Connected, blocking
+from paceline.client.transport import Connected, Transport, blocking, read
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
+from paceline.layout import MANIFEST_FILE, CheckpointPath
+from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Datum, Run
+from paceline.weights.manifest import read_manifest, weights_file
 
 _PAGE_SIZE = 1000
 
@@ -69,7 +77,7 @@ class Catalog(Connected):
             runs += [codec.run_from_proto(run) for run in page.runs]
             if not page.next_page_token:
                 return runs
-            request = pb.ListRunsRequest(page_size=_PAGE_SIZE, page_token=page.next_page_token)
+            request.page_token = page.next_page_token
 
     list_runs = blocking(list_runs_async)
 
@@ -94,16 +102,15 @@ class Catalog(Connected):
     async def list_checkpoints_async(self, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
         """List checkpoints, newest first, of one run or all runs, of one kind or both. Errors: RunNotFound."""
         checkpoints: list[Checkpoint] = []
-        wire_kind = pb.CheckpointKind.ValueType(kind.value if kind else 0)
-        request = pb.ListCheckpointsRequest(run_id=run_id, kind=wire_kind, page_size=_PAGE_SIZE)
+        request = pb.ListCheckpointsRequest(run_id=run_id, page_size=_PAGE_SIZE)
+        if kind is not None:
+            request.kind = pb.CheckpointKind.ValueType(kind.value)
         while True:
             page = await self.transport.query(self.transport.trainer.ListCheckpoints, request)
             checkpoints += [codec.checkpoint_from_proto(checkpoint) for checkpoint in page.checkpoints]
             if not page.next_page_token:
                 return checkpoints
-            request = pb.ListCheckpointsRequest(
-                run_id=run_id, kind=wire_kind, page_size=_PAGE_SIZE, page_token=page.next_page_token
-            )
+            request.page_token = page.next_page_token
 
     list_checkpoints = blocking(list_checkpoints_async)
 
@@ -123,7 +130,7 @@ class Catalog(Connected):
         ChecksumMismatch (it is damaged), FileExistsError (the directory is not empty).
         """
         target = Path(directory)
-        await self.transport.submit(download(self.transport, path, target))
+        await self.transport.submit(_download(self.transport, path, target))
         return target
 
     download_checkpoint = blocking(download_checkpoint_async)
@@ -147,3 +154,61 @@ def _as_object(conversation: Any) -> Mapping[str, Any]:
     if isinstance(conversation, Sequence) and not isinstance(conversation, str):
         return {"messages": list(conversation)}
     raise TypeError("a conversation is a list of messages, or a dict of them")
+
+
+async def _download(transport: Transport, path: str, directory: Path) -> None:
+    """Write a checkpoint's files into a new directory, which appears once all files are complete and verified.
+
+    Raises InvalidPath, CheckpointNotFound, ChecksumMismatch, FileExistsError.
+    """
+    checkpoint = CheckpointPath.parse(path)
+    staging = await asyncio.to_thread(_make_staging, directory)
+    try:
+        digests = await _receive(transport, pb.DownloadCheckpointRequest(path=str(checkpoint)), staging)
+        _verify_weights(staging, digests)
+        await asyncio.to_thread(staging.replace, directory)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
+
+
+def _make_staging(directory: Path) -> Path:
+    """Create the staging directory that is later renamed to `directory`. Raises FileExistsError."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(f"{directory} already exists; name a new directory, or an empty one")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = directory.with_name(f".{directory.name}.{uuid4().hex}")
+    staging.mkdir()
+    return staging
+
+
+async def _receive(transport: Transport, request: pb.DownloadCheckpointRequest, directory: Path) -> dict[str, str]:
+    """Write the files of a stream; return the SHA-256 of each by name."""
+    method, seconds = transport.trainer.DownloadCheckpoint, transport.timeouts.training
+    call, part = await transport.open_stream(method, request, seconds)
+    digests = {}
+    try:
+        while part is not None:
+            name, left, digest = Path(part.file.name).name, part.file.size_bytes, hashlib.sha256()
+            with await asyncio.to_thread((directory / name).open, "wb") as file:
+                while left and (part := await read(call)) is not None and part.data:
+                    await asyncio.to_thread(file.write, part.data)
+                    digest.update(part.data)
+                    left -= len(part.data)
+            if left:
+                raise errors.ChecksumMismatch(f"{name} ended {left} bytes early; download it again", field="path")
+            digests[name] = digest.hexdigest()
+            part = await read(call)
+    except grpc.aio.AioRpcError as failure:
+        raise error_from_rpc(failure) from failure
+    finally:
+        transport.end_stream(call)
+    return digests
+
+
+def _verify_weights(directory: Path, digests: dict[str, str]) -> None:
+    """Check the weights against the manifest. Raises ChecksumMismatch."""
+    if MANIFEST_FILE not in digests:
+        raise errors.ChecksumMismatch("the checkpoint has no manifest; it is damaged", field="path")
+    manifest = read_manifest(directory)
+    if digests.get(weights_file(manifest)) != manifest.model.sha256:
+        raise errors.ChecksumMismatch("the weights differ from the manifest; the checkpoint is damaged", field="path")

@@ -46,7 +46,7 @@ class CommandQueue:
         self._transport = transport
         self._numbering = threading.Lock()
         self._next = last_seq_id + 1
-        self._room = asyncio.Semaphore(MAX_COMMANDS_UNANSWERED)
+        self._in_flight = asyncio.Semaphore(MAX_COMMANDS_UNANSWERED)
 
     def issue(self, name: str, count: int, work: Callable[[range], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
         """Reserve the next `count` seq_ids for `work`, which must use all of them, and start it.
@@ -86,16 +86,14 @@ class CommandQueue:
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], requests: Sequence[Request], seq_ids: range
     ) -> list[asyncio.Task[Reply]]:
         """Start the calls of requests with these seq_ids. Only for the holder of `turn`."""
-        return [await self._start(method, request, seq_id) for request, seq_id in zip(requests, seq_ids, strict=True)]
-
-    async def _start(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request, seq_id: int
-    ) -> asyncio.Task[Reply]:
-        request.seq_id, request.attachment = seq_id, self._attachment
-        await self._room.acquire()
-        call = await self._transport.start(method, request, self._transport.timeouts.training)
-        call.add_done_callback(lambda _: self._room.release())
-        return call
+        calls = []
+        for request, seq_id in zip(requests, seq_ids, strict=True):
+            request.seq_id, request.attachment = seq_id, self._attachment
+            await self._in_flight.acquire()
+            call = await self._transport.start(method, request, self._transport.timeouts.training)
+            call.add_done_callback(lambda _: self._in_flight.release())
+            calls.append(call)
+        return calls
 
 
 async def outcomes(calls: Sequence[asyncio.Task[Reply]]) -> Sequence[Outcome[Reply]]:

@@ -1,4 +1,4 @@
-"""A client's connection settings, from arguments and the environment."""
+"""A client's connection settings, from arguments and the environment: address, key, TLS, timeouts, retries."""
 
 from __future__ import annotations
 
@@ -9,12 +9,43 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
-from paceline.client.config import RetryPolicy, Timeouts
 from paceline.rpc.channel import TlsFiles
 
 DEFAULT_ADDRESS = "localhost:50050"
 SYSTEM_AUTHORITIES = "system"
 ADDRESS_VARIABLE, KEY_VARIABLE, CA_VARIABLE = "PACELINE_ADDRESS", "PACELINE_API_KEY", "PACELINE_TLS_CA"
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Timeouts in seconds: of one attempt, by kind of call, and of connecting and closing."""
+
+    training: float = 600.0
+    """Commands of a run, and creating or deleting a run."""
+    sampling: float = 300.0
+    """Samples, streams and log-probabilities."""
+    query: float = 30.0
+    """Everything else."""
+    connect: float = 5.0
+    """The first connection. A lost connection is re-established within RetryPolicy.budget."""
+    close: float = 300.0
+    """Unanswered commands, when the client is closed or the process ends. The log names what is being waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """When to retry a call that the service could not accept.
+
+    The wait before attempt n + 1 is the delay requested by the service plus a random one, uniform between 0 and
+    min(max_delay, first_delay * 2^(n - 1)) ("full jitter": clients that failed together do not retry together).
+    """
+
+    budget: float = 300.0
+    """Seconds after the first failure until a call is given up; 0 disables retries."""
+    first_delay: float = 0.1
+    """In seconds."""
+    max_delay: float = 10.0
+    """In seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +65,13 @@ class Connection:
         """Return the error for a key that the gateway refused."""
         give = f"set {KEY_VARIABLE}, or give ServiceClient(api_key=...)"
         if not self.api_key:
-            return errors.InvalidApiKey(f"{self.address} asks for an API key; {give}", field=KEY_VARIABLE)
-        message = f"is not an API key that {self.address} knows, or no longer; {give}"
+            return errors.InvalidApiKey(f"{self.address} requires an API key; {give}", field=KEY_VARIABLE)
+        message = f"is not a valid API key of {self.address}; {give}"
         return errors.InvalidApiKey(message, field=self.key_source)
 
     def __reduce__(self) -> tuple[Callable[..., Connection], tuple[Any, ...]]:
         if self.key_source == "api_key":
-            message = f"was given as an argument, and a pickle must not hold it; set {KEY_VARIABLE} in both processes"
+            message = f"was given as an argument, which a pickle must not contain; set {KEY_VARIABLE} in both processes"
             raise errors.InvalidArgument(message, field="api_key")
         return _restore, (self.address, self.tls, self.timeouts, self.retry, self.max_in_flight)
 
@@ -85,7 +116,7 @@ def _find_key(given: str | None) -> tuple[str, str]:
     key, source = (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE) if given is None else (given, "api_key")
     key = key.strip()
     if not all(" " <= character <= "~" for character in key):
-        message = "holds a line break or another character that no API key has; give the key alone, on one line"
+        message = "contains a line break or another character that API keys never have; give the key alone, on one line"
         raise errors.InvalidArgument(message, field=source)
     return key, source if key else ""
 

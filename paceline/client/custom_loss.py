@@ -17,7 +17,7 @@ from paceline import errors
 from paceline.client.batching import Batch, make_batch
 from paceline.client.commands import CommandQueue, outcomes
 from paceline.client.futures import PacelineFuture
-from paceline.client.worker import Worker
+from paceline.client.transport import Worker
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec
 from paceline.types.training import Array
@@ -81,7 +81,7 @@ def evaluate(
     ]
     loss, metrics = loss_fn(data, leaves)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise errors.InvalidArgument("must return a scalar tensor made from the log-probabilities", field="loss_fn")
+        raise errors.InvalidArgument("must return a scalar tensor computed from the log-probabilities", field="loss_fn")
     gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True, materialize_grads=True)
     weights = [np.where(mask, -gradient.numpy(), 0.0) for mask, gradient in zip(masks, gradients, strict=True)]
     if not torch.isfinite(loss) or not all(np.isfinite(row).all() for row in weights):
@@ -101,19 +101,24 @@ def _without_weights(datum: Datum) -> Datum:
 
 
 def _backward(forward: Batch, weights: Sequence[Array]) -> Batch:
-    rows = iter(weights)
-    requests = [_copy(request, forward_only=False) for request in forward.requests]
-    for request in requests:
-        for datum in request.data:
+    rows, backward = iter(weights), Batch([])
+    for request in forward.requests:
+        copy = pb.ForwardBackwardRequest()
+        copy.CopyFrom(request)
+        copy.forward_only = False
+        for datum in copy.data:
             datum.loss_inputs["weights"].data = next(rows).tobytes()
-    return Batch(requests)
+        backward.requests.append(copy)
+    return backward
 
 
 async def _fill(queue: CommandQueue, method: Method, forward: Batch, seq_ids: range, error: Exception) -> None:
     requests = [_one_position(forward.requests[0]) for _ in seq_ids]
     for outcome in await outcomes(await queue.send(method, requests, seq_ids)):
         if isinstance(outcome, errors.Unavailable):
-            error.add_note(f"The run's order could not be kept either ({outcome}); attach to the run again.")
+            error.add_note(
+                f"The backward pass's seq_ids could not be used either ({outcome}); attach to the run again."
+            )
 
 
 def _one_position(request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardRequest:
@@ -124,10 +129,3 @@ def _one_position(request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardReque
         tensor.data = tensor.data[: len(tensor.data) // max(1, tensor.shape[0])]
         tensor.shape[0] = 1
     return filler
-
-
-def _copy(request: pb.ForwardBackwardRequest, *, forward_only: bool) -> pb.ForwardBackwardRequest:
-    copy = pb.ForwardBackwardRequest()
-    copy.CopyFrom(request)
-    copy.forward_only = forward_only
-    return copy

@@ -1,19 +1,27 @@
-"""Futures of calls."""
+"""Futures of calls, and the commands of a client that are still to be answered."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from paceline import errors
-from paceline.client.outstanding import Issued
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_FIRST_NOTICE_SECONDS, _NOTICE_SECONDS = 1.0, 5.0
+"""Until a closing client first logs what it waits for, and between repetitions."""
+_MAX_NAMED = 5
+"""Number of commands that a notice names; the rest are counted."""
+_log = logging.getLogger("paceline")
 
 
 class PacelineFuture(Generic[T]):
@@ -24,7 +32,7 @@ class PacelineFuture(Generic[T]):
     the error is logged (logger "paceline").
     """
 
-    def __init__(self, future: Future[T], command: Issued | None = None) -> None:
+    def __init__(self, future: Future[T], command: IssuedCommand | None = None) -> None:
         self._future = future
         self._command = command
 
@@ -34,7 +42,7 @@ class PacelineFuture(Generic[T]):
         Raises TimeoutError after `timeout` seconds (None waits indefinitely); the call continues. Inside an event loop
         use `await`, which does not block it.
         """
-        self._ask()
+        self._mark_retrieved()
         return self._future.result(timeout)
 
     def done(self) -> bool:
@@ -47,24 +55,24 @@ class PacelineFuture(Generic[T]):
 
     def add_done_callback(self, callback: Callable[[PacelineFuture[T]], object]) -> None:
         """Call `callback` with this future when the call has ended, on the client's thread. It must not block."""
-        self._ask()
+        self._mark_retrieved()
         self._future.add_done_callback(lambda _: callback(self))
 
     def __await__(self) -> Generator[Any, None, T]:
-        self._ask()
+        self._mark_retrieved()
         waiter = asyncio.wrap_future(self._future)
         return (waiter if self._command is None else asyncio.shield(waiter)).__await__()
 
     def __del__(self) -> None:
-        if self._command is not None:
-            self._command.drop()
+        if (command := self._command) is not None:  # this was the last reference, so the answer cannot be retrieved
+            self._future.add_done_callback(lambda _: command.log_unretrieved_failure())
 
     def __reduce__(self) -> NoReturn:
-        raise errors.Unsupported("an answer to come cannot be sent to another process; send its result()")
+        raise errors.Unsupported("a future cannot be pickled; send its result()")
 
-    def _ask(self) -> None:
+    def _mark_retrieved(self) -> None:
         if self._command is not None:
-            self._command.ask()
+            self._command.is_retrieved = True
 
 
 def awaitable(method: Callable[P, PacelineFuture[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -82,3 +90,80 @@ def awaitable(method: Callable[P, PacelineFuture[T]]) -> Callable[P, Coroutine[A
     del twin.__dict__["__wrapped__"]
     twin.__signature__ = signature(method).replace(return_annotation=answer)  # type: ignore[attr-defined]
     return twin
+
+
+@dataclass(eq=False, slots=True)
+class IssuedCommand:
+    """An issued command, or several that belong together."""
+
+    name: str
+    """RPC, run and seq_ids, for the log."""
+    future: Future[Any] = field(repr=False)
+    is_retrieved: bool = False
+    """Whether the answer, or error, was delivered to a caller, or its failure was logged."""
+
+    def log_unretrieved_failure(self) -> None:
+        """Log the error if the command failed and its answer was never retrieved."""
+        if not self.is_retrieved and self.has_failed:
+            self.is_retrieved = True
+            _log.error("%s failed, and its answer was never retrieved: %s", self.name, self.future.exception())
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the command ended in an error."""
+        return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
+
+
+class UnansweredCommands:
+    """The commands of one client that are unanswered, or failed without their answer being retrieved."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, IssuedCommand] = {}
+        self._failed: list[IssuedCommand] = []
+        self._change = asyncio.Event()
+        self._is_closed = False
+
+    def add(self, name: str, future: Future[Any], loop: asyncio.AbstractEventLoop) -> IssuedCommand:
+        """Track a command."""
+        issued = IssuedCommand(name, future)
+        self._pending[id(issued)] = issued
+        future.add_done_callback(lambda _: self._end(issued, loop))
+        return issued
+
+    async def settle(self, seconds: float) -> None:
+        """Wait up to `seconds` until every command is answered, and log what is being waited for."""
+        clock, notice = asyncio.get_running_loop().time, _FIRST_NOTICE_SECONDS
+        deadline = clock() + (0 if self._is_closed else seconds)
+        while self._pending and (left := deadline - clock()) > 0:
+            self._change.clear()
+            try:
+                await asyncio.wait_for(self._change.wait(), min(notice, left))
+            except TimeoutError:
+                notice = _NOTICE_SECONDS
+                if self._pending:
+                    message = "the client is closing: waiting up to %.0f s more for %s (Ctrl-C stops waiting)"
+                    _log.warning(message, max(0.0, deadline - clock()), self._describe())
+
+    def close(self) -> None:
+        """Log the commands left unanswered and unreported failures; later `settle` calls do not wait."""
+        if not self._is_closed and self._pending:
+            message = "the client ended without answers to %s: those that the trainer had not accepted are lost"
+            _log.error(message, self._describe())
+        self._is_closed = True
+        for issued in self._pending.values():
+            issued.is_retrieved = True
+        for issued in self._failed:
+            issued.log_unretrieved_failure()
+
+    def _end(self, issued: IssuedCommand, loop: asyncio.AbstractEventLoop) -> None:
+        del self._pending[id(issued)]
+        self._failed = [one for one in self._failed if not one.is_retrieved]
+        if issued.has_failed:
+            self._failed.append(issued)
+        with suppress(RuntimeError):  # the loop has ended, so nothing waits
+            loop.call_soon_threadsafe(self._change.set)
+
+    def _describe(self) -> str:
+        pending = list(self._pending.values())
+        named = ", ".join(issued.name for issued in pending[:_MAX_NAMED])
+        return f"{len(pending)} command(s): {named}{', ...' if len(pending) > _MAX_NAMED else ''}"

@@ -13,16 +13,16 @@ from typing import TypeVar
 import grpc
 
 from paceline import errors
-from paceline.client.config import RetryPolicy
+from paceline.client.connection import RetryPolicy
 from paceline.rpc.status import DETAILS_KEY, error_from_rpc
 
 T = TypeVar("T")
 
 _MOST_DOUBLINGS = 30
-_UNSAID = 1.0
-"""Seconds for which retries are not logged: enough to reach a service that has just started."""
-_NOTICES = 5.0
-"""Seconds between two log lines about calls that wait for the same reason."""
+_SILENT_SECONDS = 1.0
+"""How long retries are not logged: enough to reach a service that has just started."""
+_NOTICE_SECONDS = 5.0
+"""Time between two log lines about calls that wait for the same reason."""
 _random = SystemRandom()
 _log = logging.getLogger("paceline")
 
@@ -32,27 +32,27 @@ class RetryLog:
 
     def __init__(self) -> None:
         self._waiting: Counter[tuple[str, str]] = Counter()
-        self._said: dict[tuple[str, str], float] = {}
+        self._logged: dict[tuple[str, str], float] = {}
 
-    def waits(self, call: str, error: errors.PacelineError, waited: float, budget: float) -> None:
+    def record_failure(self, call: str, error: errors.PacelineError, waited: float, budget: float) -> None:
         """Record that a call failed and will be retried."""
         kind = (call, error.reason)
         self._waiting[kind] += 1
-        if waited < _UNSAID or monotonic() - self._said.get(kind, -_NOTICES) < _NOTICES:
+        if waited < _SILENT_SECONDS or monotonic() - self._logged.get(kind, -_NOTICE_SECONDS) < _NOTICE_SECONDS:
             return
-        self._said[kind] = monotonic()
+        self._logged[kind] = monotonic()
         # A full service is normal and says when to retry; an unreachable one is not normal.
-        level = logging.INFO if isinstance(error, errors.Exhausted) and waited < _NOTICES else logging.WARNING
-        message = "%s: %s (%s); sent again since %.1f s, for up to %.0f s; calls that wait for this: %d"
+        level = logging.INFO if isinstance(error, errors.Exhausted) and waited < _NOTICE_SECONDS else logging.WARNING
+        message = "%s: %s (%s); retrying for %.1f s, up to %.0f s; calls that wait for this reason: %d"
         _log.log(level, message, call, error.reason, error, waited, budget, self._waiting[kind])
 
-    def goes_on(self, call: str, error: errors.PacelineError) -> None:
+    def record_retry(self, call: str, error: errors.PacelineError) -> None:
         """Record that a waiting call is in flight again."""
         self._waiting[call, error.reason] -= 1
 
-    def answered(self, call: str, waited: float) -> None:
+    def record_answer(self, call: str, waited: float) -> None:
         """Record that a call was answered after it had failed."""
-        if waited >= _NOTICES:
+        if waited >= _NOTICE_SECONDS:
             _log.warning("%s: answered after %.1f s", call, waited)
 
 
@@ -66,10 +66,13 @@ async def with_retries(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy,
         try:
             answer = await attempt()
         except grpc.aio.AioRpcError as failure:
-            error, delay = explain(failure)
+            error, delay = error_from_rpc(failure), 0.0
+            # Errors from gRPC itself, such as a lost connection, request no delay; the class's default is not theirs.
+            if any(key == DETAILS_KEY for key, _ in failure.trailing_metadata() or ()):
+                delay = error.retry_after or 0.0
         else:
             if failures:
-                log.answered(call, monotonic() - since)
+                log.record_answer(call, monotonic() - since)
             return answer
         since = since or monotonic()
         waited = monotonic() - since
@@ -80,11 +83,11 @@ async def with_retries(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy,
         if waited + delay > policy.budget:
             error.add_note(f"Sent {failures + 1} time(s) in {waited:.1f} s; RetryPolicy.budget is {policy.budget:g} s.")
             raise error
-        log.waits(call, error, waited, policy.budget)
+        log.record_failure(call, error, waited, policy.budget)
         try:
             await asyncio.sleep(delay)
         finally:
-            log.goes_on(call, error)
+            log.record_retry(call, error)
         failures += 1
 
 
@@ -98,11 +101,3 @@ def is_retryable(error: errors.PacelineError) -> bool:
     if isinstance(error, errors.Exhausted):
         return error.retry_after is not None
     return isinstance(error, (errors.Unavailable, errors.SeqIdGap))
-
-
-def explain(failure: grpc.aio.AioRpcError) -> tuple[errors.PacelineError, float]:
-    """Return the error of a failed call, and the seconds to wait that the service requested."""
-    error = error_from_rpc(failure)
-    # Errors from gRPC itself, such as a lost connection, request no delay, so the class's default does not apply.
-    from_service = any(key == DETAILS_KEY for key, _ in failure.trailing_metadata() or ())
-    return error, (error.retry_after or 0.0) if from_service else 0.0

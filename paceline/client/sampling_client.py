@@ -1,10 +1,11 @@
-"""The client for sampling from one set of weights."""
+"""The client for sampling from one set of weights, and the streams of tokens that it opens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Callable, Generator
+from typing import TYPE_CHECKING, Self
 
+import grpc
 import numpy as np
 
 from paceline import codec, errors
@@ -12,13 +13,13 @@ from paceline.client.batching import sendable
 from paceline.client.connection import Connection
 from paceline.client.futures import PacelineFuture, awaitable
 from paceline.client.results import LogprobsResult
-from paceline.client.stream import SampleStream
 from paceline.client.tokenizer import get_tokenizer
-from paceline.client.transport import Connected, Metadata, Transport, blocking
+from paceline.client.transport import Connected, Metadata, Transport, blocking, read
 from paceline.codec.training import FLOATS
 from paceline.rpc.identity import ROUTE_KEY
+from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
-from paceline.types import ModelRef, SampleResult, SamplingParams
+from paceline.types import ModelRef, SampleResult, SamplingParams, StreamedTokens
 from paceline.types.training import Tokens, as_tokens
 from paceline.types.v1 import sampling_pb2, tensor_pb2
 
@@ -136,3 +137,88 @@ def _encode_tokens(tokens: Tokens, field: str) -> tensor_pb2.Tensor:
 def _encode_params(params: SamplingParams | None) -> sampling_pb2.SamplingParams:
     with sendable("sampling_params"):
         return codec.sampling_params_to_proto(params or SamplingParams())
+
+
+class SampleStream:
+    """Completions in progress: iterate once, with `for` or `async for`.
+
+    The request is sent at the first iteration and counts as a call in flight until the stream ends. Leaving the loop
+    early cancels it on the server; use `with` or `async with` to cancel it also if an exception that left the loop is
+    kept.
+
+    Keep reading: a stream that is not read for the service's `reader_seconds` ends with ReaderStalled, after what had
+    already been sent. A stream whose connection is lost ends with Unavailable. `metadata["received_tokens"]` of each
+    error is the number of tokens received.
+    """
+
+    def __init__(self, transport: Transport, request: pb.SampleStreamRequest, metadata: Metadata) -> None:
+        self._transport = transport
+        self._request = request
+        self._metadata = metadata
+        self._call: grpc.aio.UnaryStreamCall[pb.SampleStreamRequest, pb.SampleStreamResponse] | None = None
+        self._ended = False
+        self._received = 0
+        """Number of tokens received."""
+
+    def __iter__(self) -> Generator[StreamedTokens]:
+        try:
+            while (delta := self._transport.submit(self._next()).result()) is not None:
+                yield delta
+        finally:
+            self.close()
+
+    async def __aiter__(self) -> AsyncGenerator[StreamedTokens]:
+        try:
+            while (delta := await self._transport.submit(self._next())) is not None:
+                yield delta
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancel the rest of the stream. Does not block; closing twice does nothing."""
+        self._transport.run_soon(self._end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def _next(self) -> StreamedTokens | None:
+        message = None if self._ended else await self._read()
+        if message is None:
+            self._end()
+            return None
+        self._received += len(message.tokens)
+        return codec.delta_from_proto(message)
+
+    async def _read(self) -> pb.SampleStreamResponse | None:
+        if self._call is None:
+            method, seconds = self._transport.sampler.SampleStream, self._transport.timeouts.sampling
+            self._call, first = await self._transport.open_stream(method, self._request, seconds, self._metadata)
+            return first
+        try:
+            return await read(self._call)
+        except grpc.aio.AioRpcError as failure:
+            raise self._stream_error(failure) from failure
+
+    def _stream_error(self, failure: grpc.aio.AioRpcError) -> errors.PacelineError:
+        """Return the error that ended the stream, with the number of tokens received."""
+        error = error_from_rpc(failure)
+        error.metadata["received_tokens"] = str(self._received)
+        if isinstance(error, errors.Unavailable):
+            received = f"{self._received} tokens had been received; sample again for the rest"
+            message = f"{self._transport.connection.address}: {error.message}; {received}"
+            return type(error)(message, field=error.field, metadata=error.metadata, retry_after=error.retry_after)
+        return error
+
+    def _end(self) -> None:
+        if self._call is not None and not self._ended:
+            self._transport.end_stream(self._call)
+        self._ended = True

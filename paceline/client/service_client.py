@@ -11,8 +11,7 @@ from uuid import uuid4
 from paceline import codec, errors
 from paceline.client.batching import sendable
 from paceline.client.catalog import Catalog
-from paceline.client.config import RetryPolicy, Timeouts
-from paceline.client.connection import Connection, make_connection, make_tls
+from paceline.client.connection import Connection, RetryPolicy, Timeouts, make_connection, make_tls
 from paceline.client.sampling_client import SamplingClient
 from paceline.client.training_client import TrainingClient
 from paceline.client.transport import Transport, blocking
@@ -56,8 +55,8 @@ class ServiceClient(Catalog):
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         tls = make_tls(tls_ca, tls_cert, tls_key)
-        patience = (timeouts or Timeouts(), retry or RetryPolicy())
-        super().__init__(Transport(make_connection(address, api_key, tls, *patience, max_in_flight)))
+        timeouts, retry = timeouts or Timeouts(), retry or RetryPolicy()
+        super().__init__(Transport(make_connection(address, api_key, tls, timeouts, retry, max_in_flight)))
 
     def __reduce__(self) -> tuple[Callable[..., ServiceClient], tuple[type[ServiceClient], Connection]]:
         """Pickle the connection settings; the copy opens its own connection."""
@@ -178,13 +177,13 @@ class ServiceClient(Catalog):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(_patience_after(kind))
+        self.close(_close_timeout_after(kind))
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        await self.close_async(_patience_after(kind))
+        await self.close_async(_close_timeout_after(kind))
 
     async def _create(
         self, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str]
@@ -216,7 +215,7 @@ def _restore(cls: type[ServiceClient], connection: Connection) -> ServiceClient:
     return client
 
 
-def _patience_after(kind: type[BaseException] | None) -> float | None:
+def _close_timeout_after(kind: type[BaseException] | None) -> float | None:
     """Return how long to wait for commands after a block was left by this exception: not at all after Ctrl-C."""
     gives_up = kind is not None and issubclass(kind, (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit))
     return 0.0 if gives_up else None

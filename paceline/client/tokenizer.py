@@ -11,8 +11,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from paceline import errors
-from paceline.client.transport import Transport
-from paceline.client.worker import Worker
+from paceline.client.transport import Transport, Worker
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def store(files: Mapping[str, bytes], cache: Path) -> Path:
     """
     for name in files:
         if name in {"", ".", ".."} or {"/", "\\", "\0"} & set(name):
-            raise errors.InvalidName("is not the name of a file; the service is not to be trusted", field="files")
+            raise errors.InvalidName("is not a plain file name; do not trust this service", field="files")
     directory = cache / _content_hash(files)
     if directory.is_dir():
         return directory

@@ -1,22 +1,22 @@
-"""The gRPC channel, the event loop thread that owns it, retries, and the limit on calls in flight."""
+"""The gRPC channel, the event loop thread that owns it, the limit on calls in flight, and the client's threads."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import grpc
 
 from paceline import errors
 from paceline.client.connection import Connection
-from paceline.client.forks import OWNER
-from paceline.client.futures import PacelineFuture
-from paceline.client.outstanding import Outstanding
+from paceline.client.futures import PacelineFuture, UnansweredCommands
 from paceline.client.retry import RetryLog, call_name, with_retries
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
 from paceline.rpc.channel import open_channel
@@ -39,6 +39,38 @@ _PROBE = "/paceline.gateway.v1.GatewayService/WhoAmI"
 _PROBE_SECONDS = 0.2
 
 
+class GrpcOwner:
+    """Records which process started gRPC; forked processes inherit a copy.
+
+    gRPC's threads do not survive a fork, so a client in the child would hang.
+    """
+
+    def __init__(self) -> None:
+        self._pid: int | None = None
+
+    def claim(self) -> None:
+        """Record that this process uses gRPC. Raises Forked if it was forked from a process that does."""
+        self._pid = self._pid or os.getpid()
+        self.check()
+
+    def check(self) -> None:
+        """Raise Forked unless gRPC works in this process."""
+        if not self.is_here:
+            raise errors.Forked(
+                "this process was forked from one that has used a client, so gRPC does not work in it; start it with "
+                'multiprocessing.get_context("spawn"), or create the first client after the fork'
+            )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether gRPC was started in this process, or in none of its ancestors."""
+        return self._pid in {None, os.getpid()}
+
+
+OWNER = GrpcOwner()
+"""The owner for this process, shared by all clients, because gRPC is started once per process."""
+
+
 class Transport:
     """One connection. grpc.aio objects belong to one event loop, so a dedicated thread runs it and all calls."""
 
@@ -48,9 +80,9 @@ class Transport:
         self.timeouts, self._retry = connection.timeouts, connection.retry
         key = connection.api_key
         self._metadata: Metadata = ((API_KEY_KEY, f"Bearer {key}"),) if key else ()
-        self._room = asyncio.Semaphore(connection.max_in_flight)
+        self._in_flight = asyncio.Semaphore(connection.max_in_flight)
         self._retries = RetryLog()
-        self._outstanding = Outstanding()
+        self._unanswered = UnansweredCommands()
         self._connecting: asyncio.Task[None] | None = None
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="paceline-client", daemon=True)
@@ -59,7 +91,7 @@ class Transport:
         self._channel = asyncio.run_coroutine_threadsafe(_open(connection), loop).result()
         # Also runs at process exit: issued commands are awaited while this thread is still running.
         self._stop = weakref.finalize(
-            self, _shut_down, loop, thread, self._channel, self._outstanding, self.timeouts.close
+            self, _shut_down, loop, thread, self._channel, self._unanswered, self.timeouts.close
         )
         self.trainer: TrainerServiceAsyncStub = TrainerServiceStub(self._channel)
         self.sampler: SamplerServiceAsyncStub = SamplerServiceStub(self._channel)
@@ -72,9 +104,9 @@ class Transport:
     def submit_command(self, name: str, work: Coroutine[Any, Any, T]) -> PacelineFuture[T]:
         """Run a training command, which cannot be cancelled; closing the client waits for it."""
         future = self._submit(work)
-        return PacelineFuture(future, self._outstanding.add(name, future, self._loop))
+        return PacelineFuture(future, self._unanswered.add(name, future, self._loop))
 
-    def soon(self, action: Callable[[], object]) -> None:
+    def run_soon(self, action: Callable[[], object]) -> None:
         """Run a function on the client's thread without waiting for it; do nothing if the client is closed."""
         if self._stop.alive and OWNER.is_here:
             self._loop.call_soon_threadsafe(action)
@@ -87,10 +119,14 @@ class Transport:
         metadata: Metadata = (),
     ) -> asyncio.Task[Reply]:
         """Wait for the limit on calls in flight, in FIFO order, then start a call with retries."""
+
+        async def attempt() -> Reply:
+            return await method(request, timeout=seconds, metadata=(*self._metadata, *metadata))
+
         await self._connected()
-        await self._room.acquire()
-        task = asyncio.ensure_future(self._call(method, request, seconds, metadata))
-        task.add_done_callback(lambda _: self._room.release())
+        await self._in_flight.acquire()
+        task = asyncio.ensure_future(self._with_retries(attempt, request))
+        task.add_done_callback(lambda _: self._in_flight.release())
         return task
 
     async def call(
@@ -126,17 +162,17 @@ class Transport:
             return stream, await read(stream)
 
         await self._connected()
-        await self._room.acquire()
+        await self._in_flight.acquire()
         try:
             return await self._with_retries(first, request)
         except BaseException:
-            self._room.release()
+            self._in_flight.release()
             raise
 
     def end_stream(self, stream: grpc.aio.UnaryStreamCall[Request, Reply]) -> None:
         """Cancel a stream, on the server too, if it has not ended, and release its place among the calls in flight."""
         stream.cancel()
-        self._room.release()
+        self._in_flight.release()
 
     def close(self, seconds: float | None = None) -> None:
         """Wait for commands, cancel all other calls, close the channel and end the thread.
@@ -162,10 +198,10 @@ class Transport:
             self._stop_now()
 
     def _settle(self, seconds: float | None) -> Coroutine[Any, Any, None]:
-        return self._outstanding.settle(self.timeouts.close if seconds is None else seconds)
+        return self._unanswered.settle(self.timeouts.close if seconds is None else seconds)
 
     def _stop_now(self) -> None:
-        self._outstanding.close()
+        self._unanswered.close()
         self._stop()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -189,34 +225,22 @@ class Transport:
         try:
             await asyncio.wait_for(self._channel.channel_ready(), seconds)
         except TimeoutError:
-            reason = await self._why_not()
+            reason = await self._connection_failure()
             raise errors.UpstreamUnavailable(
                 f"no gateway answers at {self.connection.address} within {seconds:g} s ({reason}); start it, or give "
-                "its host:port as PACELINE_ADDRESS or ServiceClient(address=...), and its authorities as tls_ca where "
-                "it speaks TLS",
+                "its host:port as PACELINE_ADDRESS or ServiceClient(address=...), and its certificate authorities as "
+                "tls_ca if it uses TLS",
                 field="address",
             ) from None
 
-    async def _why_not(self) -> str:
+    async def _connection_failure(self) -> str:
         """Return gRPC's reason why there is no connection."""
         probe: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_PROBE)
         try:
             await probe(b"", timeout=_PROBE_SECONDS)
         except grpc.aio.AioRpcError as failure:
             return failure.details() or failure.code().name
-        return "it came too late"
-
-    async def _call(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
-        request: Request,
-        seconds: float,
-        metadata: Metadata,
-    ) -> Reply:
-        async def attempt() -> Reply:
-            return await method(request, timeout=seconds, metadata=(*self._metadata, *metadata))
-
-        return await self._with_retries(attempt, request)
+        return "the connection took too long"
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], request: object) -> T:
         try:
@@ -230,7 +254,7 @@ class Transport:
         except asyncio.CancelledError:
             if self._stop.alive:
                 raise
-            raise errors.Cancelled("the client was closed before the answer came") from None
+            raise errors.Cancelled("the client was closed before the answer arrived") from None
 
 
 class Connected:
@@ -275,7 +299,7 @@ def _shut_down(
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     channel: grpc.aio.Channel,
-    outstanding: Outstanding,
+    unanswered: UnansweredCommands,
     seconds: float,
 ) -> None:
     if not OWNER.is_here:
@@ -284,9 +308,9 @@ def _shut_down(
     is_elsewhere = threading.current_thread() is not thread
     try:
         if is_elsewhere:
-            asyncio.run_coroutine_threadsafe(outstanding.settle(seconds), loop).result()
+            asyncio.run_coroutine_threadsafe(unanswered.settle(seconds), loop).result()
     finally:
-        outstanding.close()
+        unanswered.close()
         asyncio.run_coroutine_threadsafe(_end(loop, channel), loop)
         if is_elsewhere:
             thread.join()
@@ -299,3 +323,39 @@ async def _end(loop: asyncio.AbstractEventLoop, channel: grpc.aio.Channel) -> No
     await asyncio.gather(*tasks, return_exceptions=True)
     await channel.close()
     loop.stop()
+
+
+class Worker:
+    """Runs one function outside the event loop.
+
+    Its thread starts immediately, because no thread can be started once the main thread has ended (Python 3.12), when
+    previously issued commands may still be running. It is a daemon thread and does not keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name="paceline-worker", daemon=True).start()
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run the function and return its result or raise its error. May be called once."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*arguments))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._work.put(work)
+        return await asyncio.wrap_future(future)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        if (work := self._work.get()) is not None:
+            work()

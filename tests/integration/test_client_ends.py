@@ -94,7 +94,7 @@ thread.start()
 async def test_a_process_that_waits_for_commands_says_so_and_ends_when_they_are_answered(server):
     server.trainer.load_may_end.clear()
     process = await start(server, "training.load_state('paceline://somewhere')\ntraining.optim_step()\n")
-    await read_until(process, "waits up to")
+    await read_until(process, "waiting up to")
     server.trainer.load_may_end.set()
     await process.communicate()
     assert (process.returncode, server.trainer.executed) == (0, ["LoadCheckpoint", "OptimStep"])
@@ -111,7 +111,7 @@ async def test_what_is_not_answered_in_time_is_named(server):
 async def test_ctrl_c_ends_the_wait_and_what_is_lost_is_named(server):
     server.trainer.load_may_end.clear()
     process = await start(server, "training.load_state('paceline://somewhere')\n")
-    await read_until(process, "waits up to")
+    await read_until(process, "waiting up to")
     process.send_signal(signal.SIGINT)
     _, said = await process.communicate()
     assert "LoadCheckpoint 1" in said.decode()
@@ -121,7 +121,7 @@ async def test_a_failure_that_nobody_asked_for_is_told(server):
     body = "training.forward_backward(make_data(), 'no_such_loss')\nkept = training.forward(make_data(), 'nor_this')\n"
     status, _, said = await run(server, body)
     assert status == 0
-    assert said.count("nobody asked for its answer: loss_fn: is not served") == 2
+    assert said.count("its answer was never retrieved: loss_fn: is not served") == 2
 
 
 async def test_a_failure_that_was_asked_for_is_not_told_again(server, caplog):
@@ -181,12 +181,12 @@ async def test_what_is_sent_again_for_longer_is_logged_with_its_reason_and_not_o
     server, caplog, monkeypatch, unsaid
 ):
     caplog.set_level(logging.INFO, "paceline")
-    monkeypatch.setattr("paceline.client.retry._UNSAID", unsaid)
+    monkeypatch.setattr("paceline.client.retry._SILENT_SECONDS", unsaid)
     server.sampler.refusals = [errors.EngineUnavailable("the engine starts again", retry_after=0.01)] * 20
     async with ServiceClient(server.address, retry=QUICK) as client:
         sampling = client.create_sampling_client()
         await asyncio.gather(*(sampling.sample([1], sampling_params=SamplingParams(max_tokens=2)) for _ in range(20)))
-    lines = [record.getMessage() for record in caplog.records if "sent again" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "retrying" in record.getMessage()]
     if unsaid:
         assert lines == []
         return

@@ -88,7 +88,7 @@ async def test_a_stream_whose_connection_is_lost_says_so_and_how_much_had_come(s
         async for delta in stream:
             received += len(delta.tokens)
     assert lost.value.metadata == {"received_tokens": str(received)}
-    assert f"{received} tokens of the stream had come" in lost.value.message
+    assert f"{received} tokens had been received" in lost.value.message
 
 
 async def test_a_stream_notices_a_network_that_is_silent(server, monkeypatch):
