@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from bench.budgets import budget
-from paceline.weights.chunks import CHUNK_BYTES
+from paceline.weights.wire import CHUNK_BYTES
 
 ARMS = ("plain", "ours", "staged")
 

@@ -28,13 +28,13 @@ import grpc
 
 from paceline import weights
 from paceline.rpc.channel import open_channel
-from paceline.weights.chunks import CHUNK_BYTES
 from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.v1.weight_service_pb2_grpc import (
     WeightServiceServicer,
     WeightServiceStub,
     add_WeightServiceServicer_to_server,
 )
+from paceline.weights.wire import CHUNK_BYTES
 from sampler_service.transports.staging import StagingArea
 
 

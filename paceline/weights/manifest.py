@@ -1,13 +1,15 @@
-"""The manifest of a directory of weights: the model, its tenant, its tensors, and the SHA-256 of its weights."""
+"""A directory of weights: its manifest, the configuration of its adapter, and the checksums of its files.
+
+The manifest names the model, its tenant, its tensors, and the SHA-256 of its weights. A directory that is moved and
+copied as a whole also has SHA256SUMS, which `sha256sum -c` can check too.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from functools import lru_cache
-from math import prod
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +20,15 @@ from paceline import errors
 from paceline.codec.models import served_model_from_proto, served_model_to_proto
 from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
 from paceline.types import ServedModel
-from paceline.types.v1 import tensor_pb2
-from paceline.weights.adapter_config import read_adapter_config
+from paceline.weights.safetensors import read_tensor_entries
 from paceline.weights.v1 import weight_service_pb2 as pb
 
-_DTYPES = {
-    "F32": tensor_pb2.DTYPE_FLOAT32,
-    "BF16": tensor_pb2.DTYPE_BFLOAT16,
-    "F16": tensor_pb2.DTYPE_FLOAT16,
-}
-_ITEM_BYTES = {tensor_pb2.DTYPE_FLOAT32: 4, tensor_pb2.DTYPE_BFLOAT16: 2, tensor_pb2.DTYPE_FLOAT16: 2}
-_MAX_HEADER = 100_000_000  # the limit of the safetensors format
+SUMS_FILE = "SHA256SUMS"
 _PIECE_BYTES = 1 << 18  # stays in the processor's cache between reading and checksumming
-
-
-def describe_adapter(directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0) -> pb.Manifest:
-    """Create the manifest of a PEFT directory from its files, with checksums.
-
-    `seq_id` is that of the command that created the weights. Raises the errors of `read_tensor_entries` and
-    `read_adapter_config`.
-    """
-    return seal(directory, _draft_adapter(directory, model, tenant, step, seq_id))
+_CONFIG = "adapter_config"
+_SAVE_AGAIN = "save the adapter with PEFT's save_pretrained"
+_LARGEST = 3e38
+"""Largest absolute value of a number, so that float32 holds it."""
 
 
 def describe_weights(
@@ -54,14 +44,25 @@ def draft_manifest(
 ) -> pb.Manifest:
     """Create a manifest as `describe_weights` does, but without the checksums, which take longest.
 
-    `base_sha256` is the identity of the base weights on which these weights were made; empty if unknown.
+    `seq_id` is that of the command that created the weights. `base_sha256` is the identity of the base weights on which
+    they were made; empty if unknown. Raises the errors of `read_tensor_entries` and `read_adapter_config`.
     """
-    if (directory / WEIGHTS_FILE).exists():
-        draft = _draft_adapter(directory, model, tenant, step, seq_id)
-    else:
-        draft = _draft(directory / MODEL_FILE, model, tenant, step, seq_id)
-    draft.base_sha256 = base_sha256
-    return draft
+    is_adapter = (directory / WEIGHTS_FILE).exists()
+    weights = directory / (WEIGHTS_FILE if is_adapter else MODEL_FILE)
+    manifest = pb.Manifest(
+        model=served_model_to_proto(model),
+        tenant=tenant,
+        tensors=read_tensor_entries(weights),
+        total_size=weights.stat().st_size,
+        step=step,
+        seq_id=seq_id,
+        base_sha256=base_sha256,
+    )
+    manifest.create_time.GetCurrentTime()
+    if is_adapter:
+        config = read_adapter_config(directory / CONFIG_FILE)
+        manifest.adapter_config, manifest.rank = config.text, config.rank
+    return manifest
 
 
 def seal(directory: Path, draft: pb.Manifest) -> pb.Manifest:
@@ -146,73 +147,107 @@ def served_model(manifest: pb.Manifest) -> ServedModel:
     return served_model_from_proto(manifest.model)
 
 
-def read_header(weights: Path) -> bytes:
-    """Return the JSON header of a safetensors file, which is equal for files of one layout, such as a run's versions.
+def write_sums(directory: Path, manifest: pb.Manifest | None = None) -> None:
+    """Write the SHA-256 of every file in `directory` to a file there; `manifest` may supply that of the weights."""
+    known = {} if manifest is None else {weights_file(manifest): manifest.model.sha256}
+    sums = {path.name: known.get(path.name) or hash_file(path) for path in sorted(directory.iterdir())}
+    (directory / SUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
 
-    Raises ChecksumMismatch if the file ends before the header does.
+
+def find_damaged(directory: Path) -> str | None:
+    """Return the name of a file that changed since the sums were written; None if none did.
+
+    Raises FileNotFoundError if a file or the sums are missing.
     """
-    with weights.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(min(length, _MAX_HEADER))
-    if not header or len(header) != length:
-        raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name)
-    return header
+    for line in (directory / SUMS_FILE).read_text(errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        if hash_file(directory / Path(name).name) != digest:
+            return name
+    return None
 
 
-def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
-    """Return the tensors of a safetensors file and their positions.
+def verify_model(directory: Path, manifest: pb.Manifest) -> str:
+    """Check that a directory holds exactly the whole model of a manifest, and return the weights' SHA-256.
 
-    Raises ChecksumMismatch unless they tile the file exactly, InvalidShape if a tensor's size does not match its shape
-    and dtype, InvalidDtype.
+    Raises ChecksumMismatch, FileNotFoundError.
     """
-    header = read_header(weights)
+    lines = (directory / SUMS_FILE).read_text(errors="replace").splitlines()
+    listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if {path.name for path in directory.iterdir()} != {*listed, SUMS_FILE}:
+        raise errors.ChecksumMismatch("the model's directory does not hold the files that were saved")
+    if damaged := find_damaged(directory):
+        raise errors.ChecksumMismatch(f"{damaged} is damaged; publish or save the model again")
+    if listed.get(MODEL_FILE) != manifest.model.sha256:
+        raise errors.ChecksumMismatch("the model differs from its manifest; publish or save it again")
+    return manifest.model.sha256
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """An adapter's configuration, with the fields that every engine needs."""
+
+    rank: int
+    """`r`: the rank of modules without one of their own."""
+    largest_rank: int
+    """Largest rank of all modules, including those in rank_pattern."""
+    settings: Mapping[str, Any]
+    """All fields, named as in PEFT, among them `r`, `lora_alpha` and `target_modules`."""
+    text: bytes
+    """The content of the file."""
+
+
+def read_adapter_config(path: Path) -> AdapterConfig:
+    """Read an adapter_config.json. Raises as `parse_adapter_config`, and InvalidArgument if the file does not exist."""
     try:
-        entries = _parse_header(header)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name) from error
-    ends = [8 + len(header), *(entry.offset + entry.size for entry in entries)]
-    if [entry.offset for entry in entries] != ends[:-1] or ends[-1] != weights.stat().st_size:
-        raise errors.ChecksumMismatch("tensors do not tile the file; it is damaged", field=weights.name)
-    return list(entries)
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise errors.InvalidArgument(f"does not exist; {_SAVE_AGAIN}", field=_CONFIG) from None
+    return parse_adapter_config(text)
 
 
-@lru_cache(maxsize=16)
-def _parse_header(text: bytes) -> tuple[pb.TensorEntry, ...]:
-    """Return the tensors in order of offset. Cached: a run's versions share one header, read several times for each."""
-    base = 8 + len(text)
-    header: dict[str, Any] = json.loads(text)
-    header.pop("__metadata__", None)
-    return tuple(sorted((_entry(name, facts, base) for name, facts in header.items()), key=attrgetter("offset")))
+def parse_adapter_config(text: bytes) -> AdapterConfig:
+    """Parse adapter_config.json. Raises InvalidArgument that names the missing or invalid field."""
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise errors.InvalidArgument(f"is not JSON; {_SAVE_AGAIN}", field=_CONFIG) from error
+    if not isinstance(settings, dict):
+        raise errors.InvalidArgument(f"is not a JSON object; {_SAVE_AGAIN}", field=_CONFIG)
+    for field, (is_right, wanted) in _REQUIRED.items():
+        if field not in settings:
+            raise errors.InvalidArgument(f"is missing; {_SAVE_AGAIN}", field=f"{_CONFIG}.{field}")
+        _check(field, settings[field], is_right, wanted)
+    own = settings.get("rank_pattern") or {}
+    _check("rank_pattern", own, _are_ranks, "an object of ranks by module")
+    return AdapterConfig(settings["r"], max([settings["r"], *own.values()]), settings, text)
 
 
-def _draft_adapter(directory: Path, model: ServedModel, tenant: str, step: int, seq_id: int) -> pb.Manifest:
-    manifest = _draft(directory / WEIGHTS_FILE, model, tenant, step, seq_id)
-    config = read_adapter_config(directory / CONFIG_FILE)
-    manifest.adapter_config, manifest.rank = config.text, config.rank
-    return manifest
+def _check(field: str, value: object, is_right: Callable[[Any], bool], wanted: str) -> None:
+    if not is_right(value):
+        raise errors.InvalidArgument(f"is not {wanted}; {_SAVE_AGAIN}", field=f"{_CONFIG}.{field}")
 
 
-def _draft(weights: Path, model: ServedModel, tenant: str, step: int, seq_id: int) -> pb.Manifest:
-    manifest = pb.Manifest(
-        model=served_model_to_proto(model),
-        tenant=tenant,
-        tensors=read_tensor_entries(weights),
-        total_size=weights.stat().st_size,
-        step=step,
-        seq_id=seq_id,
-    )
-    manifest.create_time.GetCurrentTime()
-    return manifest
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 31  # not isinstance: JSON's true is an int too
 
 
-def _entry(name: str, facts: dict[str, Any], base: int) -> pb.TensorEntry:
-    start, end = facts["data_offsets"]
-    dtype = _DTYPES.get(facts["dtype"])
-    if dtype is None:
-        raise errors.InvalidDtype(f"has dtype {facts['dtype']}; weights are F32, BF16 or F16", field=name)
-    shape = facts["shape"]
-    if any(extent < 0 for extent in shape) or prod(shape) * _ITEM_BYTES[dtype] != end - start:
-        raise errors.InvalidShape(
-            f"has shape {shape} of {facts['dtype']}, and {end - start} bytes in the file", field=name
-        )
-    return pb.TensorEntry(name=name, dtype=dtype, shape=facts["shape"], offset=base + start, size=end - start)
+def _is_number(value: Any) -> bool:
+    return type(value) in {int, float} and abs(value) <= _LARGEST
+
+
+def _are_ranks(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_rank, value.values()))
+
+
+def _are_modules(value: object) -> bool:
+    """Whether the value is a pattern or a list of names."""
+    names = [value] if isinstance(value, str) else value
+    return isinstance(names, list) and bool(names) and all(isinstance(name, str) and name for name in names)
+
+
+_REQUIRED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, "a whole number from 1 to 2^31 - 1"),
+    "lora_alpha": (_is_number, "a finite float32"),
+    "target_modules": (_are_modules, "a list of names or a pattern"),
+}
+"""Maps a field to its check and a description of valid values. vLLM has no default for any of the fields."""

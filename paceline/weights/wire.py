@@ -1,4 +1,4 @@
-"""FetchVersion replies as bytes, so that weights are not copied through a message object on either side.
+"""Versions as streams of checksummed chunks: FetchVersion replies as bytes, not copied through a message object.
 
 Replies are written in the wire format of FetchVersionResponse, which generated stubs of any language can read. The
 reader accepts whatever a servicer may send (https://protobuf.dev/programming-guides/encoding/).
@@ -6,9 +6,12 @@ reader accepts whatever a servicer may send (https://protobuf.dev/programming-gu
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import hashlib
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO, FileIO
+from pathlib import Path
 from typing import Any
 
 import google_crc32c
@@ -16,7 +19,11 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from paceline import errors
 from paceline.weights.v1 import weight_service_pb2 as pb
+
+CHUNK_BYTES = 1 << 20
+"""1 MiB: below the 4 MiB that any gRPC client accepts by default, and where loopback throughput peaks."""
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightService"]
 _METHOD = "FetchVersion"
@@ -69,6 +76,14 @@ def write_piece(file: FileIO, offset: int, size: int) -> bytes:
     return reply.getvalue()
 
 
+def read_replies(path: Path) -> Iterator[bytes]:
+    """Yield the FetchVersion replies that carry a file's chunks, in order of offset."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        for offset in range(0, size, CHUNK_BYTES):
+            yield write_piece(file, offset, min(CHUNK_BYTES, size - offset))
+
+
 def read_part(message: bytes) -> Part:
     """Parse a reply, without copying the data of a chunk. Raises DecodeError if it cannot be parsed."""
     try:
@@ -105,6 +120,42 @@ async def read_parts(call: grpc.aio.UnaryStreamCall[pb.FetchVersionRequest, Part
     while isinstance(parts[0], Part):
         yield parts.pop()  # type: ignore[misc] # the narrowing of parts[0] does not reach pop
         parts.append(await call.read())
+
+
+class ChunkWriter:
+    """Writes chunks to a file as they arrive, verifying each one and then the whole file."""
+
+    def __init__(self, path: Path, manifest: pb.Manifest) -> None:
+        self._file = path.open("xb")
+        self._manifest = manifest
+        self._hash = hashlib.sha256()
+        self._offset = 0
+
+    def write(self, chunk: Piece) -> None:
+        """Append a chunk. Raises ChecksumMismatch if it is damaged, InvalidShape if it is not the next one."""
+        data = chunk.data
+        if chunk.offset != self._offset or self._offset + len(data) > self._manifest.total_size:
+            raise errors.InvalidShape(
+                f"is {chunk.offset} with {len(data)} bytes, after {self._offset} of {self._manifest.total_size}",
+                field="chunk.offset",
+            )
+        if not chunk.is_intact:
+            raise errors.ChecksumMismatch("was damaged in transfer; send it again", field="chunk.crc32c")
+        self._file.write(data)
+        self._hash.update(data)
+        self._offset += len(data)
+
+    def finish(self) -> str:
+        """Close the file and return its SHA-256. Raises ChecksumMismatch if it differs from the manifest's."""
+        self.close()
+        digest = self._hash.hexdigest()
+        if self._offset != self._manifest.total_size or digest != self._manifest.model.sha256:
+            raise errors.ChecksumMismatch("the received bytes differ from the manifest's; send them again")
+        return digest
+
+    def close(self) -> None:
+        """Close the file without verifying it."""
+        self._file.close()
 
 
 def _read_piece(message: bytes) -> Piece | None:

@@ -16,7 +16,7 @@ import msgspec
 from paceline import layout
 from paceline.log import get_logger
 from paceline.weights import find_damaged, write_sums
-from paceline.weights.sums import SUMS_FILE
+from paceline.weights.manifest import SUMS_FILE
 from trainer_service.checkpoints.store import staged_directory
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal import format1

@@ -24,7 +24,7 @@ from paceline.rpc.identity import PEER_TENANT, current_identity
 from paceline.rpc.interceptors import CredentialInterceptor, ErrorInterceptor
 from paceline.types import ServedModel
 from paceline.types.v1 import model_pb2
-from paceline.weights import describe_adapter, read_manifest, read_replies, write_manifest
+from paceline.weights import describe_weights, read_manifest, read_replies, write_manifest
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
 
@@ -75,7 +75,7 @@ def _describe(
     directory.mkdir(parents=True, exist_ok=True)
     weights = make_adapter(directory, base, seed, rank) / WEIGHTS_FILE
     save_file({name: factor * weight for name, weight in load_file(weights).items()}, weights)
-    manifest = describe_adapter(directory, model, tenant=tenant, step=seed)
+    manifest = describe_weights(directory, model, tenant=tenant, step=seed)
     write_manifest(directory, manifest)
     return manifest
 

@@ -11,14 +11,13 @@ from google.protobuf.message import DecodeError
 
 from paceline import weights
 from paceline.rpc.channel import open_channel
-from paceline.weights.chunks import CHUNK_BYTES
 from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.v1.weight_service_pb2_grpc import (
     WeightServiceServicer,
     WeightServiceStub,
     add_WeightServiceServicer_to_server,
 )
-from paceline.weights.wire import read_part
+from paceline.weights.wire import CHUNK_BYTES, read_part
 
 CONTENT = bytes(range(256)) * 4100 * 2  # two chunks and a part of one
 DATA, CRC32C = b"weights", 0xC3B3BB33

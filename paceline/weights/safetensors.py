@@ -1,0 +1,114 @@
+"""Safetensors files: the tensors that their headers describe, and a check for NaN and infinity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from math import prod
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline import errors
+from paceline.types.v1 import tensor_pb2
+from paceline.weights.v1 import weight_service_pb2 as pb
+
+_DTYPES = {
+    "F32": tensor_pb2.DTYPE_FLOAT32,
+    "BF16": tensor_pb2.DTYPE_BFLOAT16,
+    "F16": tensor_pb2.DTYPE_FLOAT16,
+}
+_EXPONENTS: Mapping[int, np.unsignedinteger[Any]] = {
+    tensor_pb2.DTYPE_FLOAT32: np.uint32(0x7F800000),
+    tensor_pb2.DTYPE_BFLOAT16: np.uint16(0x7F80),
+    tensor_pb2.DTYPE_FLOAT16: np.uint16(0x7C00),
+}
+"""Exponent bits by dtype: all are set in NaN and infinity, and in no other value. They are as wide as an element."""
+_MAX_HEADER = 100_000_000  # the limit of the safetensors format
+_PIECE = 1 << 17
+"""Elements that are checked together, few enough to stay in the processor's cache."""
+
+
+def read_header(weights: Path) -> bytes:
+    """Return the JSON header of a safetensors file, which is equal for files of one layout, such as a run's versions.
+
+    Raises ChecksumMismatch if the file ends before the header does.
+    """
+    with weights.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, _MAX_HEADER))
+    if not header or len(header) != length:
+        raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name)
+    return header
+
+
+def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
+    """Return the tensors of a safetensors file and their positions.
+
+    Raises ChecksumMismatch unless they tile the file exactly, InvalidShape if a tensor's size does not match its shape
+    and dtype, InvalidDtype.
+    """
+    header = read_header(weights)
+    try:
+        entries = _parse_header(header)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name) from error
+    ends = [8 + len(header), *(entry.offset + entry.size for entry in entries)]
+    if [entry.offset for entry in entries] != ends[:-1] or ends[-1] != weights.stat().st_size:
+        raise errors.ChecksumMismatch("tensors do not tile the file; it is damaged", field=weights.name)
+    return list(entries)
+
+
+@lru_cache(maxsize=16)
+def _parse_header(text: bytes) -> tuple[pb.TensorEntry, ...]:
+    """Return the tensors in order of offset. Cached: a run's versions share one header, read several times for each."""
+    base = 8 + len(text)
+    header: dict[str, Any] = json.loads(text)
+    header.pop("__metadata__", None)
+    return tuple(sorted((_entry(name, facts, base) for name, facts in header.items()), key=attrgetter("offset")))
+
+
+def _entry(name: str, facts: dict[str, Any], base: int) -> pb.TensorEntry:
+    start, end = facts["data_offsets"]
+    dtype = _DTYPES.get(facts["dtype"])
+    if dtype is None:
+        raise errors.InvalidDtype(f"has dtype {facts['dtype']}; weights are F32, BF16 or F16", field=name)
+    shape = facts["shape"]
+    if any(extent < 0 for extent in shape) or prod(shape) * _EXPONENTS[dtype].itemsize != end - start:
+        raise errors.InvalidShape(
+            f"has shape {shape} of {facts['dtype']}, and {end - start} bytes in the file", field=name
+        )
+    return pb.TensorEntry(name=name, dtype=dtype, shape=facts["shape"], offset=base + start, size=end - start)
+
+
+def check_finite(weights: Path) -> None:
+    """Refuse a safetensors file in which a tensor holds NaN or infinity.
+
+    Raises NonFinite that names the first such tensor, and the errors of `read_tensor_entries`.
+    """
+    # Consecutive tensors of one dtype are read together, because a file has hundreds of tensors, some of them small.
+    for _, group in groupby(read_tensor_entries(weights), key=lambda entry: entry.dtype):
+        run = list(group)
+        if not _is_finite(weights, run):
+            name = next(entry.name for entry in run if not _is_finite(weights, [entry]))
+            raise errors.NonFinite("holds NaN or infinity; train again from a state before that", field=name)
+
+
+def _is_finite(weights: Path, run: Sequence[pb.TensorEntry]) -> bool:
+    exponent = _EXPONENTS[run[0].dtype]
+    count = sum(entry.size for entry in run) // exponent.itemsize
+    with weights.open("rb", buffering=0) as file:
+        file.seek(run[0].offset)
+        while count:
+            bits = np.fromfile(file, exponent.dtype, min(count, _PIECE))
+            if not bits.size:
+                return True  # The file was truncated meanwhile, which its checksum detects.
+            np.bitwise_and(bits, exponent, out=bits)
+            if bits.max() == exponent:
+                return False
+            count -= bits.size
+    return True
