@@ -71,8 +71,7 @@ def _atropos(given: argparse.Namespace) -> int:
 def _up(*, until_eof: bool, **options: str) -> int:
     # Needs the server extra, which clients do not install.
     from paceline.up import up  # noqa: PLC0415
-    from paceline.up.errors import CannotStart  # noqa: PLC0415
-    from paceline.up.plan import UpOptions  # noqa: PLC0415
+    from paceline.up.plan import CannotStart, UpOptions  # noqa: PLC0415
 
     try:
         up(UpOptions(**options), until_eof=until_eof)  # type: ignore[arg-type] # argparse gives max_lora_rank as int

@@ -98,16 +98,13 @@ def new_run_id() -> str:
     return f"run-{uuid4().hex}"
 
 
-@dataclass(frozen=True, slots=True)
 class Volume:
     """A checkpoint volume."""
 
-    root: Path
-
-    @property
-    def runs(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.runs = root / "runs"
         """Folder of all runs."""
-        return self.root / "runs"
 
     def run(self, run_id: str) -> Path:
         """Folder of a run."""
@@ -237,16 +234,14 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-_CHECKPOINTS = frozenset(kind.folder for kind in CheckpointKind)
-
-
 def find_set_aside(folder: Path) -> list[str]:
     """Return the paths, relative to a run's folder, of what was set aside in it and in its subfolders.
 
     Checkpoint folders are skipped: checkpoints are never set aside, and users choose their names.
     """
+    checkpoints = {kind.folder for kind in CheckpointKind}
     found = [path.relative_to(folder) for path in (*folder.glob("*.damaged-*"), *folder.glob("*/*.damaged-*"))]
-    return sorted(str(path) for path in found if path.parts[0] not in _CHECKPOINTS)
+    return sorted(str(path) for path in found if path.parts[0] not in checkpoints)
 
 
 def make_folder(folder: Path) -> None:

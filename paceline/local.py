@@ -21,8 +21,7 @@ from time import monotonic
 from typing import IO
 
 from paceline.up import UP
-from paceline.up.errors import CannotStart
-from paceline.up.plan import UpOptions, read_or_make_key
+from paceline.up.plan import CannotStart, UpOptions, read_or_make_key
 
 _START_SECONDS = 600.0
 _STOP_SECONDS = 90.0
@@ -85,7 +84,7 @@ def _wait_until_up(lines: SimpleQueue[str | None], tell: Callable[[str], object]
         except Empty:
             raise CannotStart(f"not ready after {_START_SECONDS:.0f} s; the last line was: {said}") from None
         if line is None:
-            raise CannotStart(said or "`paceline up` ended without a word")
+            raise CannotStart(said or "`paceline up` ended without any output")
         said = line
         tell(said)
 

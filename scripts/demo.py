@@ -15,8 +15,7 @@ from make_model import default_directory, make_model
 from rich.console import Console
 
 from paceline.local import LocalServices, local_services
-from paceline.up.errors import CannotStart
-from paceline.up.plan import UpOptions
+from paceline.up.plan import CannotStart, UpOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".paceline" / "demo"

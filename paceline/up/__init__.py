@@ -10,8 +10,7 @@ from pathlib import Path
 
 from paceline.machine import visible_gpus
 from paceline.up.checks import check_model, check_ports, read_settings
-from paceline.up.plan import Plan, UpOptions, http_address, make_plans, read_or_make_key
-from paceline.up.state import held_state
+from paceline.up.plan import Plan, UpOptions, held_state, http_address, make_plans, read_or_make_key
 from paceline.up.supervisor import Supervisor
 
 UP = "Paceline is up"

@@ -12,8 +12,7 @@ from pathlib import Path
 from paceline.base_weights import weights_files
 from paceline.errors import PacelineError
 from paceline.settings import ServiceSettings, check_environment, settings_of
-from paceline.up.errors import CannotStart
-from paceline.up.plan import Plan
+from paceline.up.plan import CannotStart, Plan
 from paceline.weights import read_header
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -63,7 +62,7 @@ def _check_port(address: str) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise CannotStart(
-                f"another process listens on {address}; end it, or choose other ports with --address"
+                f"another process listens on {address}; stop it, or choose other ports with --address"
             ) from None
         raise CannotStart(f"cannot listen on {address}: {error.strerror}; choose another --address") from None
 
@@ -90,7 +89,7 @@ def _check_weights(model: str, path: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CannotStart(f"--model {model}: the index of its weights cannot be read ({error!r})") from None
     if not files:
-        raise CannotStart(f"--model {model}: {path.resolve()} has no *.safetensors, which weights are read from")
+        raise CannotStart(f"--model {model}: {path.resolve()} has no *.safetensors files, from which weights are read")
     for file in files:
         if not file.is_file():
             raise CannotStart(f"--model {model}: {file.resolve()} is missing, which the index of its weights names")
@@ -120,5 +119,5 @@ def _check_hub(model: str) -> None:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
         raise CannotStart(
-            f"--model {model}: there is no such directory, and the Hugging Face hub gave none ({reason})"
+            f"--model {model}: there is no such directory, and the Hugging Face hub has no such model ({reason})"
         ) from None

@@ -1,19 +1,25 @@
-"""Plan what `paceline up` starts: one plan per service, with its settings, its cores or its GPUs."""
+"""Plan what `paceline up` starts: the state directory, and one plan per service with its settings, cores or GPUs.
+
+Trainer and sampler get separate GPUs or cores, so that neither slows the other down.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token, parse_keys
 from paceline.machine import visible_gpus
-from paceline.up.errors import CannotStart
-from paceline.up.shares import Share, share_cores, share_gpus
-from paceline.up.state import make_state
+
+
+class CannotStart(Exception):
+    """The services could not be started, or one was given up. The message is one sentence: why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,17 @@ class Plan:
     """The service's share of the machine, in words."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One service's share of the machine."""
+
+    name: str = ""
+    """In words, such as "core 0"; empty means no particular share."""
+    cores: frozenset[int] = frozenset()
+    """Cores that it may use; empty means all."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
 _FLAGS = {"listen": "--address", "health_listen": "--address", "trainer": "--address", "samplers": "--address",
           "model": "--model", "model_name": "--model-name", "base_dir": "--bridge shared", "credential": "--state",
           "credential_file": "--state", "keys_file": "--state", "insecure": "--state", "http_listen": "--address",
@@ -65,7 +82,7 @@ def read_or_make_key(state: Path) -> Path:
 
     Other keys in the keys file are kept. Raises CannotStart if `state` cannot be created or the keys file is malformed.
     """
-    make_state(state)
+    _make_state(state)
     key_file = state / "api_key"
     if not key_file.exists():
         _write_secret(key_file, new_token())
@@ -74,12 +91,41 @@ def read_or_make_key(state: Path) -> Path:
     try:
         known = parse_keys(keys_file.read_text()) if keys_file.exists() else ()
     except (ValueError, TypeError) as error:
-        raise CannotStart(f"{keys_file} is no file of keys ({error}); repair or remove it") from error
+        raise CannotStart(f"{keys_file} is not a valid keys file ({error}); repair or remove it") from error
     others = [key for key in known if key.name != _KEY_NAME]
     _write_secret(keys_file, dump_keys([ApiKey(_KEY_NAME, "default", digest), *others]))
     if not (state / "credential").exists():
         _write_secret(state / "credential", secrets.token_urlsafe(32))
     return key_file
+
+
+def _make_state(state: Path) -> None:
+    """Create the directory if it does not exist. Raises CannotStart."""
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotStart(f"--state {state} cannot be created ({error.strerror}); choose another directory") from error
+
+
+@contextmanager
+def held_state(state: Path) -> Iterator[None]:
+    """Hold the directory's lock while the block runs; create the directory if it does not exist.
+
+    The lock is released however the process ends. Raises CannotStart if the directory cannot be created or another
+    process holds it.
+    """
+    _make_state(state)
+    lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CannotStart(
+                f"--state {state} is used by another `paceline up`; stop that one, or choose another directory"
+            ) from None
+        yield
+    finally:
+        os.close(lock)
 
 
 def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None = None) -> list[Plan]:
@@ -89,7 +135,7 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
     are none. Raises CannotStart for an address that leaves no room for all ports, for variables that only this function
     may set, and if there are fewer GPUs than required.
     """
-    given = _without_ours(os.environ) if given is None else given
+    given = without_settings(os.environ) if given is None else given
     _refuse_own_variables(given)
     addresses = _addresses(options.address)
     listen, health = addresses["listen"], addresses["health"]
@@ -138,12 +184,8 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
     ]
 
 
-def inherited_environment() -> dict[str, str]:
-    """Return this process's environment without Paceline's variables, which each service gets from its plan."""
-    return _without_ours(os.environ)
-
-
-def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without Paceline's variables, which each service gets from its plan."""
     return {name: value for name, value in environment.items() if not name.startswith("PACELINE_")}
 
 
@@ -195,6 +237,47 @@ def _share_machine(gpus: Sequence[str], given: Mapping[str, str], *, together: b
     else:
         trainer, sampler = share_cores(sorted(os.sched_getaffinity(0)))
     return {"trainer": trainer, "sampler": sampler, "gateway": Share()}
+
+
+def share_gpus(gpus: Sequence[str], trainer: int, sampler: int, *, together: bool) -> tuple[Share, Share]:
+    """Give the first `trainer` GPUs to the trainer and the next `sampler` GPUs to the sampler.
+
+    They share a single GPU, with half of its memory for the sampler. With `together` they share the first GPU, because
+    it holds the weights that both use. Raises CannotStart if there are too few GPUs.
+    """
+    if together or (len(gpus) == 1 and trainer == sampler == 1):
+        first = {"CUDA_VISIBLE_DEVICES": gpus[0]}
+        half = {**first, "PACELINE_SAMPLER_GPU_MEMORY_UTILIZATION": "0.5"}
+        return Share(f"GPU {gpus[0]}", environment=first), Share(f"half of GPU {gpus[0]}", environment=half)
+    if trainer + sampler > len(gpus):
+        raise CannotStart(
+            f"PACELINE_TRAINER_RANKS requires {trainer} GPUs and the sampler's parallel sizes {sampler}, "
+            f"but there are {len(gpus)}: {', '.join(gpus)}"
+        )
+    return _gpu_share(gpus[:trainer]), _gpu_share(gpus[trainer : trainer + sampler])
+
+
+def _gpu_share(gpus: Sequence[str]) -> Share:
+    names = ", ".join(gpus)
+    return Share(f"GPU {names}", environment={"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+
+
+def share_cores(cores: Sequence[int]) -> tuple[Share, Share]:
+    """Give each half of the cores, because two OpenMP pools on the same cores stall each other; share a single core."""
+    half = max(1, len(cores) // 2)
+    return _core_share(cores[:half]), _core_share(cores[half:] or cores)
+
+
+def _core_share(cores: Sequence[int]) -> Share:
+    threads = str(len(cores))
+    names = f"core {cores[0]}" if len(cores) == 1 else f"{len(cores)} cores from {cores[0]} to {cores[-1]}"
+    variables = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        # The process's affinity is set directly; given cores, vLLM would start a worker process and bind that instead.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    return Share(names, frozenset(cores), variables)
 
 
 def _count(given: Mapping[str, str], name: str) -> int:

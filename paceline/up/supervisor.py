@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from paceline.rpc.health import wait_until_serving
-from paceline.up.errors import CannotStart
-from paceline.up.orphans import adopt_orphans, end_orphans
-from paceline.up.plan import Plan, inherited_environment
-from paceline.up.reasons import reason_of
+from paceline.up.plan import CannotStart, Plan, without_settings
 
 _MOST_FAILURES = 3
 """Consecutive deaths after which a service is given up."""
@@ -30,6 +30,17 @@ _STOP_SECONDS = 20.0
 _BROKEN_STOP_SECONDS = 5.0
 """The same if not all services were ever ready, so that no caller was served."""
 _KILL_SECONDS = 5.0
+_POLL_SECONDS = 0.02
+_PR_SET_CHILD_SUBREAPER = 36
+
+_MAX_LOG_BYTES, _MAX_REASON = 1 << 20, 400
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+_PREFIX = re.compile(r"^(?:\([^()]*\) *)?(?:ERROR|CRITICAL) [\d:. -]+\[[^\]]*\] ")
+"""Prefix of the lines of vLLM's logs."""
+_RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Refused|Exit|Interrupt)\b(?:: .+)?$")
+_DETAIL = re.compile(r"^ +(?!File \")\S")
+"""Line that pydantic writes below an error: its first problem."""
+_NOISE = re.compile(r"^(?:\s|Traceback |During handling|The above exception|[^ ]*: \w*Warning: )")
 
 
 class Supervisor:
@@ -111,7 +122,7 @@ class Supervisor:
                 self._failure = f"the {plan.name} {often}: {reason}"
                 self._stopping.set()
                 return
-            self._say(f"the {plan.name} ended and is started again: {reason}")
+            self._say(f"the {plan.name} ended and is restarted: {reason}")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _RESTART_SECONDS)
 
@@ -183,7 +194,7 @@ class _Service:
             log_start = output.tell()
             process = subprocess.Popen(
                 [sys.executable, "-m", plan.module],
-                env={**inherited_environment(), **plan.environment},
+                env={**without_settings(os.environ), **plan.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -220,3 +231,68 @@ def _keep_previous(log: Path) -> None:
     """Rename the previous log, so that a new one is started."""
     if log.exists():
         log.replace(log.with_suffix(".previous.log"))
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent (subreaper) of its descendants' orphans. Raises OSError if the kernel refuses.
+
+    Processes may outlive their parent, such as vLLM's engine when its sampler is killed. Process groups do not cover
+    them all: torch's launcher puts each rank into its own session.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+async def end_orphans(own: Callable[[], Collection[int]], seconds: float) -> bool:
+    """Kill the children of this process that are not in `own()`, then the orphans these leave, and so on.
+
+    Returns False if some are still alive after `seconds`, because the kernel cannot end them.
+    """
+    deadline = monotonic() + seconds
+    while left := _children() - set(own()):
+        if monotonic() > deadline:
+            return False
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 # WNOHANG does not block
+        await asyncio.sleep(_POLL_SECONDS)
+    return True
+
+
+def _children() -> set[int]:
+    """Return the children of this process, including zombies."""
+    found, me = set(), str(os.getpid())
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):  # The process has exited.
+                # The command's name, in parentheses, may contain any character.
+                _state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+                found |= {int(entry.name)} if parent == me else set()
+    return found
+
+
+def reason_of(status: int, log: Path, start: int) -> str:
+    """Return why a process ended with this status; `start` is the offset of its first line in the log.
+
+    The first error for which the process, or a child of it, printed a traceback is the cause of later ones. Without a
+    traceback, the reason is the last line that the process wrote.
+    """
+    if status < 0:
+        name = signal.Signals(-status).name
+        return f"{name}, usually from the kernel because memory ran out" if name == "SIGKILL" else name
+    if status == 0:
+        return "it exited without an error, as after SIGTERM"
+    with log.open("rb") as file:
+        file.seek(start)
+        text = file.read(_MAX_LOG_BYTES).decode(errors="replace")
+    lines = [_PREFIX.sub("", _COLORS.sub("", line)).rstrip() for line in text.splitlines()]
+    raised = [
+        f"{line}: {after.strip()}" if _DETAIL.match(after) else line
+        for line, after in pairwise([*lines, ""])
+        if _RAISED.match(line)
+    ]
+    said = [line for line in lines if line and not _NOISE.match(line)]
+    return (raised[:1] or said[-1:] or ["it wrote no output"])[0][:_MAX_REASON]

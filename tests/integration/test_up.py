@@ -12,8 +12,7 @@ from support.ports import free_service_ports
 
 import paceline
 from paceline.local import local_services
-from paceline.up.errors import CannotStart
-from paceline.up.plan import UpOptions
+from paceline.up.plan import CannotStart, UpOptions
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def test_a_killed_service_is_started_again_and_what_it_left_is_ended(tmp_path):
         running.wait_said("up")
         (service,), (orphan,) = running.services(), running.left("sampler")
         service.kill()
-        running.wait_said("ended and is started again: SIGKILL.*ready")
+        running.wait_said("ended and is restarted: SIGKILL.*ready")
         assert not is_alive(orphan)
         assert [pid for pid in running.left("sampler") if is_alive(pid)] == running.left("sampler")[1:]
         running.process.send_signal(signal.SIGINT)
@@ -94,7 +94,7 @@ def test_a_service_that_dies_three_times_in_a_row_is_given_up_with_its_reason_in
         log = tmp_path / "logs" / "trainer.log"
         reason = "ImportError: libcudnn.so.9: cannot open shared object file"
         assert last == f"the trainer ended 3 times in a row: {reason} (log: {log})"
-        assert sum("is started again" in line for line in before) == 2
+        assert sum("is restarted" in line for line in before) == 2
         assert log.read_text().count("a first line") == 3
         assert not any(map(is_alive, running.left("sampler")))
 

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 from paceline.up import supervisor
-from paceline.up.errors import CannotStart
-from paceline.up.plan import Plan
+from paceline.up.plan import CannotStart, Plan
 
 
 def main(path: str) -> None:

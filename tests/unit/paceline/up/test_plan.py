@@ -17,11 +17,17 @@ from paceline import up as module
 from paceline.api_keys import hash_token
 from paceline.machine import visible_gpus
 from paceline.up import up
-from paceline.up.errors import CannotStart
-from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
-from paceline.up.reasons import reason_of
-from paceline.up.shares import share_cores, share_gpus
-from paceline.up.state import held_state
+from paceline.up.plan import (
+    CannotStart,
+    Plan,
+    UpOptions,
+    held_state,
+    make_plans,
+    read_or_make_key,
+    share_cores,
+    share_gpus,
+)
+from paceline.up.supervisor import reason_of
 
 
 def make_model_files(directory):
@@ -206,7 +212,7 @@ RuntimeError: Engine core initialization failed. See root cause above.
             "lib.ValidationError: 1 error for C\n  Value error, 9 is odd\n    See\n",
             "lib.ValidationError: 1 error for C: Value error, 9 is odd",
         ),
-        ("", "it wrote nothing"),
+        ("", "it wrote no output"),
     ],
 )
 def test_the_reason_is_the_first_error_or_the_last_word(tmp_path, text, reason):
@@ -269,11 +275,11 @@ def test_keys_that_others_added_are_there_after_the_next_start(tmp_path):
 
 def test_a_state_that_cannot_be_kept_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    told = r"--state .*file cannot be made \(File exists\); choose another directory"
+    told = r"--state .*file cannot be created \(File exists\); choose another directory"
     with pytest.raises(CannotStart, match=told), held_state(tmp_path / "file"):
         pass
     (tmp_path / "keys.json").write_text("torn")
-    with pytest.raises(CannotStart, match=r"keys\.json is no file of keys"):
+    with pytest.raises(CannotStart, match=r"keys\.json is not a valid keys file"):
         read_or_make_key(tmp_path)
 
 
@@ -289,5 +295,5 @@ def test_a_second_one_on_the_same_state_is_refused_before_it_touches_anything(op
 def test_a_service_that_was_told_to_end_is_not_given_an_old_error_for_a_reason(tmp_path):
     log = tmp_path / "sampler.log"
     log.write_text("RuntimeError: of an hour ago\nstopped\n")
-    assert reason_of(0, log, 0) == "it left without an error, as when it is sent SIGTERM"
+    assert reason_of(0, log, 0) == "it exited without an error, as after SIGTERM"
     assert reason_of(1, log, 0) == "RuntimeError: of an hour ago"
