@@ -21,7 +21,7 @@ from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
 from paceline.types import ModelInfo
-from paceline.weight_sharing.export import read_base
+from paceline.weight_sharing import read_base
 from sampler_service.agreement.standing import Standing
 from sampler_service.engine.protocol import WritableEngine
 from sampler_service.engine.restartable import RebuildingEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.errors import BaseUnavailable
 from paceline.log import get_logger
-from paceline.weight_sharing.export import is_lent, read_base
+from paceline.weight_sharing import is_lent, read_base
 
 _LOOK_SECONDS = 0.5
 """Interval at which the sampler's lock is polled: a lock that is released by its holder's death causes no event."""

@@ -72,20 +72,20 @@ class Options:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
     add = parser.add_argument
-    add("--model", "--model-name", dest="model", default="", help="base model; empty: the one that is served")
+    add("--model", "--model-name", dest="model", default="", help="base model; empty: the served one")
     add("--run-name", default="atropos", help="environments sample from <gateway>/weights/<run name>/v1")
     add("--atropos-url", default="http://localhost:8000", help="address of the Atropos API server (run-api)")
     add(
         "--state",
         type=Path,
         default=None,
-        help="directory of what a restart goes on from; .paceline/atropos/<run name>",
+        help="directory from which a restart resumes; by default .paceline/atropos/<run name>",
     )
     add("--lr", type=float, default=1e-5, help="learning rate")
     add("--training-steps", type=_count, default=10, help="optimizer steps")
     add("--batch-size", type=_count, default=2, help="sequences in one forward_backward")
     add("--gradient-accumulation-steps", type=_count, default=32, help="forward_backward calls in a step")
-    add("--seq-len", type=_count, default=2048, help="tokens of a sequence; the rest is cut off")
+    add("--seq-len", type=_count, default=2048, help="maximum number of tokens in a sequence; the rest is cut off")
     add("--warmup-steps", type=int, default=0, help="steps over which the learning rate grows from 0")
     add("--clip-eps", type=float, default=0.2, help="the ratio is clipped to 1 - eps and 1 + eps")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer")
@@ -95,21 +95,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weight-bridge-mode",
         choices=(*LORA_BRIDGES, *FULL_BRIDGES),
         default="lora_only",
-        help="lora_*: an adapter is trained, which reaches samplers by their bridge (lora_nccl: it is collective); "
-        "none, shared_vllm: every parameter is trained (shared_vllm: the sampler's bridge is shared)",
+        help="lora_*: train an adapter, which reaches samplers through their bridge (lora_nccl: collective); "
+        "none, shared_vllm: train every parameter (shared_vllm: the sampler's bridge must be shared)",
     )
-    add("--vllm-restart-interval", type=_count, default=1, help="steps between versions that are published")
-    add("--checkpoint-interval", type=int, default=3, help="steps between state checkpoints; 0: the last one alone")
-    add("--save-path", type=Path, default=None, help="directory that the trained weights are downloaded to at the end")
+    add("--vllm-restart-interval", type=_count, default=1, help="steps between published versions")
+    add("--checkpoint-interval", type=int, default=3, help="steps between state checkpoints; 0: only the last one")
+    add("--save-path", type=Path, default=None, help="directory to which the trained weights are downloaded at the end")
     add("--lora-r", type=_count, default=16, help="rank")
     add("--lora-alpha", type=float, default=32, help="scaling numerator")
     add("--lora-dropout", type=float, default=0.05, help="dropout on the adapter's input")
     add("--lora-target-modules", nargs="+", default=("q_proj", "v_proj"), help="modules with an adapter, by name")
     add("--lora-layer-indices", type=layer_indices, default=(), help="layers with an adapter, as 0-3,28-31")
-    add("--use-wandb", action="store_true", help="log to Weights & Biases, which has to be installed")
+    add("--use-wandb", action="store_true", help="log to Weights & Biases, which must be installed")
     add("--wandb-project", default="", help="project there")
     add("--wandb-group", default="", help="group there")
-    add("--benchmark", action="store_true", help="print where the time went at the end")
+    add("--benchmark", action="store_true", help="print at the end how the time was spent")
     add("--log-dir", type=Path, default=None, help="directory for metrics.jsonl")
     for name, setting in _ELSEWHERE.items():
         add(name, type=_elsewhere(name, setting), help=argparse.SUPPRESS)
@@ -129,19 +129,19 @@ def layer_indices(text: str) -> tuple[int, ...]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
-            raise argparse.ArgumentTypeError(f"{part!r} is no layer or range of layers, such as 3 or 20-31")
+            raise argparse.ArgumentTypeError(f"{part!r} is not a layer or range of layers, such as 3 or 20-31")
         found |= set(range(int(first), int(last or first) + 1))
     return tuple(sorted(found))
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def _elsewhere(name: str, setting: str) -> Callable[[str], Sequence[str]]:
     def refuse(_: str) -> Sequence[str]:
-        raise argparse.ArgumentTypeError(f"{name} is a setting of the services here: {setting}")
+        raise argparse.ArgumentTypeError(f"{name} is a setting of Paceline's services: {setting}")
 
     return refuse

@@ -1,18 +1,20 @@
-"""The training loop: pull a batch, train on it, publish, and report metrics."""
+"""The training loop: pull a batch, train on it, publish, and report metrics. Its progress is on disk."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline import errors
 from paceline.atropos.api import AtroposApi
 from paceline.atropos.groups import TrainingBatch, logprob_metrics, make_batch, micro_batches
 from paceline.atropos.options import Options
-from paceline.atropos.progress import Progress, PulledBatch
 from paceline.client import ServiceClient, TrainingClient
 from paceline.client.futures import PacelineFuture
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
@@ -30,6 +32,61 @@ _SERVER_SECONDS = 60.0
 _ADAMW = {"beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 """torch's defaults, which the example trainer uses."""
 _MAX_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PulledBatch:
+    """A batch pulled from the Atropos API server."""
+
+    step: int
+    """The step that trains on it, from 1."""
+    after_seq_id: int
+    """seq_id of the run's last command before the step."""
+    groups: list[dict[str, Any]]
+
+
+class Progress:
+    """The files from which a restart resumes: the run, and a pulled batch that may not be trained yet.
+
+    A batch is written to disk before it is trained, because the Atropos API server no longer has it, together with the
+    seq_id of the run's last command before it. A restart can thus tell which of the step's commands were accepted, and
+    sends the rest.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._run, self._batch = directory / "run.json", directory / "batch.json"
+
+    def run_id(self) -> str:
+        """Return the id of the started run; empty if there is none."""
+        found: str = json.loads(self._run.read_text())["run_id"] if self._run.exists() else ""
+        return found
+
+    def begin(self, run_id: str) -> None:
+        """Record a new run."""
+        _write(self._run, {"run_id": run_id})
+        self._batch.unlink(missing_ok=True)
+
+    def pulled(self) -> PulledBatch | None:
+        """Return the batch that was pulled and is not done, if any."""
+        return PulledBatch(**json.loads(self._batch.read_text())) if self._batch.exists() else None
+
+    def pull(self, batch: PulledBatch) -> None:
+        """Store a batch until `done`."""
+        _write(self._batch, {"step": batch.step, "after_seq_id": batch.after_seq_id, "groups": batch.groups})
+
+    def done(self) -> None:
+        """Delete the stored batch."""
+        self._batch.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: object) -> None:
+    staging = path.with_suffix(".new")
+    with os.fdopen(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    staging.replace(path)
 
 
 class AtroposTrainer:
@@ -61,11 +118,11 @@ class AtroposTrainer:
             num_steps=options.training_steps,
         )
         while step < options.training_steps or self._progress.pulled():
-            training, step = self._step(training, step)
+            step = self._step(training, step)
         self._finish(training)
 
-    def _step(self, training: TrainingClient, step: int) -> tuple[TrainingClient, int]:
-        """Train on the stored batch, or pull the next one; return the client and the run's step afterwards."""
+    def _step(self, training: TrainingClient, step: int) -> int:
+        """Train on the stored batch, or pull the next one; return the run's step afterwards."""
         start = time.perf_counter()
         pulled = self._progress.pulled()
         run = self._service.get_run(training.run_id)
@@ -83,7 +140,7 @@ class AtroposTrainer:
             f"step {pulled.step}: loss {metrics.get('loss', float('nan')):.4f}, "
             f"alignment {metrics.get('alignment/diff_abs_mean', float('nan')):.2g}, {metrics['time/step']:.2f} s"
         )
-        return training, self._service.get_run(training.run_id).step
+        return self._service.get_run(training.run_id).step
 
     def _train(
         self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch, taken: int
@@ -154,7 +211,7 @@ class AtroposTrainer:
         if run_id:
             name = self._service.get_run(run_id).user_metadata.get("name", "")
             if name != options.run_name:
-                message = f"{options.state} has run {run_id}, whose name is {name}; give another --state, or its name"
+                message = f"{options.state} is of run {run_id}, whose name is {name}; give that name or another --state"
                 raise errors.InvalidArgument(message, field="--run-name")
             return self._service.get_training_client(run_id)
         metadata, model = {"name": options.run_name, "by": "paceline atropos"}, self._model()
@@ -189,7 +246,7 @@ class AtroposTrainer:
         wanted = self._options.bridge
         if wanted and info.bridge != wanted:
             mode = self._options.weight_bridge_mode
-            message = f"{mode} needs a sampler of bridge {wanted}, and this one has {info.bridge}; start it with "
+            message = f"{mode} needs a sampler with bridge {wanted}; this one has {info.bridge}. Start it with "
             raise errors.Unsupported(message + f"`paceline up --bridge {wanted}`", field="--weight-bridge-mode")
 
 

@@ -39,7 +39,7 @@ class MissingRanksError(Exception):
     ranks: Sequence[int] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"ranks {list(self.ranks)} did not come"
+        return f"ranks {list(self.ranks)} did not join"
 
 
 @dataclass
@@ -48,15 +48,15 @@ class SharedGpuError(MissingRanksError):
 
     def __str__(self) -> str:
         return (
-            f"ranks {list(self.ranks)} are on a GPU that another member has, which NCCL refuses; show trainer and "
-            "samplers GPUs of their own by CUDA_VISIBLE_DEVICES, or set the trainer's group_backend=gloo"
+            f"ranks {list(self.ranks)} use a GPU that another member has, which NCCL does not allow; give trainer and "
+            "samplers GPUs of their own with CUDA_VISIBLE_DEVICES, or set the trainer's group_backend=gloo"
         )
 
 
 def main() -> None:
     """Join the group, then run jobs until the input ends or a member is lost."""
     place = GroupPlace(**json.loads(sys.argv[1]))
-    events = _take_output()
+    events = _reserve_stdout()
     jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
     try:
@@ -78,7 +78,7 @@ def _read(jobs: SimpleQueue[dict[str, Any]]) -> NoReturn:
     os._exit(0)  # the service is gone; there is no other way to interrupt a collective
 
 
-def _take_output() -> TextIO:
+def _reserve_stdout() -> TextIO:
     """Return standard output, reserved for events; redirect other writers to it, such as gloo, to standard error."""
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -96,8 +96,9 @@ def _join(place: GroupPlace, events: TextIO) -> None:
     store = _listen(host, int(port)) if place.rank == 0 else TCPStore(host, int(port), timeout=_MEETING)
     if place.rank == 0:
         _tell(events, event="listening", port=store.port)
-    gpu = _take_gpu() if place.backend == "nccl" else None
-    meet(PrefixStore(str(place.generation), store), place, "" if gpu is None else _uuid(gpu))
+    gpu = _select_gpu() if place.backend == "nccl" else None
+    uuid = "" if gpu is None else str(torch.cuda.get_device_properties(gpu).uuid)
+    meet(PrefixStore(str(place.generation), store), place, uuid)
     meeting = PrefixStore(f"{place.generation}/met", store)
     if interface := _interface(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -137,17 +138,13 @@ def meet(store: Store, place: GroupPlace, gpu: str) -> None:
     store.set("go", "")
 
 
-def _take_gpu() -> torch.device:
+def _select_gpu() -> torch.device:
     """Select the first GPU visible to this process explicitly, because NCCL would otherwise use any."""
     if not torch.cuda.is_available():
-        raise RuntimeError("group_backend=nccl takes a GPU for each member; set the trainer's group_backend=gloo")
+        raise RuntimeError("group_backend=nccl needs a GPU for each member; set the trainer's group_backend=gloo")
     gpu = torch.device("cuda", 0)
     torch.cuda.set_device(gpu)
     return gpu
-
-
-def _uuid(gpu: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
 def _own_address(host: str) -> str:

@@ -38,6 +38,7 @@ class GroupMember:
     """
 
     def __init__(self, process: Process, place: GroupPlace) -> None:
+        self.generation = place.generation
         self._process = process
         self._place = place
         self._busy = asyncio.Lock()
@@ -47,10 +48,6 @@ class GroupMember:
         """Start the process without waiting for it to join."""
         command = (sys.executable, "-m", "paceline.collective.member", json.dumps(asdict(place)))
         return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), place)
-
-    @property
-    def generation(self) -> int:
-        return self._place.generation
 
     async def listening(self) -> int:
         """Return the port of the store; only for rank 0."""
@@ -84,12 +81,12 @@ class GroupMember:
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._process.stdin is None or self._process.stdin.is_closing():
-            raise PeerLost("the group has ended; another is made")
+            raise PeerLost("the group has ended; a new one is being made")
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _hear(self, event: str, seconds: float) -> dict[str, Any]:
         if self._process.stdout is None:
-            raise PeerLost("the group has ended; another is made")
+            raise PeerLost("the group has ended; a new one is being made")
         try:
             async with asyncio.timeout(seconds):
                 line = await self._process.stdout.readline()

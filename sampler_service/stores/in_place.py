@@ -13,7 +13,7 @@ from paceline import errors
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weight_sharing.update_lock import WriteRequest
+from paceline.weight_sharing import WriteRequest
 from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.engine.protocol import Adapter, LoadTimes, WritableEngine

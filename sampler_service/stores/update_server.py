@@ -10,7 +10,7 @@ import msgspec
 
 from paceline import errors
 from paceline.log import get_logger
-from paceline.weight_sharing.update_lock import SOCKET, WriteTurn, decode_request
+from paceline.weight_sharing import SOCKET, WriteTurn, decode_request
 from sampler_service.stores.in_place import InPlaceSlot
 
 _WRITE_SECONDS = 60.0

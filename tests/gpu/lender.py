@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from paceline.weight_sharing.export import BaseManifest, SharedTensor, claim
+from paceline.weight_sharing import BaseManifest, SharedTensor, claim
 from sampler_service.engine.vllm.worker.cuda_sharing import share_cuda
 
 

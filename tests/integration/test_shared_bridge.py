@@ -15,7 +15,7 @@ from support.stacks.cluster import Cluster, wait_for
 from paceline import AdamParams, Datum, SamplingParams
 from paceline.errors import BaseMismatch
 from paceline.types import LoraConfig
-from paceline.weight_sharing.export import read_base
+from paceline.weight_sharing import read_base
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline import AdamParams, Datum, SamplingParams, errors
 from paceline.layout import Volume
-from paceline.weight_sharing.export import read_base
-from paceline.weight_sharing.update_lock import WriteRequest, write_turn
+from paceline.weight_sharing import WriteRequest, read_base, write_turn
 
 pytestmark = pytest.mark.services
 

@@ -24,7 +24,7 @@ from paceline.errors import EngineUnavailable, InvalidArgument
 from paceline.log import get_logger
 from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types.training import Array
-from paceline.weight_sharing.export import clear
+from paceline.weight_sharing import clear
 from sampler_service.engine.adapter_files import LinearShapes, check_adapter, read_adapter
 from sampler_service.engine.base_model import linear_shapes_of, stored_dtype
 from sampler_service.engine.coalescer import Coalescer, Crowd

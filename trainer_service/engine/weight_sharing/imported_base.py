@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.errors import BaseMismatch, BaseUnavailable
-from paceline.weight_sharing.export import BaseManifest, CudaStorage, SharedStorage, SharedTensor, read_base
+from paceline.weight_sharing import BaseManifest, CudaStorage, SharedStorage, SharedTensor, read_base
 from trainer_service.engine.options import EngineOptions
 
 

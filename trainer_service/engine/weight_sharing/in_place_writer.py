@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import BaseMismatch, PacelineError
-from paceline.weight_sharing.export import read_base
-from paceline.weight_sharing.update_lock import WriteRequest, write_turn
+from paceline.weight_sharing import WriteRequest, read_base, write_turn
 from trainer_service.engine.protocol import PublishedAs
 from trainer_service.engine.weight_sharing.imported_base import open_tensors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.weight_sharing.export import CudaStorage, SharedStorage
+from paceline.weight_sharing import CudaStorage, SharedStorage
 
 
 def share_cuda(tensor: Tensor) -> SharedStorage:

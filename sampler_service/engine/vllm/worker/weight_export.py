@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from paceline.layout import MODEL_FILE
-from paceline.weight_sharing.export import SEGMENT, BaseManifest, SharedStorage, SharedTensor, claim
+from paceline.weight_sharing import SEGMENT, BaseManifest, SharedStorage, SharedTensor, claim
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.vllm.worker.cuda_sharing import share_cuda
 

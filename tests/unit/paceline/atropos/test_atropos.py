@@ -14,7 +14,7 @@ import pytest
 from paceline.atropos.api import AtroposApi
 from paceline.atropos.groups import logprob_metrics, make_batch, micro_batches, temperature_of
 from paceline.atropos.options import add_arguments, layer_indices, read_options
-from paceline.atropos.progress import Progress, PulledBatch
+from paceline.atropos.trainer import Progress, PulledBatch
 
 
 def group(scores=(1.0, 0.0), **more):

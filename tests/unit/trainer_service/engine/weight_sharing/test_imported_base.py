@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import BaseMismatch, BaseUnavailable
 from paceline.types import ForwardBackwardSpec, FullParameters, LoraConfig
-from paceline.weight_sharing.export import (
+from paceline.weight_sharing import (
     SEGMENT,
     BaseManifest,
     SharedStorage,
@@ -210,9 +210,7 @@ def test_another_user_s_directory_is_neither_used_nor_trusted(lent, tmp_path, mo
 
 
 def test_a_killed_owner_gives_its_directory_back(tmp_path):
-    program = (
-        f"from paceline.weight_sharing.export import *; claim(Path({str(tmp_path)!r})); print(1, flush=True); input()"
-    )
+    program = f"from paceline.weight_sharing import *; claim(Path({str(tmp_path)!r})); print(1, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout.read(1)
         with pytest.raises(BlockingIOError):

@@ -1,28 +1,37 @@
-"""Location and ownership of the base weights that a sampler lends to a trainer on the same machine (bridge `shared`).
+"""The base weights that a sampler lends to a trainer on the same machine (bridge `shared`).
 
-The directory holds `manifest.json`, which lists every tensor; on CPUs `weights-<generation>`, the memory segment with
-their data; and `owner`, which the process that holds the weights keeps locked while it lives. Nothing here imports
-torch.
+Their directory holds `manifest.json`, which lists every tensor; on CPUs `weights-<generation>`, the memory segment with
+their data; `owner`, which the process that holds the weights keeps locked while it lives; and `writes`, a Unix
+socket, the lock with which the trainer writes the weights. Nothing here imports torch.
+
+Each message on the socket is one line of JSON: the writer announces what it is about to write; the sampler answers when
+it may start; the writer reports that it is done; the sampler answers when the version is active. If the writer dies,
+the socket closes, and the sampler detects partly written weights.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import msgspec
 
-from paceline.errors import BaseMismatch, BaseUnavailable
+from paceline.errors import CATALOG, BaseMismatch, BaseUnavailable, Internal
 from paceline.layout import write_file
 
-MANIFEST, OWNER, SEGMENT = "manifest.json", "owner", "weights-"
+MANIFEST, OWNER, SEGMENT, SOCKET = "manifest.json", "owner", "weights-", "writes"
 
 _CLAIM_SECONDS = 2.0
 """How long a claim waits for the lock, which a check of whether the owner is alive holds for an instant."""
+_TURN_SECONDS = 60.0
+"""How long a writer waits for the lock: the first write waits until requests to the base model have finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +99,12 @@ def read_base(directory: Path) -> BaseManifest:
     """Return the manifest of weights whose owner is alive. Raises BaseUnavailable, BaseMismatch."""
     try:
         if not _is_own(directory):
-            raise BaseMismatch(f"{directory} belongs to another user; run trainer and sampler as one.")
+            raise BaseMismatch(f"{directory} belongs to another user; run trainer and sampler as the same user.")
         manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=BaseManifest)
     except FileNotFoundError as error:
         raise _unavailable(directory) from error
     except msgspec.MsgspecError as error:
-        raise BaseMismatch(f"{directory / MANIFEST} is no manifest of base weights: {error}.") from error
+        raise BaseMismatch(f"{directory / MANIFEST} is not a manifest of base weights: {error}.") from error
     if not _is_claimed(directory):
         raise _unavailable(directory)
     return manifest
@@ -153,5 +162,70 @@ def _is_claimed(directory: Path) -> bool:
 
 def _unavailable(directory: Path) -> BaseUnavailable:
     return BaseUnavailable(
-        f"no sampler lends its base weights in {directory}; start one whose bridge is shared and whose base_dir is this"
+        f"no sampler lends its base weights in {directory}; start one with bridge=shared and this base_dir"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """The writer's announcement of a write."""
+
+    generation: str
+    """Generation of the weights to write."""
+    run_id: str
+    version: int
+    tenant: str
+    """Owner of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteTurn:
+    """The sampler's answer."""
+
+    refusal: str = ""
+    """Reason of the error; empty if the write is accepted."""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """The writer's report that all weights were written."""
+
+    done: bool = True
+
+
+@contextmanager
+def write_turn(directory: Path, request: WriteRequest) -> Iterator[None]:
+    """Hold the lock while the block writes the weights; afterwards the version is active.
+
+    Raises BaseUnavailable if the sampler is not running or ends meanwhile, and the error with which it refuses.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.settimeout(_TURN_SECONDS)
+            link.connect(str(directory / SOCKET))
+            with cast("BinaryIO", link.makefile("rwb")) as lines:
+                _say(lines, request)
+                yield
+                _say(lines, WriteDone())
+    except OSError as error:
+        raise BaseUnavailable(f"the sampler that lends its weights in {directory} does not answer: {error}.") from error
+
+
+def decode_request(line: bytes) -> WriteRequest:
+    """Decode a writer's first line. Raises BaseMismatch."""
+    try:
+        return msgspec.json.decode(line, type=WriteRequest)
+    except msgspec.MsgspecError as error:
+        raise BaseMismatch(f"a writer of base weights sent {line[:100]!r}: {error}.") from error
+
+
+def _say(lines: BinaryIO, message: WriteRequest | WriteDone) -> None:
+    lines.write(msgspec.json.encode(message) + b"\n")
+    lines.flush()
+    answer = lines.readline()
+    if not answer:
+        raise ConnectionError("it closed the connection")
+    turn = msgspec.json.decode(answer, type=WriteTurn)
+    if turn.refusal:
+        raise CATALOG.get(turn.refusal, Internal)(turn.message)

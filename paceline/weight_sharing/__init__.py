@@ -1,1 +1,0 @@
-"""One copy of a base model, shared by trainer and sampler on one machine (bridge `shared`)."""
