@@ -43,7 +43,7 @@ def base_weights_sha256(model: str) -> str:
     directory = _directory(model)
     files = [] if directory is None else weights_files(directory)
     if not files:
-        _log.warning("base weights have no identity: there are no safetensors files", model=model)
+        _log.warning("base weights have no identity, because there are no safetensors files", model=model)
         return ""
     lines = sorted(line for file in files for line in _digests(file))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -56,7 +56,7 @@ def check_same_base(ours: str, theirs: str, what: str) -> None:
     """
     if ours and theirs and ours != theirs:
         raise errors.BaseMismatch(
-            f"{what} base weights {theirs}, and these are {ours}; use the model that it was made on",
+            f"{what} base weights {theirs}, but these are {ours}; use the model that it was made on",
             metadata={"theirs": theirs, "ours": ours},
         )
 
@@ -93,7 +93,7 @@ def _digests(file: Path) -> Sequence[str]:
             cache.parent.mkdir(parents=True, exist_ok=True)
             layout.write_file(cache, json.dumps(kept).encode())
         except (OSError, errors.DiskFull) as error:
-            _log.warning("the hash of base weights is not kept; it is computed at each start", error=str(error))
+            _log.warning("the hash of base weights cannot be cached; it is computed at each start", error=str(error))
     return known[key]
 
 

@@ -30,7 +30,7 @@ def read_chat_body(content: bytes) -> dict[str, Any]:
         raise errors.InvalidArgument(f"is nested deeper than {_MAX_DEPTH}", field="body")
     body = read_object(content)
     if b"\\ud" in content.lower() and not _is_text(body):
-        raise errors.UnreadableMessage("the body holds text that is no Unicode: half of a surrogate pair")
+        raise errors.UnreadableMessage("the body holds text that is not valid Unicode: half of a surrogate pair")
     return body
 
 
@@ -45,7 +45,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         parts = content if isinstance(content, list) else []
         for part in parts:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise errors.Unsupported("takes text alone", field=f"messages[{index}].content")
+                raise errors.Unsupported("accepts only text", field=f"messages[{index}].content")
     return messages
 
 

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     up.add_argument("--model", required=True, help="base model: a local directory or a Hugging Face id")
-    up.add_argument("--model-name", default="", help="name for clients; empty: the last part of --model")
+    up.add_argument("--model-name", default="", help="name that clients use; empty: the last part of --model")
     up.add_argument("--state", default=".paceline", help="directory of checkpoints, logs and the API key")
     up.add_argument("--address", default="127.0.0.1:50050", help="address of the gateway")
     up.add_argument("--engine", choices=("vllm", "hf"), default="vllm", help="engine of the sampler")
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--bridge",
         choices=("stream", "volume", "collective", "restart", "shared"),
         default="stream",
-        help="how versions reach the sampler",
+        help="how versions are sent to the sampler",
     )
     up.add_argument(
         "--dtype",
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     up.add_argument("--max-lora-rank", type=int, default=32, help="largest rank of an adapter")
     up.add_argument("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
-    up.add_argument("--until-eof", action="store_true", help="end when standard input does, too")
+    up.add_argument("--until-eof", action="store_true", help="also end when standard input ends")
     atropos = commands.add_parser(
         "atropos",
         help="train from an Atropos API server",

@@ -26,11 +26,11 @@ def main() -> None:
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     if not current_platform.is_cpu():
-        raise SystemExit(f"vLLM's CPU build is needed, and what is installed serves {current_platform.device_type}")
+        raise SystemExit(f"vLLM's CPU build is required, but the installed build is for {current_platform.device_type}")
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "rms_norm"):  # noqa: SLF001
-        raise SystemExit(f"vLLM's kernels do not load on this processor beside torch {torch.__version__}; see above")
-    print(f"torch {torch.__version__} and vLLM's CPU build import")
+        raise SystemExit(f"vLLM's kernels do not load on this processor with torch {torch.__version__}; see above")
+    print(f"torch {torch.__version__} and vLLM's CPU build can be imported")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ ADDRESS = "127.0.0.1:50250"
 def main(arguments: list[str]) -> int:
     """Run the demo; return the exit status of the loop."""
     console, start = Console(), perf_counter()
-    with console.status("making the embedded model (once)") as status:
+    with console.status("creating the embedded model (once)") as status:
         model = make_model(default_directory())
         options = UpOptions(str(model), state=str(STATE), address=ADDRESS, max_lora_rank=16)
         try:

@@ -1,4 +1,4 @@
-"""Make the missing secrets of a deployment in `deploy/secrets`; existing ones stay unchanged.
+"""Create the missing secrets of a deployment in `deploy/secrets`; existing ones stay unchanged.
 
     python scripts/make_secrets.py [DIRECTORY]
 
@@ -51,4 +51,4 @@ def _share(path: Path) -> Path:
 
 if __name__ == "__main__":
     for path in make_secrets(Path(sys.argv[1]) if len(sys.argv) > 1 else DIRECTORY):
-        print(f"made {path}")
+        print(f"created {path}")

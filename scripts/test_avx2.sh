@@ -14,7 +14,7 @@ for name in "${unit[@]}"; do
     folder=tests/unit/$name
     [ -d "$folder" ] && paths+=("$folder") || paths+=("$(dirname "$folder")/test_$(basename "$folder").py")
 done
-# Tests of several ranks that compare no numbers, and are left out.
+# Tests of several ranks that do not compare numbers, and are left out.
 others="runs_of_several_ranks_wait_on_disk or death_of_any_process or closing_leaves_no_process"
 "$bin/python" -m pytest -m "not gpu and not clients" -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadfile --no-loadscope-reorder \
     -k "not ($others)" tests/integration/test_ranks.py "${paths[@]}"

@@ -114,4 +114,4 @@ def optimizer_name(params: OptimizerParams) -> str:
     for name, kind in OPTIMIZERS.items():
         if type(params) is kind:
             return name
-    raise TypeError(f"{type(params).__name__} are no optimizer's settings")
+    raise TypeError(f"{type(params).__name__} is not a class of optimizer settings")

@@ -52,7 +52,7 @@ def test_an_installation_that_cannot_be_imported_fails_with_the_reason_and_witho
     done = install(venv, python, broken)
     assert done.returncode == 1
     assert f"torch cannot be imported: {REASON}" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"The installation in {venv} is of no use")
+    assert done.stderr.splitlines()[-1].startswith(f"The installation in {venv} does not work")
     assert not (venv / ".installed").exists()
 
     # torch is installed with its dependencies; everything else is a closed set.

@@ -103,6 +103,6 @@ def test_what_is_not_known_is_accepted_and_what_differs_is_named():
     check_same_base("", "b", "it has")
     check_same_base("a", "", "it has")
     check_same_base("a", "a", "it has")
-    with pytest.raises(errors.BaseMismatch, match="it has base weights bb, and these are aa") as failure:
+    with pytest.raises(errors.BaseMismatch, match="it has base weights bb, but these are aa") as failure:
         check_same_base("aa", "bb", "it has")
     assert failure.value.metadata == {"theirs": "bb", "ours": "aa"}
