@@ -27,8 +27,8 @@ from paceline.weights import read_header
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PIECE_BYTES = 1 << 20
-_MOST_THREADS = 16
-_MOST_KEPT = 4096
+_MAX_THREADS = 16
+_MAX_CACHED_FILES = 4096
 """Number of files whose digests the cache holds."""
 
 _log = get_logger(__name__)
@@ -88,7 +88,7 @@ def _digests(file: Path) -> Sequence[str]:
     known = _read_cache(cache)
     if key not in known:
         known = {**_read_cache(cache), key: list(_hash_tensors(file, key))}
-        kept = dict(list(known.items())[-_MOST_KEPT:])
+        kept = dict(list(known.items())[-_MAX_CACHED_FILES:])
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
             layout.write_file(cache, json.dumps(kept).encode())
@@ -115,7 +115,7 @@ def _key(file: Path) -> str:
     return f"{path} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
 
 
-@lru_cache(maxsize=_MOST_KEPT)
+@lru_cache(maxsize=_MAX_CACHED_FILES)
 def _hash_tensors(file: Path, _key: str) -> tuple[str, ...]:
     """Return one line per tensor of a file; computed once per process even if no cache can be written."""
     header = read_header(file)
@@ -126,7 +126,7 @@ def _hash_tensors(file: Path, _key: str) -> tuple[str, ...]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise errors.ChecksumMismatch("is not a safetensors file", field=file.name) from error
     start = 8 + len(header)
-    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS)) as threads:
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as threads:
         digests = threads.map(lambda place: _hash_range(file, start + place[0], start + place[1]), places.values())
         return tuple(
             json.dumps([name, facts["dtype"], facts["shape"], digest]) + "\n"

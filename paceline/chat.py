@@ -29,7 +29,7 @@ def read_chat_body(content: bytes) -> dict[str, Any]:
     if _depth(content) > _MAX_DEPTH:
         raise errors.InvalidArgument(f"is nested deeper than {_MAX_DEPTH}", field="body")
     body = read_object(content)
-    if b"\\ud" in content.lower() and not _is_text(body):
+    if b"\\ud" in content.lower() and not _is_unicode(body):
         raise errors.UnreadableMessage("the body holds text that is not valid Unicode: half of a surrogate pair")
     return body
 
@@ -58,7 +58,7 @@ def check_length(field: str, value: Any, max_context_length: int) -> int:
     return length
 
 
-def _is_text(body: dict[str, Any]) -> bool:
+def _is_unicode(body: dict[str, Any]) -> bool:
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:

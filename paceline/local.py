@@ -38,12 +38,12 @@ class LocalServices:
 
 @contextmanager
 def local_services(
-    options: UpOptions, log: Path, tell: Callable[[str], object] = lambda _: None
+    options: UpOptions, log: Path, on_line: Callable[[str], object] = lambda _: None
 ) -> Iterator[LocalServices]:
     """Run `paceline up` until the block or this process ends; write its output to `log`.
 
-    `tell` is called with each line of output until all services are ready. Raises CannotStart, with the reason, if they
-    do not start.
+    `on_line` is called with each line of output until all services are ready. Raises CannotStart, with the reason, if
+    they do not start.
     """
     key_file = read_or_make_key(Path(options.state).resolve())
     flags = [f"--{field.name.replace('_', '-')}={getattr(options, field.name)}" for field in fields(options)]
@@ -53,7 +53,7 @@ def local_services(
     # In its own session, so that Ctrl-C reaches it only through this process; its stdin closes when this process ends.
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        _wait_until_up(_follow(process, log), tell)
+        _wait_until_up(_follow(process, log), on_line)
         yield LocalServices(options.address, key_file.read_text().strip())
     finally:
         _stop(process)
@@ -76,17 +76,17 @@ def _follow(process: subprocess.Popen[bytes], log: Path) -> SimpleQueue[str | No
     return lines
 
 
-def _wait_until_up(lines: SimpleQueue[str | None], tell: Callable[[str], object]) -> None:
-    deadline, said = monotonic() + _START_SECONDS, ""
-    while not said.startswith(UP):
+def _wait_until_up(lines: SimpleQueue[str | None], on_line: Callable[[str], object]) -> None:
+    deadline, last_line = monotonic() + _START_SECONDS, ""
+    while not last_line.startswith(UP):
         try:
             line = lines.get(timeout=max(0.0, deadline - monotonic()))
         except Empty:
-            raise CannotStart(f"not ready after {_START_SECONDS:.0f} s; the last line was: {said}") from None
+            raise CannotStart(f"not ready after {_START_SECONDS:.0f} s; the last line was: {last_line}") from None
         if line is None:
-            raise CannotStart(said or "`paceline up` ended without any output")
-        said = line
-        tell(said)
+            raise CannotStart(last_line or "`paceline up` ended without any output")
+        last_line = line
+        on_line(last_line)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

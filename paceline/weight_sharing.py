@@ -205,9 +205,9 @@ def write_turn(directory: Path, request: WriteRequest) -> Iterator[None]:
             link.settimeout(_TURN_SECONDS)
             link.connect(str(directory / SOCKET))
             with cast("BinaryIO", link.makefile("rwb")) as lines:
-                _say(lines, request)
+                _exchange(lines, request)
                 yield
-                _say(lines, WriteDone())
+                _exchange(lines, WriteDone())
     except OSError as error:
         raise BaseUnavailable(f"the sampler that lends its weights in {directory} does not answer: {error}.") from error
 
@@ -220,7 +220,7 @@ def decode_request(line: bytes) -> WriteRequest:
         raise BaseMismatch(f"a writer of base weights sent {line[:100]!r}: {error}.") from error
 
 
-def _say(lines: BinaryIO, message: WriteRequest | WriteDone) -> None:
+def _exchange(lines: BinaryIO, message: WriteRequest | WriteDone) -> None:
     lines.write(msgspec.json.encode(message) + b"\n")
     lines.flush()
     answer = lines.readline()

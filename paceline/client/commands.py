@@ -82,6 +82,24 @@ class CommandQueue:
 
         return self.issue(call_name(requests[0]), len(requests), work)
 
+    def put_one(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
+        request: Request,
+        decode: Callable[[Reply], T],
+        *,
+        barrier: bool = False,
+    ) -> PacelineFuture[T]:
+        """Issue a single command, like `put`. `decode` gets its reply; its error is raised."""
+
+        def decode_one(replies: Sequence[Outcome[Reply]]) -> T:
+            (reply,) = replies
+            if isinstance(reply, BaseException):
+                raise reply
+            return decode(reply)
+
+        return self.put(method, [request], decode_one, barrier=barrier)
+
     async def send(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], requests: Sequence[Request], seq_ids: range
     ) -> list[asyncio.Task[Reply]]:
@@ -99,11 +117,3 @@ class CommandQueue:
 async def outcomes(calls: Sequence[asyncio.Task[Reply]]) -> Sequence[Outcome[Reply]]:
     """Wait for calls and return the reply or error of each, in order."""
     return await asyncio.gather(*calls, return_exceptions=True)
-
-
-def only(results: Sequence[Outcome[Reply]]) -> Reply:
-    """Return the reply to a single command, or raise its error."""
-    (result,) = results
-    if isinstance(result, BaseException):
-        raise result
-    return result

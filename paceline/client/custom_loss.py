@@ -54,7 +54,7 @@ def put_custom_loss(
                 logprobs = [output["logprobs"] for output in forward.merge(await outcomes(calls)).loss_fn_outputs]
                 loss, metrics, weights = await worker.run(evaluate, own, logprobs, loss_fn)
             except Exception as error:
-                await _fill(queue, method, forward, seq_ids[count:], error)
+                await _use_up_seq_ids(queue, method, forward, seq_ids[count:], error)
                 raise
             backward = _backward(forward, weights)
             calls = await queue.send(method, backward.requests, seq_ids[count:])
@@ -112,8 +112,10 @@ def _backward(forward: Batch, weights: Sequence[Array]) -> Batch:
     return backward
 
 
-async def _fill(queue: CommandQueue, method: Method, forward: Batch, seq_ids: range, error: Exception) -> None:
-    requests = [_one_position(forward.requests[0]) for _ in seq_ids]
+async def _use_up_seq_ids(
+    queue: CommandQueue, method: Method, forward: Batch, seq_ids: range, error: Exception
+) -> None:
+    requests = [_first_position(forward.requests[0]) for _ in seq_ids]
     for outcome in await outcomes(await queue.send(method, requests, seq_ids)):
         if isinstance(outcome, errors.Unavailable):
             error.add_note(
@@ -121,7 +123,7 @@ async def _fill(queue: CommandQueue, method: Method, forward: Batch, seq_ids: ra
             )
 
 
-def _one_position(request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardRequest:
+def _first_position(request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardRequest:
     filler = pb.ForwardBackwardRequest(run_id=request.run_id, loss_fn=request.loss_fn, forward_only=True)
     datum = filler.data.add()
     datum.CopyFrom(request.data[0])

@@ -18,7 +18,7 @@ from paceline.rpc.status import DETAILS_KEY, error_from_rpc
 
 T = TypeVar("T")
 
-_MOST_DOUBLINGS = 30
+_MAX_DOUBLINGS = 30
 _SILENT_SECONDS = 1.0
 """How long retries are not logged: enough to reach a service that has just started."""
 _NOTICE_SECONDS = 5.0
@@ -76,7 +76,7 @@ async def with_retries(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy,
             return answer
         since = since or monotonic()
         waited = monotonic() - since
-        ceiling = policy.first_delay * 2 ** min(failures, _MOST_DOUBLINGS)
+        ceiling = policy.first_delay * 2 ** min(failures, _MAX_DOUBLINGS)
         delay += _random.uniform(0, min(policy.max_delay, ceiling))
         if not is_retryable(error):
             raise error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from paceline import codec, errors
 from paceline.client.batching import make_batch, sendable
-from paceline.client.commands import CommandQueue, only
+from paceline.client.commands import CommandQueue
 from paceline.client.futures import PacelineFuture, awaitable
 from paceline.client.results import PublishResult, publish_result_from_proto
 from paceline.client.sampling_client import SamplingClient
@@ -133,9 +133,7 @@ class TrainingClient(Connected):
         with sendable("params"):
             request = codec.optimizer_to_proto(params or AdamParams())
         request.run_id = self.run_id
-        return self._queue.put(
-            self.transport.trainer.OptimStep, [request], lambda replies: _optim_step_from_proto(only(replies))
-        )
+        return self._queue.put_one(self.transport.trainer.OptimStep, request, _optim_step_from_proto)
 
     optim_step_async = awaitable(optim_step)
 
@@ -200,9 +198,7 @@ class TrainingClient(Connected):
                 wait_for=_ACK_POLICIES[wait_for],
                 ack_timeout_ms=max(1, round(ack_timeout * 1e3)),
             )
-        return self._queue.put(
-            self.transport.trainer.PublishWeights, [request], lambda replies: publish_result_from_proto(only(replies))
-        )
+        return self._queue.put_one(self.transport.trainer.PublishWeights, request, publish_result_from_proto)
 
     publish_weights_async = awaitable(publish_weights)
 
@@ -248,18 +244,16 @@ class TrainingClient(Connected):
                 ttl_seconds=ttl_seconds,
                 overwrite=overwrite,
             )
-        return self._queue.put(
-            self.transport.trainer.SaveCheckpoint,
-            [request],
-            lambda replies: codec.checkpoint_from_proto(only(replies).checkpoint),
+        return self._queue.put_one(
+            self.transport.trainer.SaveCheckpoint, request, lambda reply: codec.checkpoint_from_proto(reply.checkpoint)
         )
 
     def _load(self, path: str, *, with_optimizer: bool) -> PacelineFuture[Run]:
         request = pb.LoadCheckpointRequest(run_id=self.run_id, path=path, with_optimizer=with_optimizer)
-        return self._queue.put(
+        return self._queue.put_one(
             self.transport.trainer.LoadCheckpoint,
-            [request],
-            lambda replies: codec.run_from_proto(only(replies).run),
+            request,
+            lambda reply: codec.run_from_proto(reply.run),
             barrier=True,
         )
 

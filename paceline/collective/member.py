@@ -28,7 +28,7 @@ from paceline.collective.process import GroupPlace
 CHUNK_BYTES = 16 << 20
 """Bytes in one broadcast."""
 
-_MEETING = timedelta(seconds=120)
+_JOIN_TIMEOUT = timedelta(seconds=120)
 _SIOCGIFADDR = 0x8915
 
 
@@ -61,14 +61,14 @@ def main() -> None:
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
     try:
         _join(place, events)
-        _tell(events, event="joined")
+        _emit(events, event="joined")
         while True:
             job = jobs.get()
             _transfer(place, job["path"], job["size"])
-            _tell(events, event="done")
+            _emit(events, event="done")
     except Exception as error:
         missing = error.ranks if isinstance(error, MissingRanksError) else ()
-        _tell(events, event="failed", error=f"{type(error).__name__}: {error}", missing=list(missing))
+        _emit(events, event="failed", error=f"{type(error).__name__}: {error}", missing=list(missing))
         os._exit(1)  # does not wait for collectives that will never complete
 
 
@@ -85,7 +85,7 @@ def _reserve_stdout() -> TextIO:
     return events
 
 
-def _tell(events: TextIO, **message: Any) -> None:
+def _emit(events: TextIO, **message: Any) -> None:
     events.write(json.dumps(message) + "\n")
     events.flush()
 
@@ -93,19 +93,19 @@ def _tell(events: TextIO, **message: Any) -> None:
 def _join(place: GroupPlace, events: TextIO) -> None:
     host, _, port = place.address.rpartition(":")
     own = _own_address(host)
-    store = _listen(host, int(port)) if place.rank == 0 else TCPStore(host, int(port), timeout=_MEETING)
+    store = _listen(host, int(port)) if place.rank == 0 else TCPStore(host, int(port), timeout=_JOIN_TIMEOUT)
     if place.rank == 0:
-        _tell(events, event="listening", port=store.port)
+        _emit(events, event="listening", port=store.port)
     gpu = _select_gpu() if place.backend == "nccl" else None
     uuid = "" if gpu is None else str(torch.cuda.get_device_properties(gpu).uuid)
     meet(PrefixStore(str(place.generation), store), place, uuid)
-    meeting = PrefixStore(f"{place.generation}/met", store)
+    group_store = PrefixStore(f"{place.generation}/met", store)
     if interface := _interface(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     seconds = timedelta(seconds=place.seconds)
     dist.init_process_group(
-        place.backend, store=meeting, rank=place.rank, world_size=place.size, timeout=seconds, device_id=gpu
+        place.backend, store=group_store, rank=place.rank, world_size=place.size, timeout=seconds, device_id=gpu
     )
 
 
@@ -114,7 +114,7 @@ def _listen(host: str, port: int) -> TCPStore:
     listener = socket.create_server((host, port))
     bound = listener.getsockname()[1]
     return TCPStore(
-        host, bound, is_master=True, timeout=_MEETING, wait_for_workers=False, master_listen_fd=listener.detach()
+        host, bound, is_master=True, timeout=_JOIN_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
@@ -126,11 +126,11 @@ def meet(store: Store, place: GroupPlace, gpu: str) -> None:
     store.set(str(place.rank), gpu or f"rank {place.rank}")
     ranks = range(place.size)
     try:
-        store.wait([str(rank) for rank in ranks], _MEETING)
+        store.wait([str(rank) for rank in ranks], _JOIN_TIMEOUT)
     except dist.DistStoreError as error:
         raise MissingRanksError([rank for rank in ranks if not store.check([str(rank)])]) from error
     if place.rank:
-        store.wait(["go"], _MEETING)
+        store.wait(["go"], _JOIN_TIMEOUT)
         return
     places = [store.get(str(rank)) for rank in ranks]
     if shared := [rank for rank in ranks if places[rank] in places[:rank]]:

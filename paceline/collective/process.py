@@ -52,19 +52,19 @@ class GroupMember:
     async def listening(self) -> int:
         """Return the port of the store; only for rank 0."""
         async with self._busy:
-            return int((await self._hear("listening", _START_SECONDS))["port"])
+            return int((await self._receive("listening", _START_SECONDS))["port"])
 
     async def join(self) -> None:
         """Wait until all members have joined. `metadata["missing"]` of rank 0's PeerLost lists the missing ranks."""
         async with self._busy:
-            await self._hear("joined", 2 * _START_SECONDS)
+            await self._receive("joined", 2 * _START_SECONDS)
 
     async def transfer(self, path: Path | None, size: int) -> None:
         """Send the file `path` of `size` bytes as rank 0; other ranks write it to the new file `path`, if any."""
         async with self._busy:
             try:
-                self._say({"path": None if path is None else str(path), "size": size})
-                await self._hear("done", self._place.seconds)
+                self._send({"path": None if path is None else str(path), "size": size})
+                await self._receive("done", self._place.seconds)
             except BaseException:
                 # After any failure, the members may no longer be at the same transfer.
                 self._kill()
@@ -79,12 +79,12 @@ class GroupMember:
         """Kill the process and close its pipes: their other ends may be open in a fork of this process."""
         self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 - asyncio has no public way
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self._process.stdin is None or self._process.stdin.is_closing():
             raise PeerLost("the group has ended; a new one is being made")
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
-    async def _hear(self, event: str, seconds: float) -> dict[str, Any]:
+    async def _receive(self, event: str, seconds: float) -> dict[str, Any]:
         if self._process.stdout is None:
             raise PeerLost("the group has ended; a new one is being made")
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.machine import visible_gpus
 from paceline.up.checks import check_model, check_ports, read_settings
-from paceline.up.plan import Plan, UpOptions, held_state, http_address, make_plans, read_or_make_key
+from paceline.up.plan import Plan, UpOptions, held_state, make_plans, read_or_make_key
 from paceline.up.supervisor import Supervisor
 
 UP = "Paceline is up"
@@ -32,7 +32,7 @@ def up(options: UpOptions, *, until_eof: bool = False) -> None:
 def _run(options: UpOptions, state: Path, plans: Sequence[Plan], *, until_eof: bool) -> None:
     key_file = read_or_make_key(state)
     check_ports(read_settings(plans, os.environ))
-    _say(_shares(plans, os.environ))
+    _say(_describe_shares(plans, os.environ))
     _say(f"their logs are in {state / 'logs'}")
 
     def announce() -> None:
@@ -40,13 +40,14 @@ def _run(options: UpOptions, state: Path, plans: Sequence[Plan], *, until_eof: b
         _say(f"  export PACELINE_ADDRESS={options.address}")
         _say(f"  export PACELINE_API_KEY=$(cat {key_file})")
         _say("or, for clients of Tinker's API:")
-        _say(f"  export TINKER_BASE_URL=http://{http_address(options)} TINKER_API_KEY=tml-$(cat {key_file})")
+        http = plans[-1].environment["PACELINE_GATEWAY_HTTP_LISTEN"]
+        _say(f"  export TINKER_BASE_URL=http://{http} TINKER_API_KEY=tml-$(cat {key_file})")
 
     supervisor = Supervisor(plans, state / "logs", _say, announce)
     asyncio.run(supervisor.run(until_eof=until_eof))
 
 
-def _shares(plans: Sequence[Plan], environment: Mapping[str, str]) -> str:
+def _describe_shares(plans: Sequence[Plan], environment: Mapping[str, str]) -> str:
     """Describe each service's share of the machine, and idle GPUs."""
     has = ", ".join(f"{plan.name}: {plan.share}" for plan in plans if plan.share)
     used = {gpu for plan in plans for gpu in plan.environment.get("CUDA_VISIBLE_DEVICES", "").split(",")}

@@ -93,13 +93,13 @@ def _check_weights(model: str, path: Path) -> None:
     for file in files:
         if not file.is_file():
             raise CannotStart(f"--model {model}: {file.resolve()} is missing, which the index of its weights names")
-        if not _is_whole(file):
+        if not _is_complete(file):
             raise CannotStart(
                 f"--model {model}: {file.resolve()} is not a whole safetensors file; download or copy it again"
             )
 
 
-def _is_whole(file: Path) -> bool:
+def _is_complete(file: Path) -> bool:
     """Return whether a safetensors file has a header and all the bytes that the header declares."""
     try:
         header = read_header(file)

@@ -211,11 +211,6 @@ def _addresses(address: str) -> Mapping[str, Mapping[str, str]]:
     }
 
 
-def http_address(options: UpOptions) -> str:
-    """Return the address of the HTTP APIs."""
-    return _addresses(options.address)["listen"]["http"]
-
-
 def _dtype(asked: str, gpus: Sequence[str]) -> str:
     """Return the dtype of both services: with different dtypes, log-probabilities differ by 4e-2."""
     if asked != "auto":

@@ -20,7 +20,7 @@ from typing import Any
 from paceline.rpc.health import wait_until_serving
 from paceline.up.plan import CannotStart, Plan, without_settings
 
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 """Consecutive deaths after which a service is given up."""
 _STEADY_SECONDS = 10.0
 """How long a service must have been ready for its next death to count as the first."""
@@ -63,7 +63,7 @@ class Supervisor:
         """Services that have not been ready yet."""
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._failure = ""
-        self._most_failures_first = _MOST_FAILURES
+        self._max_failures_first = _MAX_FAILURES
         """Consecutive deaths after which a service is given up, until all services have been ready."""
 
     async def run(self, *, until_eof: bool = False) -> None:
@@ -72,7 +72,7 @@ class Supervisor:
         With `until_eof`, the end of standard input also stops them. This is for callers that are programs: a service
         that ends before all have been ready is given up immediately, so that the caller is notified.
         """
-        self._most_failures_first = 1 if until_eof else _MOST_FAILURES
+        self._max_failures_first = 1 if until_eof else _MAX_FAILURES
         self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         adopt_orphans()
         loop = asyncio.get_running_loop()
@@ -117,7 +117,7 @@ class Supervisor:
                 return
             failures = 1 if ready_seconds >= _STEADY_SECONDS else failures + 1
             reason = f"{reason_of(service.status, log, service.log_start)} (log: {log})"
-            if failures >= (self._most_failures_first if self._not_ready else _MOST_FAILURES):
+            if failures >= (self._max_failures_first if self._not_ready else _MAX_FAILURES):
                 often = f"ended {failures} times in a row" if failures > 1 else "could not be started"
                 self._failure = f"the {plan.name} {often}: {reason}"
                 self._stopping.set()
