@@ -97,7 +97,7 @@ class Datum(ComparedByValue):
         misspelt loss input, InvalidArgument for `weight` together with other values.
         """
         if per_token and weight is not None:
-            raise InvalidArgument("is for a datum of cross_entropy alone; give weights=", field="weight")
+            raise InvalidArgument("is only for a datum of cross_entropy; give weights= instead", field="weight")
         first = as_tokens(prompt, np.dtype(np.int32), "prompt").astype(np.int32)
         second = as_tokens(completion, np.dtype(np.int32), "completion").astype(np.int32)
         if not first.size:
@@ -329,7 +329,7 @@ def _check_integers(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> No
     if not (np.isfinite(array).all() and (array == np.trunc(array)).all()):
         raise InvalidDtype(f"holds fractions, {_describe(array)}; give integers", field=field)
     if array.min() < limits.min or array.max() > limits.max:
-        raise OutOfRange(f"holds {array.max()} or lower than {limits.min}; {dtype.name} does not", field=field)
+        raise OutOfRange(f"holds a number outside {limits.min} to {limits.max}, the range of {dtype.name}", field=field)
 
 
 def _describe(array: NDArray[Any]) -> str:

@@ -92,10 +92,10 @@ def _check_weights(model: str, path: Path) -> None:
         raise CannotStart(f"--model {model}: {path.resolve()} has no *.safetensors files, from which weights are read")
     for file in files:
         if not file.is_file():
-            raise CannotStart(f"--model {model}: {file.resolve()} is missing, which the index of its weights names")
+            raise CannotStart(f"--model {model}: {file.resolve()} is missing, but the index of its weights names it")
         if not _is_complete(file):
             raise CannotStart(
-                f"--model {model}: {file.resolve()} is not a whole safetensors file; download or copy it again"
+                f"--model {model}: {file.resolve()} is not a complete safetensors file; download or copy it again"
             )
 
 

@@ -112,7 +112,7 @@ class Supervisor:
             service = self._running[plan.name] = _Service.start(plan, log)
             ready_seconds = await self._watch(service)
             if not await end_orphans(self._pids, _KILL_SECONDS):
-                self._say(f"processes that the {plan.name} started do not end")
+                self._say(f"some processes that the {plan.name} started could not be killed")
             if self._stopping.is_set():
                 return
             failures = 1 if ready_seconds >= _STEADY_SECONDS else failures + 1

@@ -27,7 +27,6 @@ from paceline.up.plan import (
     share_cores,
     share_gpus,
 )
-from paceline.up.supervisor import reason_of
 
 
 def make_model_files(directory):
@@ -177,7 +176,7 @@ def test_fewer_gpus_than_are_asked_for_are_refused():
 def test_gpus_that_nobody_has_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.up.plan.visible_gpus", lambda _: ("0", "1", "2", "3"))
     monkeypatch.setattr(module, "visible_gpus", lambda _: ("0", "1", "2", "3"))
-    said = module._shares(make_plans(UpOptions("tiny"), tmp_path, {}), {})
+    said = module._describe_shares(make_plans(UpOptions("tiny"), tmp_path, {}), {})
     assert said.startswith("starting trainer: GPU 0, sampler: GPU 1; idle: GPU 2, 3 (PACELINE_TRAINER_RANKS")
 
 
@@ -188,42 +187,6 @@ def test_cores_are_shared_out_without_overlap(cores, expected):
     shares = share_cores(cores)
     assert tuple(share.cores for share in shares) == expected
     assert [share.environment["OMP_NUM_THREADS"] for share in shares] == [str(len(cores)) for cores in expected]
-
-
-TRACEBACK = """12:00:00 [info     ] starting
-(EngineCore pid=12) ERROR 11-22 12:00:01 [core.py:842] Traceback (most recent call last):
-(EngineCore pid=12) ERROR 11-22 12:00:01 [core.py:842]   File "core.py", line 1, in run
-(EngineCore pid=12) ERROR 11-22 12:00:01 [core.py:842] ValueError: To serve at least one request, more is needed
-Traceback (most recent call last):
-  File "service.py", line 1, in start
-RuntimeError: Engine core initialization failed. See root cause above.
-/usr/lib/resource_tracker.py:254: UserWarning: There appear to be 1 leaked objects
-  warnings.warn('There appear to be leaked objects')
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (TRACEBACK, "ValueError: To serve at least one request, more is needed"),
-        ("unknown variable PACELINE_X\n", "unknown variable PACELINE_X"),
-        ("\x1b[31mlistening\x1b[0m\nlib.py:3: UserWarning: old\n  warn()\n", "listening"),
-        (
-            "lib.ValidationError: 1 error for C\n  Value error, 9 is odd\n    See\n",
-            "lib.ValidationError: 1 error for C: Value error, 9 is odd",
-        ),
-        ("", "it wrote no output"),
-    ],
-)
-def test_the_reason_is_the_first_error_or_the_last_word(tmp_path, text, reason):
-    log = tmp_path / "log"
-    log.write_text("ValueError: of the time before\n" + text)
-    assert reason_of(1, log, len("ValueError: of the time before\n")) == reason
-
-
-def test_the_reason_of_a_kill_is_the_signal(tmp_path):
-    assert reason_of(-9, tmp_path / "none", 0).startswith("SIGKILL")
-    assert reason_of(-15, tmp_path / "none", 0) == "SIGTERM"
 
 
 def _without_weights(model):
@@ -252,9 +215,9 @@ def _without_a_tokenizer(model):
     ("damage", "told"),
     [
         (_without_weights, r"model has no \*\.safetensors"),
-        (_truncated, r"model/model\.safetensors is not a whole safetensors file; download or copy it again"),
-        (_not_safetensors, r"model/model\.safetensors is not a whole safetensors file"),
-        (_without_a_shard, r"model/model-2\.safetensors is missing, which the index of its weights names"),
+        (_truncated, r"model/model\.safetensors is not a complete safetensors file; download or copy it again"),
+        (_not_safetensors, r"model/model\.safetensors is not a complete safetensors file"),
+        (_without_a_shard, r"model/model-2\.safetensors is missing, but the index of its weights names it"),
         (_without_a_tokenizer, r"model has no tokenizer \(tokenizer\.json or "),
     ],
 )
@@ -290,10 +253,3 @@ def test_a_second_one_on_the_same_state_is_refused_before_it_touches_anything(op
     assert [path.name for path in state.iterdir()] == ["lock"]
     with held_state(state):  # the first process has ended
         pass
-
-
-def test_a_service_that_was_told_to_end_is_not_given_an_old_error_for_a_reason(tmp_path):
-    log = tmp_path / "sampler.log"
-    log.write_text("RuntimeError: of an hour ago\nstopped\n")
-    assert reason_of(0, log, 0) == "it exited without an error, as after SIGTERM"
-    assert reason_of(1, log, 0) == "RuntimeError: of an hour ago"
