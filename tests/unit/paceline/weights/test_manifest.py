@@ -63,7 +63,7 @@ def test_what_is_no_object_of_json_is_refused(text):
 def test_no_manifest_is_made_of_an_adapter_whose_configuration_is_none(tmp_path):
     save_file({"a": np.ones((4, 2), np.float32)}, tmp_path / WEIGHTS_FILE)
     model = ServedModel("tiny", "run-" + "0" * 32, 1)
-    for text, wrong in [(None, "adapter_config: is not there"), (b"{}", "adapter_config.r: is missing")]:
+    for text, wrong in [(None, "adapter_config: does not exist"), (b"{}", "adapter_config.r: is missing")]:
         if text is not None:
             (tmp_path / CONFIG_FILE).write_bytes(text)
         with pytest.raises(InvalidArgument, match=re.escape(wrong)):
