@@ -177,7 +177,7 @@ def test_weights_in_the_host_s_memory_are_refused_for_a_gpu(options):
 
 def test_a_damaged_manifest_is_refused(lent, options, tmp_path):
     (tmp_path / "base" / "manifest.json").write_text("{}")
-    with pytest.raises(BaseMismatch, match="no manifest"):
+    with pytest.raises(BaseMismatch, match="not a manifest"):
         PeftEngine(options)
 
 
