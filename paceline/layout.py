@@ -151,7 +151,7 @@ def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True)
         if replaced is not None:  # only once the rename of its successor is durable
             shutil.rmtree(replaced)
     except OSError as error:
-        raise translate(error) from error
+        raise translate_os_error(error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -202,7 +202,7 @@ def write_file(final: Path, data: bytes) -> None:
         staging.replace(final)
         sync_directory(final.parent)
     except OSError as error:
-        raise translate(error) from error
+        raise translate_os_error(error) from error
     finally:
         staging.unlink(missing_ok=True)
 
@@ -221,7 +221,7 @@ def numbered(folder: Path) -> list[int]:
     return [int(name) for name in names if name.isascii() and name.isdigit()]
 
 
-def set_aside(path: Path) -> Path:
+def quarantine(path: Path) -> Path:
     """Rename a damaged file or directory durably, so that it is not read again; return its new path.
 
     It is kept, because its content may still be of use.
@@ -234,7 +234,7 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def find_set_aside(folder: Path) -> list[str]:
+def find_quarantined(folder: Path) -> list[str]:
     """Return the paths, relative to a run's folder, of what was set aside in it and in its subfolders.
 
     Checkpoint folders are skipped: checkpoints are never set aside, and users choose their names.
@@ -309,7 +309,7 @@ def _sync_files(directory: Path) -> None:
     sync_directory(directory)
 
 
-def translate(error: OSError) -> Exception:
+def translate_os_error(error: OSError) -> Exception:
     """Return DiskFull for a full volume, quota or file size limit; return any other error unchanged."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return errors.DiskFull("the checkpoint volume is full; delete checkpoints or grow it")

@@ -30,7 +30,7 @@ def compare(agreement: pb.Agreement, ours: Array, theirs: Array) -> None:
     if not len(finite) or len(finite) < len(difference):
         where, remedy = ("sampler", f"{_TRAIN_AGAIN}; {_OTHERS}") if of_run else ("trainer or the sampler", _SAME_MODEL)
         agreement.refusal = (
-            f"{len(difference) - len(finite)} of {len(difference)} log-probabilities are no finite numbers at the "
+            f"{len(difference) - len(finite)} of {len(difference)} log-probabilities are not finite at the "
             f"{where}: {remedy}"
         )
     elif not agreement.mean_difference <= agreement.bound:

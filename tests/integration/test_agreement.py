@@ -115,7 +115,7 @@ async def test_tokens_that_the_sampler_cannot_score_and_answers_that_are_no_numb
     expected = logprobs_of(model)
     expected[3] = np.nan
     agreement = await measured(trainer, probe(expected))
-    assert "1 of 63 log-probabilities are no finite numbers" in agreement.refusal
+    assert "1 of 63 log-probabilities are not finite" in agreement.refusal
     assert agreement.tokens == 62
     assert agreement.max_difference < agreement.bound
 
@@ -249,7 +249,7 @@ def test_numbers_that_are_not_finite_never_agree():
         for run_id in ("", "run"):
             agreement = weights_pb.Agreement(model=model_pb2.ServedModel(run_id=run_id), bound=1e30)
             compare(agreement, np.full(2, ours, np.float32), np.array([theirs, 0], np.float32))
-            assert "are no finite numbers" in agreement.refusal
+            assert "are not finite" in agreement.refusal
     agreement = weights_pb.Agreement(bound=1)
     compare(agreement, np.full(2, -3e38, np.float32), np.full(2, 3e38, np.float32))
     assert agreement.refusal

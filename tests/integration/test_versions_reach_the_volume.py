@@ -94,7 +94,7 @@ def full_disk(monkeypatch, name):
     """Make a function fail as on a full disk."""
 
     def full(*_):
-        raise layout.translate(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        raise layout.translate_os_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     with monkeypatch.context() as patch:
         patch.setattr(name, full)

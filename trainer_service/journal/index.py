@@ -51,7 +51,7 @@ def read_index(directory: Path) -> Index | None:
     try:
         return read_checked(path, Index)
     except DamagedFileError as error:
-        aside = layout.set_aside(path)
+        aside = layout.quarantine(path)
         _log.error("journal's index damaged and set aside", path=str(path), aside=aside.name, error=str(error))
         return None
 

@@ -267,7 +267,7 @@ class RunJournal:
 
     @staticmethod
     def _reason(error: OSError) -> errors.PacelineError:
-        if isinstance(layout.translate(error), errors.DiskFull):
+        if isinstance(layout.translate_os_error(error), errors.DiskFull):
             return _full()
         return errors.Internal(f"the journal cannot be written: {error.strerror}")
 
@@ -292,7 +292,7 @@ class RunJournal:
         segment.unsynced.clear()
 
     def _begin_anew(self) -> str:
-        aside = layout.set_aside(self._directory)
+        aside = layout.quarantine(self._directory)
         self.make(self._directory, max(self._last_written + 1, 2))
         past = read_history(self._directory)
         self._go_on_from(past.end)

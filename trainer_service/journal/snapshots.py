@@ -72,7 +72,7 @@ class SnapshotStore:
             try:
                 return self._read(seq_id, directory)
             except JournalDamagedError as damage:
-                aside = layout.set_aside(directory)
+                aside = layout.quarantine(directory)
                 _log.error(
                     "snapshot damaged and set aside", run=self._directory.name, aside=aside.name, damage=str(damage)
                 )

@@ -225,7 +225,7 @@ class Publisher:
                 if (manifest.model.run_id, manifest.model.version) != (run.run_id, number):
                     raise errors.ChecksumMismatch("the manifest is another version's")
             except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch) as error:
-                aside = layout.set_aside(directory)
+                aside = layout.quarantine(directory)
                 run.damage.append(f"{directory.parent.name}/{aside.name}")
                 _log.error("version damaged and set aside", run=run.run_id, aside=aside.name, error=str(error))
                 continue

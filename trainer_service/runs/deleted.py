@@ -38,7 +38,7 @@ class DeletedRuns:
         try:
             known = self._decode(self._path.read_bytes())
         except (DamagedFileError, msgspec.MsgspecError) as error:
-            aside = layout.set_aside(self._path)
+            aside = layout.quarantine(self._path)
             _log.error("requests of deleted runs damaged and set aside", aside=aside.name, error=str(error))
             return
         self._requests.update({(request.tenant, request.request_id): request.digest for request in known})

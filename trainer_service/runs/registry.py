@@ -108,7 +108,7 @@ class RunRegistry:
             layout.sweep(part)
         sequencer = self._storage.open(run_id, facts["tenant"], past)
         record = RunRecord.from_facts(facts, sequencer, self._storage.snapshots(run_id))
-        record.damage = layout.find_set_aside(folder)
+        record.damage = layout.find_quarantined(folder)
         if past.has_state:
             record.apply(past.facts or Facts())
         else:

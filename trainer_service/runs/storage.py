@@ -155,7 +155,7 @@ class RunStorage:
             _log.error("run's state lost: its journal cannot be replayed", run=run_id, damage=str(damage))
             base = max(last_seq_id, self._highest_accepted(run_id)) + 1
             if (folder / _JOURNAL).exists():
-                layout.set_aside(folder / _JOURNAL)
+                layout.quarantine(folder / _JOURNAL)
             # A base of 1 would mean that the run's state can be rebuilt from the journal.
             RunJournal.make(folder / _JOURNAL, base=max(base, 2))
             return self.read(run_id)

@@ -38,7 +38,7 @@ def is_current(root: Path) -> bool:
     try:
         return path.exists() and read_checked(path, _Volume) is not None
     except DamagedFileError as error:
-        _log.error("the volume's file is damaged and set aside", aside=layout.set_aside(path).name, error=str(error))
+        _log.error("the volume's file is damaged and set aside", aside=layout.quarantine(path).name, error=str(error))
         return False
 
 

@@ -48,7 +48,7 @@ def read_run_file(folder: Path) -> dict[str, Any]:
             damaged.append(path)
             continue
         for other in damaged:
-            layout.set_aside(other)
+            layout.quarantine(other)
         if path.name != RUN_FILE:
             _write_again(folder, facts)
         return facts

@@ -104,7 +104,7 @@ class AsyncSave:
             for name, text in self._texts.items():
                 (directory / name).write_bytes(text if isinstance(text, bytes) else _json(text))
         except OSError as error:
-            raise layout.translate(error) from error
+            raise layout.translate_os_error(error) from error
         finally:
             self._end(directory)
 

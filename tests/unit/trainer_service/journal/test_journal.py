@@ -401,7 +401,7 @@ async def test_a_snapshot_comes_back_whole_or_not_at_all(tmp_path):
     assert (snapshot.seq_id, snapshot.facts, snapshot.answers) == (5, Facts(step=5), answers)
     (snapshot.directory / "weights").write_bytes(b"v" * 100)
     assert store.newest().seq_id == 3
-    assert layout.find_set_aside(tmp_path) == ["snapshots/5.damaged-1"]
+    assert layout.find_quarantined(tmp_path) == ["snapshots/5.damaged-1"]
 
 
 def test_failpoints_are_checked_and_off_by_default():

@@ -96,7 +96,7 @@ def full_disk(monkeypatch):
     """Return a context manager within which no file of the volume can be written."""
 
     def full(*_):
-        raise layout.translate(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        raise layout.translate_os_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     @contextmanager
     def block():
@@ -279,7 +279,7 @@ async def test_an_unreadable_run_is_absent_for_all_but_its_owner(volume):
 def test_a_checkpoint_may_have_the_name_of_what_is_set_aside(volume):
     for name in ("state/x.damaged-1", "sampler/y.damaged-2", "versions/3.damaged-1"):
         (volume.run(RUN) / name).mkdir(parents=True)
-    assert layout.find_set_aside(volume.run(RUN)) == ["versions/3.damaged-1"]
+    assert layout.find_quarantined(volume.run(RUN)) == ["versions/3.damaged-1"]
 
 
 def test_a_tenant_that_deletes_many_runs_has_no_request_of_another_forgotten(volume, monkeypatch):
