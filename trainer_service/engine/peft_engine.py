@@ -39,7 +39,6 @@ from trainer_service.engine.runs.async_save import AsyncSave, StagingMemory
 from trainer_service.engine.runs.full_run import FullRun, full_run_bytes, make_full_run
 from trainer_service.engine.runs.lora_run import LoraRun
 from trainer_service.engine.runs.offload import make_offloader
-from trainer_service.engine.runs.preallocated_file import SpareFile
 from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng_state
 from trainer_service.engine.weight_sharing.in_place_writer import publish_in_place
 
@@ -56,9 +55,7 @@ class PeftEngine:
         self._options = options
         self._device = torch.device(self._ranks.take_device(options.device))
         self._runs: dict[str, EngineRun] = {}
-        self._on_gpu = self._device.type == "cuda"
-        self._staging = StagingMemory(options.staging_bytes, pinned=self._on_gpu)
-        self._spare = SpareFile()
+        self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
         self._jobs: list[ForwardBackwardJob] = []
         base = load_certified_base(options, self._ranks, self._device)
         self._model, self._mode, self._certificate = base.sharded.model, base.mode, base.certificate
@@ -115,7 +112,6 @@ class PeftEngine:
             return
         self._offloader.forget(run)
         self._scheduler.forget(run_id)
-        self._spare.drop()
         if isinstance(run, LoraRun):
             adapters.remove_adapter(self._model, run_id)
 
@@ -183,9 +179,7 @@ class PeftEngine:
         run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
         if self._options.base_dir and published is not None and isinstance(run, FullRun):
             publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
-        # No spare file for GPU weights, copied through pinned memory, or for whole models, which go to the volume.
-        spare = self._spare if published is not None and isinstance(run, LoraRun) and not self._on_gpu else None
-        return run.hold(state_files.capture_export(run, self._options.base_reference, dtype, self._staging, spare))
+        return run.hold(state_files.capture_export(run, self._options.base_reference, dtype, self._staging))
 
     def save_state(self, run_id: str, directory: Path) -> None:
         self.capture_state(run_id).write(directory)

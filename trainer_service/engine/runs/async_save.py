@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from paceline import layout
-from trainer_service.engine.runs.preallocated_file import SERIAL_ELEMENTS, MappedFile, SpareFile
 from trainer_service.engine.runs.tensor_files import TensorFile
 
 _ALIGNMENT = 64
+_SERIAL_ELEMENTS = 32_767
+"""Elements that torch copies without starting threads, which would compete with the arithmetic's threads."""
 
 
 class StagingMemory:
@@ -71,16 +72,11 @@ class SaveContent:
 class AsyncSave:
     """A run's state at the moment of creation. Any thread may call any method."""
 
-    def __init__(self, content: SaveContent, memory: StagingMemory, spare: SpareFile | None = None) -> None:
-        """Refer to `content`, whose tensors must not be changed in place before `secure`.
-
-        On a CPU, with a single file, `spare` may provide it: it is used if it fits, and the next one is then prepared.
-        """
+    def __init__(self, content: SaveContent, memory: StagingMemory) -> None:
+        """Refer to `content`, whose tensors must not be changed in place before `secure`."""
         self._files = content.files
         self._texts = content.texts
         self._memory = memory
-        self._spare = spare
-        self._mapped: MappedFile | None = None
         self._buffer: Tensor | None = None
         self._lock = Lock()
         self._written = Event()
@@ -99,32 +95,23 @@ class AsyncSave:
             with self._lock:
                 if not self._copy():
                     self._write_files(directory, map(self._bytes_of_tensors, self._files))
-            if self._buffer is not None and not self._link(directory):
+            if self._buffer is not None:
                 self._write_files(directory, ([part.numpy().data] for part in self._parts(self._buffer)))
             for name, text in self._texts.items():
                 (directory / name).write_bytes(text if isinstance(text, bytes) else _json(text))
         except OSError as error:
             raise layout.translate_os_error(error) from error
         finally:
-            self._end(directory)
+            self._end()
 
     def _copy(self) -> bool:
         """Copy the tensors unless they are copied already; return whether there was room."""
         if self._buffer is None:
-            self._buffer = self._take_buffer()
+            self._buffer = self._memory.take(sum(_aligned(file.size) for file in self._files))
             if self._buffer is not None:
                 for file, part in zip(self._files, self._parts(self._buffer), strict=True):
                     _copy_file(file, part, self._ready)
         return self._buffer is not None
-
-    def _take_buffer(self) -> Tensor | None:
-        """Return memory for the copies: in the spare file itself if it fits, else from the staging memory."""
-        if self._spare is not None:
-            header = self._files[0].header
-            self._mapped = self._spare.take(len(header) + self._files[0].size)
-            if self._mapped is not None:
-                return self._mapped.begin(header)
-        return self._memory.take(sum(_aligned(file.size) for file in self._files))
 
     def _parts(self, buffer: Tensor) -> Iterator[Tensor]:
         start = 0
@@ -143,27 +130,12 @@ class AsyncSave:
                 for part in (memoryview(file.header), *content):
                     layout.write_all(target.fileno(), part)
 
-    def _link(self, directory: Path) -> bool:
-        """Link the mapped file that holds the copies into the directory; return whether there is one and it worked."""
-        if self._mapped is None:
-            return False
-        try:
-            self._mapped.link(directory / self._files[0].name)
-        except OSError:  # The file is in another file system, or the directory has no room.
-            return False
-        return True
-
-    def _end(self, directory: Path) -> None:
+    def _end(self) -> None:
         with self._lock:
-            files, buffer, mapped = self._files, self._buffer, self._mapped
-            self._files, self._buffer, self._mapped = (), None, None
+            buffer, self._files, self._buffer = self._buffer, (), None
             self._written.set()
-        if buffer is not None and mapped is None:
+        if buffer is not None:
             self._memory.give_back(buffer)
-        del buffer  # A mapped file cannot be closed while a tensor refers to it.
-        if self._spare is not None:
-            # In the parent, because the directory is about to be renamed.
-            self._spare.prepare(directory.parent, len(files[0].header) + files[0].size, mapped)
 
 
 @torch.no_grad()
@@ -184,7 +156,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     if not tensor.is_contiguous():
         return (tensor,)
     flat = tensor.view(-1)
-    return (flat,) if tensor.numel() <= SERIAL_ELEMENTS else torch.split(flat, SERIAL_ELEMENTS)
+    return (flat,) if tensor.numel() <= _SERIAL_ELEMENTS else torch.split(flat, _SERIAL_ELEMENTS)
 
 
 def _copy_pieces(targets: list[Tensor], sources: list[Tensor], ready: torch.cuda.Event | None) -> None:

@@ -24,7 +24,6 @@ from paceline.types import FullParameters, LoraConfig
 from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of
 from trainer_service.engine.optimizers.specs import make_params, settings_of, spec_of
 from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory
-from trainer_service.engine.runs.preallocated_file import SpareFile
 from trainer_service.engine.runs.reading import check_tensors, read_json, read_tensors
 from trainer_service.engine.runs.run import EngineRun
 from trainer_service.engine.runs.tensor_files import TensorFile
@@ -73,11 +72,9 @@ def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> AsyncSave
     return AsyncSave(SaveContent([*weights.files, optimizer], {**weights.texts, TRAINER_STATE: state}), memory)
 
 
-def capture_export(
-    run: EngineRun, base_model: str, dtype: torch.dtype, memory: StagingMemory, spare: SpareFile | None = None
-) -> AsyncSave:
+def capture_export(run: EngineRun, base_model: str, dtype: torch.dtype, memory: StagingMemory) -> AsyncSave:
     """Capture the weights in the form that other tools read, to be written into an existing, empty directory."""
-    return AsyncSave(run.export(base_model, dtype), memory, spare)
+    return AsyncSave(run.export(base_model, dtype), memory)
 
 
 def load(run: EngineRun, directory: Path) -> None:

@@ -12,6 +12,7 @@ from paceline.errors import DiskFull
 from paceline.types import Adam8bitParams, AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine.protocol import PublishedAs
 from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory
 from trainer_service.engine.runs.tensor_files import TensorFile
 
@@ -83,6 +84,19 @@ def test_what_changes_after_a_capture_is_not_in_it(make_engine, other, tmp_path,
     assert files(tmp_path / "later") == files(tmp_path / "at once")
     name = "adapter_model.safetensors"
     assert files(tmp_path / "weights")[name] == files(tmp_path / "at once")[name]
+
+
+def test_captures_at_the_same_time_each_hold_the_state_of_their_own_moment(make_engine, tmp_path):
+    engine, captures, expected = make_engine(), {}, {}
+    for name in ("first", "second"):
+        captures[name] = engine.capture_adapter("run", PublishedAs("run", 1, "team"))
+        engine.save_adapter("run", new(tmp_path / f"{name} at once"))
+        expected[name] = files(tmp_path / f"{name} at once")
+        train(engine, AdamParams(learning_rate=1e-2))
+    for name in ("second", "first"):
+        captures[name].write(new(tmp_path / name))
+    assert {name: files(tmp_path / name) for name in captures} == expected
+    assert expected["first"] != expected["second"]
 
 
 @pytest.mark.parametrize("change", ["a step", "more gradient", "a load"])
