@@ -7,7 +7,7 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 export ATEN_CPU_CAPABILITY=avx2 DNNL_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 unit=(sampler_service/engine/vllm/cpu trainer_service/engine/{engine_losses,engine_optimizers,engine_runs,peft_engine}
     trainer_service/engine/{loss,optimizers,weight_sharing} trainer_service/engine/microbatch/joint_passes
-    trainer_service/engine/model/{fused_layers,logprobs,lora_linear,packed_attention,trading_settings,varlen_gpu}
+    trainer_service/engine/model/{base_model,fused_layers,logprobs,lora_linear,packed_attention}
     trainer_service/engine/runs/{async_save,full_run,offload,state_files})
 paths=()
 for name in "${unit[@]}"; do

@@ -20,7 +20,7 @@ from paceline.types import LoraConfig
 from paceline.weight_sharing import read_base
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.weight_sharing.imported_base import open_tensors
+from trainer_service.engine.weight_sharing import open_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -85,7 +85,7 @@ def test_a_borrower_that_is_killed_leaves_the_weights_to_the_next(lender):
     before = lender.sum()
     opened = (
         "import os, sys, torch; from pathlib import Path; from paceline.weight_sharing import read_base; "
-        "from trainer_service.engine.weight_sharing.imported_base import open_tensors; path = Path(sys.argv[1]); "
+        "from trainer_service.engine.weight_sharing import open_tensors; path = Path(sys.argv[1]); "
         "tensors = open_tensors(path, read_base(path), torch.device('cuda')); torch.cuda.synchronize(); "
     )
     for end in ("os.kill(os.getpid(), 9)", "del tensors", "os.kill(os.getpid(), 9)", "del tensors"):

@@ -40,7 +40,7 @@ from trainer_service.engine.runs.full_run import FullRun, full_run_bytes, make_f
 from trainer_service.engine.runs.lora_run import LoraRun
 from trainer_service.engine.runs.offload import make_offloader
 from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng_state
-from trainer_service.engine.weight_sharing.in_place_writer import publish_in_place
+from trainer_service.engine.weight_sharing import publish_in_place
 
 _WEIGHT_BYTES = 4
 """Size of an adapter's weight, in float32."""

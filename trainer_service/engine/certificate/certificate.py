@@ -12,7 +12,7 @@ import numpy as np
 from paceline.errors import OutOfMemory, Unsupported
 from paceline.types.training import Array
 from trainer_service.engine.certificate.stock import Stock, Weights, apart, rms
-from trainer_service.engine.model.pass_mode import PassMode
+from trainer_service.engine.model.base_model import PassMode
 
 _log = logging.getLogger(__name__)
 

@@ -27,14 +27,22 @@ from trainer_service.engine.microbatch.executor import PassExecutor
 from trainer_service.engine.microbatch.microbatch import ForwardBackwardJob
 from trainer_service.engine.microbatch.packing import Batch
 from trainer_service.engine.microbatch.scheduler import Scheduler
-from trainer_service.engine.model.base_model import hidden_states, load_base_model, output_head
-from trainer_service.engine.model.blame import first_line, why_different, why_failed
-from trainer_service.engine.model.fused.swap import has_fused_family
+from trainer_service.engine.model.base_model import (
+    STOCK_ATTENTION,
+    PassMode,
+    first_line,
+    hidden_states,
+    length_dependent_rope,
+    load_base_model,
+    modes_of,
+    output_head,
+    use_attention,
+)
+from trainer_service.engine.model.diagnosis import why_different, why_failed
+from trainer_service.engine.model.fused_layers import has_fused_family
+from trainer_service.engine.model.lora_linear import Routing
 from trainer_service.engine.model.module_groups import adaptable_modules, groups_of
 from trainer_service.engine.model.packed_attention import VARIANT
-from trainer_service.engine.model.pass_mode import STOCK_ATTENTION, PassMode, modes_of, use_attention
-from trainer_service.engine.model.rope import company_in_rope
-from trainer_service.engine.model.row_spans import Routing
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.runs import adapters
 from trainer_service.engine.runs.lora_run import LoraRun
@@ -138,7 +146,7 @@ class _Loading:
         if self._fused and not mode.fused:
             self._load(fused=False)
         if mode.is_packed and self._rope:
-            raise Unsupported(f"{self._rope} turns by as much as suits the longest sequence of a pass.")
+            raise Unsupported(f"{self._rope} depends on the longest sequence of a pass.")
         if mode.attention != STOCK_ATTENTION and self._variant:
             raise Unsupported(f"attention {mode.attention} does not compute {self._variant}.")
         use_attention(self._model, mode.attention)
@@ -236,7 +244,7 @@ class _Loading:
 
     def _examine(self, model: PreTrainedModel) -> None:
         start = time.perf_counter()
-        self._probe, self._rope = make_probe(model.config, self._seed), company_in_rope(model)
+        self._probe, self._rope = make_probe(model.config, self._seed), length_dependent_rope(model)
         if self._ranks.leads and self._stock is None:
             try:
                 self._stock = self._measure(model)

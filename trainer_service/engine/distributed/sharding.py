@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from paceline.errors import OutOfMemory, PacelineError, Unsupported
 from trainer_service.engine.distributed.ranks import Ranks, in_step
 from trainer_service.engine.memory import out_of_memory_named
-from trainer_service.engine.model.base_model import decoder_layers, hidden_states
-from trainer_service.engine.model.blame import why_failed
-from trainer_service.engine.model.pass_mode import FASTEST, PassMode
+from trainer_service.engine.model.base_model import FASTEST, PassMode, decoder_layers, hidden_states
+from trainer_service.engine.model.diagnosis import why_failed
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from trainer_service.engine.distributed.sharding import ShardedModel
 from trainer_service.engine.memory import out_of_memory_named
 from trainer_service.engine.microbatch.oom_splitting import Passes, explain, jobs_of, smaller_passes
 from trainer_service.engine.microbatch.runner import PassRunner, PassShare, Result
-from trainer_service.engine.model.pass_mode import PassMode
-from trainer_service.engine.model.row_spans import Routing
+from trainer_service.engine.model.base_model import PassMode
+from trainer_service.engine.model.lora_linear import Routing
 from trainer_service.engine.runs.full_run import FullRun
 from trainer_service.engine.runs.offload import RunOffloader
 from trainer_service.engine.runs.run import EngineRun

@@ -16,10 +16,9 @@ from trainer_service.engine.loss.losses import TokenLoss
 from trainer_service.engine.loss.specs import TEMPERATURE
 from trainer_service.engine.microbatch.microbatch import ForwardBackwardJob, Totals
 from trainer_service.engine.microbatch.packing import Pack, PackedSegment
-from trainer_service.engine.model.base_model import hidden_states, output_head, own_logits
-from trainer_service.engine.model.logprobs import chosen_logprobs, has_part, target_logprobs
-from trainer_service.engine.model.pass_mode import PassMode
-from trainer_service.engine.model.row_spans import Routing, Span
+from trainer_service.engine.model.base_model import PassMode, hidden_states, output_head, own_logits
+from trainer_service.engine.model.logprobs import chosen_logprobs, has_adapter, target_logprobs
+from trainer_service.engine.model.lora_linear import Routing, Span
 
 PassShare = tuple[ForwardBackwardJob, Sequence[PackedSegment]]
 """A job and its segments in a pass."""
@@ -124,7 +123,7 @@ class PassRunner:
         groups: dict[tuple[object, ...], list[_Rows]] = {}
         for part in rows:
             width = part.pack.loss_inputs["target_tokens"].shape[1:]
-            groups.setdefault((has_part(head, part.job.run_id), width), []).append(part)
+            groups.setdefault((has_adapter(head, part.job.run_id), width), []).append(part)
         return list(groups.values())
 
 

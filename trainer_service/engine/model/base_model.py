@@ -1,8 +1,9 @@
-"""The frozen base model that all runs of an engine share."""
+"""The frozen base model that all runs of an engine share: its loading, the modes of its passes, and its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,68 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.errors import ModelNotFound, Unsupported
-from trainer_service.engine.model.fused.blocks import RowWork
-from trainer_service.engine.model.fused.compiler import check_compiler
-from trainer_service.engine.model.fused.swap import fuse_layers
-from trainer_service.engine.model.pass_mode import STOCK_ATTENTION, PassMode
-from trainer_service.engine.model.rope import forget_lengths
+from paceline.types import PackingMode
+from trainer_service.engine.model.fused_layers import RowWork, check_compiler, fuse_layers, has_fused_family
+from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.weight_sharing.imported_base import borrow_base_model, is_borrowed
+from trainer_service.engine.weight_sharing import borrow_base_model
+
+STOCK_ATTENTION = "eager"
+"""transformers' own attention, written as its formula: it includes whatever a model adds to attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassMode:
+    """One way to compute a model's passes: sequences packed in one row, or one at a time."""
+
+    packing: PackingMode
+    attention: str
+    """Name of the attention implementation."""
+    fused: bool = False
+    """Whether the layers of known families are replaced by fused ones."""
+    own_logits: bool = False
+    """Whether the model computes all logits of a sequence itself, for instance because it scales or caps them."""
+
+    @property
+    def is_packed(self) -> bool:
+        return self.packing is PackingMode.PACKED
+
+    def __str__(self) -> str:
+        sequences = "packed" if self.is_packed else "one sequence a pass"
+        extra = f"{', fused layers' if self.fused else ''}{', its own logits' if self.own_logits else ''}"
+        return f"{sequences}, attention {self.attention}{extra}"
+
+
+FASTEST = PassMode(PackingMode.PACKED, PACKED_ATTENTION, fused=True)
+"""The mode that is tried first."""
+_OTHERS = (
+    PassMode(PackingMode.PACKED, PACKED_ATTENTION),
+    PassMode(PackingMode.ONE_SEQUENCE, "sdpa"),
+    PassMode(PackingMode.ONE_SEQUENCE, STOCK_ATTENTION),
+    PassMode(PackingMode.ONE_SEQUENCE, "sdpa", own_logits=True),
+    PassMode(PackingMode.ONE_SEQUENCE, STOCK_ATTENTION, own_logits=True),
+)
+
+
+def modes_of(model: PreTrainedModel) -> tuple[PassMode, ...]:
+    """Return the modes that may work for a model, the fastest first."""
+    return (FASTEST, *_OTHERS) if has_fused_family(model) else _OTHERS
+
+
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Switch a model to an attention implementation; of a model with several parts, only its language model.
+
+    Raises Unsupported if the model does not support it.
+    """
+    part = model.get_decoder()  # type: ignore[no-untyped-call]
+    if not isinstance(part, PreTrainedModel) or part.config is model.config:
+        part = model
+    try:
+        part.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise Unsupported(f"{type(model).__name__} does not support attention {name}.") from error
+    if part.config._attn_implementation != name:  # noqa: SLF001 - there is no other way to ask
+        raise Unsupported(f"{type(model).__name__} does not let its attention implementation be changed.")
 
 
 def load_base_model(
@@ -31,18 +87,19 @@ def load_base_model(
     ModelNotFound, Unsupported, BaseUnavailable, BaseMismatch.
     """
     try:
-        model = borrow_base_model(options, STOCK_ATTENTION) if is_borrowed(options) else _from_files(options)
+        borrowed = borrow_base_model(options, STOCK_ATTENTION)
+        model = _from_files(options) if borrowed is None else borrowed
     except OSError as error:
         raise ModelNotFound(f"{options.model_name} cannot be loaded; check the model's path or id.") from error
     except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
-        raise Unsupported(f"{options.model_name} cannot be served: {_first_line(error)}") from error
+        raise Unsupported(f"{options.model_name} cannot be served: {first_line(error)}.") from error
     model.requires_grad_(requires_grad=False)
     if options.compile:
         check_compiler(options.device)
     if options.ranks == 1:  # With several, sharding moves the model layer by layer.
         nn.Module.to(model, torch.device(options.device))
     model.train(mode=False)
-    forget_lengths(model)
+    _reset_dynamic_rope(model)
     if examine is not None:
         examine(model)
     if fused:
@@ -63,9 +120,10 @@ def _from_files(options: EngineOptions) -> PreTrainedModel:
     return model
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, without a full stop."""
     lines = str(error).strip().splitlines()
-    return f"{lines[0].strip().rstrip('.')}." if lines else f"{type(error).__name__}."
+    return lines[0].strip().rstrip(".") if lines else type(error).__name__
 
 
 def _recompute_layers(model: PreTrainedModel) -> None:
@@ -81,6 +139,34 @@ def _recompute_layers(model: PreTrainedModel) -> None:
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     for layer in layers:
         vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=again, training=True)
+
+
+def _reset_dynamic_rope(model: PreTrainedModel) -> None:
+    """Reset dynamic rotary frequencies before each pass: transformers keeps those of the longest sequence so far."""
+
+    def reset(module: Any, _arguments: Any) -> None:
+        module.max_seq_len_cached = module.original_max_seq_len
+        module.register_buffer("inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False)
+
+    for module in model.modules():
+        if any("dynamic" in kind for kind in _rope_types(module)) and hasattr(module, "original_inv_freq"):
+            module.register_forward_pre_hook(reset)
+
+
+def length_dependent_rope(model: PreTrainedModel) -> str:
+    """Name the module whose rotary frequencies depend on the longest sequence of a pass; empty if none does.
+
+    transformers changes them in the forward pass for these types only (modeling_rope_utils.dynamic_rope_update).
+    """
+    for name, module in model.named_modules():
+        if any(kind == "longrope" or "dynamic" in kind for kind in _rope_types(module)):
+            return f"{name} ({type(module).__name__})"
+    return ""
+
+
+def _rope_types(module: nn.Module) -> list[str]:
+    kinds = getattr(module, "rope_type", ())
+    return list(kinds.values()) if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else []
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, autograd, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer_service.engine.model.fused.blocks import row_blocks
-from trainer_service.engine.model.fused.lora_linear import AdaptedLinear, shared_input
-from trainer_service.engine.model.row_spans import Span, clip
+from trainer_service.engine.model.fused_layers import row_blocks
+from trainer_service.engine.model.lora_linear import AdaptedLinear, Span, clip, shared_input
 
 
 def target_logprobs(
@@ -53,14 +52,14 @@ def _even(rows: int, chunk: int) -> int:
     return math.ceil(rows / max(1, math.ceil(rows / chunk))) or chunk
 
 
-def has_part(head: nn.Module, run_id: str) -> bool:
+def has_adapter(head: nn.Module, run_id: str) -> bool:
     """Return whether a run has an adapter on the head."""
-    return isinstance(head, AdaptedLinear) and head.part(run_id) is not None
+    return isinstance(head, AdaptedLinear) and run_id in head.lora_A
 
 
 def _frozen_linear(head: nn.Module, spans: Sequence[Span]) -> nn.Linear | None:
     """Return the head as a linear layer if it is one and none of the runs trains any of it, else None."""
-    if isinstance(head, AdaptedLinear) and not any(has_part(head, span.run_id) for span in spans):
+    if isinstance(head, AdaptedLinear) and not any(has_adapter(head, span.run_id) for span in spans):
         head = head.base_layer
     trained = any(parameter.requires_grad for parameter in head.parameters())
     return head if type(head) is nn.Linear and not trained else None

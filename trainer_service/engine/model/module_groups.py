@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from paceline.types import AdapterGroup
 from trainer_service.engine.model.base_model import decoder_layers, output_head
-from trainer_service.engine.model.fused.lora_linear import AdaptedLinear
+from trainer_service.engine.model.lora_linear import AdaptedLinear
 
 _ATTENTION, _MLP, _UNEMBED = "train_attn", "train_mlp", "train_unembed"
 GROUPS = {_ATTENTION: "attention", _MLP: "MLP", _UNEMBED: "output head"}
@@ -30,9 +30,9 @@ _MIXER_NAME = re.compile(r"(\w+_)?(attn|att|attention|mixer|mamba|conv|temporal_
 _MLP_NAME = re.compile(r"(\w+_)?(mlp|mlp_block|feed_forward|ffn|ff|moe|fc\d)")
 _MLP_CLASS = re.compile(r"\w*(MLP|MoE|MoeBlock|FeedForward)")
 """Used where a name says mixer for both kinds, as in Nemotron-H: there the class tells."""
-_CHOOSERS = ("router", "gate", "shared_expert_gate", "indexer")
+_ROUTERS = ("router", "gate", "shared_expert_gate", "indexer")
 """Names of modules that select experts or positions."""
-_ALIKE = ("Linear", "FalconLinear")
+_LINEAR_CLASSES = ("Linear", "FalconLinear")
 """Classes that compute what nn.Linear computes."""
 _NO_MATRICES = re.compile(r"A_log|D|time_mix_\w+|\w*bias")
 """Parameters that are not matrices applied to features, whatever their number of dimensions."""
@@ -80,7 +80,7 @@ def adaptable_modules(model: PreTrainedModel) -> list[str]:
     """Return the full names, in order, of modules that can have an adapter: decoder linear layers and the head."""
     refusal, adaptable = _Refusal(model), {id(output_head(model))}
     for layer in decoder_layers(model):
-        adaptable |= {id(module) for path, module in layer.named_modules() if not _chooses(path)}
+        adaptable |= {id(module) for path, module in layer.named_modules() if not _is_router(path)}
     return [name for name, module in model.named_modules() if id(module) in adaptable and not refusal(name, module)]
 
 
@@ -102,7 +102,7 @@ def _members(model: PreTrainedModel) -> Iterator[_Member]:
     for index, layer in enumerate(decoder_layers(model)):
         for group, part in _parts(layer):
             for path, module in _with_weights(part):
-                name = "" if _chooses(path) else names.pop(id(module), "")
+                name = "" if _is_router(path) else names.pop(id(module), "")
                 if name:
                     yield _Member(group, index, name, refusal(name, module))
     head = output_head(model)
@@ -132,8 +132,8 @@ def _with_weights(part: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
             yield from _with_weights(child, f"{path}.{name}")
 
 
-def _chooses(path: str) -> bool:
-    return any(name in _CHOOSERS for name in path.split("."))
+def _is_router(path: str) -> bool:
+    return any(name in _ROUTERS for name in path.split("."))
 
 
 class _Refusal:
@@ -145,8 +145,8 @@ class _Refusal:
 
     def __call__(self, name: str, module: nn.Module) -> str:
         kind, last = type(module).__name__, name.rpartition(".")[2]
-        if not isinstance(module, AdaptedLinear) and (not isinstance(module, nn.Linear) or kind not in _ALIKE):
-            return f"is a {kind}, whose weights are no linear layer's"
+        if not isinstance(module, AdaptedLinear) and (not isinstance(module, nn.Linear) or kind not in _LINEAR_CLASSES):
+            return f"is a {kind}, which is not a linear layer"
         if "experts" in name.split("."):
             return "does not see every token"
         if last not in self._by_last_name:
@@ -163,4 +163,4 @@ class _Refusal:
             convert_peft_config_for_transformers(config, self._model, None)
         except ValueError:  # The name is one of several that transformers fuses into one tensor.
             config.target_modules = []
-        return "" if last in (config.target_modules or ()) else "has a name by which PEFT means the experts' weights"
+        return "" if last in (config.target_modules or ()) else "has a name that PEFT uses for the experts' weights"

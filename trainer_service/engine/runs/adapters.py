@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from paceline.errors import InvalidArgument, OutOfRange
 from paceline.types import LoraConfig
 from trainer_service.engine.model.base_model import decoder_layers
-from trainer_service.engine.model.fused.lora_linear import AdaptedLinear
+from trainer_service.engine.model.lora_linear import AdaptedLinear, Routing
 from trainer_service.engine.model.module_groups import GROUPS, AdapterGroups, adaptable_modules
-from trainer_service.engine.model.row_spans import Routing
 from trainer_service.engine.runs.peft_format import scaling_alpha
 
 _PEFT_PREFIX = "base_model.model."

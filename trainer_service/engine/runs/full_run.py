@@ -15,8 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from paceline.layout import MODEL_FILE
 from paceline.types import FullParameters, OptimizerParams, WeightStorage
-from trainer_service.engine.model.base_model import load_base_model
-from trainer_service.engine.model.pass_mode import PassMode, use_attention
+from trainer_service.engine.model.base_model import PassMode, load_base_model, use_attention
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.optimizers.rounded import RoundedOptimizer

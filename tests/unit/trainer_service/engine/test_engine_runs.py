@@ -162,7 +162,7 @@ def test_default_alpha_is_twice_the_rank_and_rslora_scales_by_the_root(make_engi
     }
     for i, (lora, scaling) in enumerate(scalings.items()):
         engine.create_run(f"run{i}", lora)
-        assert engine._model.model.layers[0].self_attn.q_proj.part(f"run{i}").scaling == scaling
+        assert engine._model.model.layers[0].self_attn.q_proj.scaling[f"run{i}"] == scaling
 
 
 def test_dropout_acts_in_training_only(make_engine):

@@ -25,8 +25,7 @@ from paceline.errors import Unsupported
 from paceline.types import AdamParams, ForwardBackwardSpec, FullParameters, LoraConfig, PackingMode
 from trainer_service.engine.certificate import certified_base, probe, stock
 from trainer_service.engine.microbatch import runner
-from trainer_service.engine.model import base_model, packed_attention
-from trainer_service.engine.model.fused import attention as fused_attention
+from trainer_service.engine.model import base_model, fused_layers, packed_attention
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -84,7 +83,7 @@ ONE_SEQUENCE = {
     "gemma2": "Gemma2Attention uses softcap",
     "dynamic": "model.rotary_emb (LlamaRotaryEmbedding)",
     "gpt_neo": "GPTNeoForCausalLM",
-    "capped": "lm_head (Linear) does not compute all that makes logits",
+    "capped": "lm_head (Linear) does not compute the final logits",
 }
 """Models whose sequences cannot share a pass, and what the stated reason names."""
 
@@ -247,10 +246,10 @@ def test_packing_that_is_broken_is_not_used(make_engine, draws, monkeypatch, lea
         return right(*arguments, segment_lengths=LEAKS[leaking](segment_lengths), **options)
 
     monkeypatch.setitem(packed_attention.AttentionInterface._global_mapping, PACKED_ATTENTION, leak)
-    monkeypatch.setattr(fused_attention, "packed_attention", leak)
+    monkeypatch.setattr(fused_layers, "packed_attention", leak)
     certificate = make_engine("llama", dtype=dtype).describe().certificate
     assert certificate.packing is PackingMode.ONE_SEQUENCE
-    assert "model.layers.0.self_attn (LlamaAttention) computes otherwise" in certificate.reason
+    assert "model.layers.0.self_attn (LlamaAttention) gives different results" in certificate.reason
     assert set(draws) == {0}, "what most tokens show is no chance"
 
 
@@ -269,8 +268,8 @@ def test_packing_in_which_positions_do_not_restart_is_not_used(tmp_path, monkeyp
 
 
 def test_fused_layers_that_are_broken_are_not_used(make_engine, monkeypatch):
-    right = fused_attention.packed_attention
-    monkeypatch.setattr(fused_attention, "packed_attention", lambda *a, **o: (right(*a, **o)[0] * 1.01, None))
+    right = fused_layers.packed_attention
+    monkeypatch.setattr(fused_layers, "packed_attention", lambda *a, **o: (right(*a, **o)[0] * 1.01, None))
     engine = make_engine("llama")
     assert engine.describe().certificate.packing is PackingMode.PACKED
     assert not any("Fused" in type(module).__name__ for module in engine._model.modules())
@@ -279,7 +278,7 @@ def test_fused_layers_that_are_broken_are_not_used(make_engine, monkeypatch):
 def test_a_model_that_no_way_computes_rightly_is_not_served(make_engine, monkeypatch):
     right = stock._logprobs
     monkeypatch.setattr(stock, "_logprobs", lambda *arguments: right(*arguments) * 1.01)
-    with pytest.raises(Unsupported, match=r"tiny cannot be served: lm_head \(\w+\) does not compute all"):
+    with pytest.raises(Unsupported, match=r"tiny cannot be served: lm_head \(\w+\) does not compute the final logits"):
         make_engine("llama")
 
 

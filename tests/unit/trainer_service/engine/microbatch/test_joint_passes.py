@@ -14,8 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from paceline.errors import OutOfMemory
 from paceline.types import AdamParams, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.base_model import backbone
-from trainer_service.engine.model.fused.lora_linear import AdaptedLinear
-from trainer_service.engine.model.row_spans import Span, clip
+from trainer_service.engine.model.lora_linear import AdaptedLinear, Span, clip
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 

@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from trainer_service.engine.model.fused.lora_linear import AdaptedLinear, shared_input
-from trainer_service.engine.model.row_spans import Routing, Span
+from trainer_service.engine.model.lora_linear import AdaptedLinear, Routing, Span, shared_input
 
 WIDTH, OUTS, SCALING = 48, (32, 16), 0.7
 

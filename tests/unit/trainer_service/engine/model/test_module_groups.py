@@ -52,7 +52,7 @@ EXPERTS = {
     "qwen2_moe": "model.layers.0.mlp.experts is a Qwen2MoeExperts",
     "qwen3_moe": "model.layers.0.mlp.experts is a Qwen3MoeExperts",
     "mixtral": "model.layers.0.mlp.experts is a MixtralExperts",
-    "deepseek_v3": "model.layers.0.mlp.gate_proj has a name by which PEFT means the experts' weights",
+    "deepseek_v3": "model.layers.0.mlp.gate_proj has a name that PEFT uses for the experts' weights",
 }
 """Start of the reason why the MLP is refused, by model type."""
 

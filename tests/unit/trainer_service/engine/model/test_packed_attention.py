@@ -1,15 +1,28 @@
-"""Sequences in a pack give the same results as each alone in a stock model, and do not see each other."""
+"""Sequences in a pack give the same results as each alone in a stock model, and do not see each other.
+
+The kernels for bfloat16 on a CPU and for GPUs describe the attention of each segment by itself.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
+from trainer_service.engine.model.packed_attention import (
+    PACKED_ATTENTION,
+    causal_attention,
+    packed_attention,
+    reach,
+    segment_offsets,
+    varlen_attention,
+)
 
 LENGTHS = (7, 1, 19, 12)
+SEGMENTS = (7, 1, 40, 12)
 
 
 @pytest.fixture(scope="module", params=[make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3])
@@ -76,3 +89,62 @@ def test_sliding_windows_are_kept(tmp_path):
     assert not torch.allclose(
         packed_logits(packed, parts)[2], packed_logits(load(directory, PACKED_ATTENTION), parts)[2]
     )
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_bfloat16_attention_equals_float32_attention_in_each_segment(heads):
+    generator = torch.Generator().manual_seed(0)
+    lengths, (query_heads, key_heads) = (300, 1, 513, 64), heads
+    shapes = [(query_heads, sum(lengths), 32), *[(key_heads, sum(lengths), 32)] * 2]
+    inputs = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    upstream = torch.randn(sum(lengths), query_heads, 32, generator=generator).bfloat16()
+    out = causal_attention(*inputs, lengths, 0.2)
+    grads = torch.autograd.grad(out, inputs, upstream)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    parts = zip(*(x.split(lengths, dim=1) for x in exact), strict=True)
+    expected = torch.cat(
+        [
+            functional.scaled_dot_product_attention(
+                q[None], k[None], v[None], is_causal=True, scale=0.2, enable_gqa=True
+            )[0]
+            for q, k, v in parts
+        ],
+        dim=1,
+    ).transpose(0, 1)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    for mine, theirs in zip(grads, torch.autograd.grad(expected, exact, upstream.float()), strict=True):
+        assert functional.cosine_similarity(mine.double().flatten(), theirs.double().flatten(), dim=0) > 0.9999
+        assert mine.float().norm().item() == pytest.approx(theirs.norm().item(), rel=1e-2)
+
+
+def random_heads(*heads, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, count, sum(SEGMENTS), 16, generator=generator).to(dtype) for count in heads]
+
+
+def visible(offsets, before, after):
+    """Return the mask [T, T] that the kernel documents: `before` earlier to `after` later positions in the segment."""
+    positions = torch.arange(sum(SEGMENTS))
+    segments = torch.bucketize(positions, offsets[1:], right=True)
+    ahead = positions[None] - positions[:, None]
+    return (segments[:, None] == segments) & (ahead <= after) & ((before < 0) | (ahead >= -before))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_offsets_and_reach_describe_causal_attention_within_segments(window):
+    query, key, value = random_heads(4, 2, 2)
+    mask = visible(segment_offsets(SEGMENTS, query.device), *reach(window))
+    expected, _ = packed_attention(
+        torch.nn.Identity(), query, key, value, None, segment_lengths=SEGMENTS, scaling=0.3, sliding_window=window
+    )
+    masked = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(masked.transpose(1, 2), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_operator_takes_what_it_is_given():
+    with FakeTensorMode():
+        query, key, value = (torch.empty(n, 60, 16, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
+        out = varlen_attention(query, key, value, (20, 40), 0.3, 5)
+        gradients = torch.autograd.grad(out.sum(), (query, key, value))
+    assert out.shape == (60, 4, 16)
+    assert [gradient.shape for gradient in gradients] == [(4, 60, 16), (2, 60, 16), (2, 60, 16)]

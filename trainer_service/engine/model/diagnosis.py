@@ -1,4 +1,4 @@
-"""Find the module that a pass mode gets wrong."""
+"""Say why a pass fails or gives other results than stock transformers, and in which module."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from paceline.errors import PacelineError
-from trainer_service.engine.model.base_model import hidden_states, output_head
-from trainer_service.engine.model.fused.lora_linear import AdaptedLinear
-from trainer_service.engine.model.pass_mode import STOCK_ATTENTION, PassMode, use_attention
+from trainer_service.engine.model.base_model import (
+    STOCK_ATTENTION,
+    PassMode,
+    first_line,
+    hidden_states,
+    output_head,
+    use_attention,
+)
+from trainer_service.engine.model.lora_linear import AdaptedLinear
 
 _LENGTHS = (40, 24)
 """Lengths of two sequences, of which the second is compared."""
-
 
 Run = Callable[[Callable[[], object]], object]
 
@@ -32,12 +37,6 @@ def why_failed(error: Exception, model: PreTrainedModel) -> str:
     if isinstance(error, PacelineError):
         return f"{module}: {first_line(error)}" if module else first_line(error)
     return f"{module or type(model).__name__} raises {type(error).__name__}: {first_line(error)}"
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, without a full stop."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip().rstrip(".") if lines else type(error).__name__
 
 
 @torch.no_grad()
@@ -64,11 +63,11 @@ def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor, run: R
         while "." in name and (name not in stock or _differ(mine[name].given, stock[name].given)):
             name = name.rpartition(".")[0]
         how = "where sequences share a pass" if mode.is_packed else f"with attention {mode.attention}"
-        return f"{_named(name, model)} computes otherwise {how}"
+        return f"{_named(name, model)} gives different results {how}"
     if mixes:
         return "sequences that share a pass depend on each other"
     head = next((name for name, module in model.named_modules() if module is output_head(model)), "")
-    return f"{_named(head, model)} does not compute all that makes logits"
+    return f"{_named(head, model)} does not compute the final logits"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Settings that trade speed for memory, or a slower start for speed, change neither losses nor gradients."""
+"""Activation checkpointing, which trades speed for memory, changes neither losses nor gradients."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ import torch
 from support.models.engine_cases import MAKERS, gradients, make_data, train, warmed
 from support.models.tiny_models import make_tiny_llama
 
-from paceline.errors import Unsupported
 from paceline.types import ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.model.fused import attention, mlp, norm
-from trainer_service.engine.model.fused.blocks import RowWork
-from trainer_service.engine.model.fused.compiler import check_compiler
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -72,47 +68,3 @@ def test_layers_are_computed_once_where_there_is_no_backward_pass(tmp_path):
     assert len(calls) == 1
     train(engine)
     assert len(calls) == 3
-
-
-def row_cases(rows, dtype):
-    """Yield functions on rows with their tensors, including those that they write, and constants."""
-    generator = torch.Generator().manual_seed(rows)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    x, other, dout, weight = draw(rows, 48), draw(rows, 48), draw(rows, 48), draw(48)
-    inverse, cosines = torch.rand(rows, 1, generator=generator), draw(1, rows, 8)
-    heads = draw(rows, 3, 16).transpose(0, 1)
-    wide = norm._each_row(weight, x)
-    yield norm._normalise, (x, torch.zeros_like(x), torch.zeros(rows, 1), wide), {"eps": 1e-5}
-    yield norm._normalise_backward, (x, dout, torch.zeros_like(x), inverse, wide), {}
-    yield mlp._swiglu, (x, other, torch.zeros_like(x)), {}
-    yield mlp._swiglu_backward, (x, other, dout, torch.zeros_like(x), torch.zeros_like(x)), {}
-    yield attention._rotate, (heads, torch.zeros(3, rows, 16, dtype=dtype), cosines, cosines.flip(1)), {}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_work_on_rows_gives_what_it_gives_as_written(dtype):
-    written, compiled = RowWork(), RowWork("aot_eager")
-    for rows in (7, 300):
-        for ours, theirs in zip(row_cases(rows, dtype), row_cases(rows, dtype), strict=True):
-            for work, (body, tensors, constants) in ((written, ours), (compiled, theirs)):
-                with torch.no_grad():
-                    work(body, *tensors, dim=1 if body is attention._rotate else 0, **constants)
-            for one, other in zip(ours[1], theirs[1], strict=True):
-                # When compiled, intermediate values of a body are not rounded to bfloat16.
-                rounding = 1e-2 if dtype == torch.bfloat16 else 1e-5
-                torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
-
-
-def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(Unsupported, match=r"needs a C\+\+ compiler, g\+\+"):
-        PeftEngine(EngineOptions(str(make_tiny_llama(tmp_path / "model")), "tiny", compile=True))
-    compiler = tmp_path / "c++-of-mine"
-    compiler.write_text("")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", compiler.name)
-    check_compiler("cpu")

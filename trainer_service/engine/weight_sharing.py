@@ -1,12 +1,14 @@
-"""A base model with a sampler's weights: transformers' model around tensors in the sampler's memory.
+"""Weights in a sampler's memory (bridge `shared`): borrow them as the base model, or write a run's weights there.
 
-The weights are only read. Each is a view of the sampler's tensor, under Hugging Face's name; weights that vLLM fused
-appear as views of their parts. transformers computes buffers itself, such as rotary embeddings' inverse frequencies,
-scaled or not.
+A borrowed model is transformers' own around views of the sampler's tensors, under Hugging Face's names; weights that
+vLLM fused appear as views of their parts. transformers computes buffers itself, such as rotary embeddings' inverse
+frequencies, scaled or not. A borrowed weight is only read. If samplers allow it (`in_place`), full-parameter runs write
+theirs instead.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,24 +17,36 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from paceline.errors import BaseMismatch, BaseUnavailable
-from paceline.weight_sharing import BaseManifest, CudaStorage, SharedStorage, SharedTensor, read_base
+from paceline.errors import BaseMismatch, BaseUnavailable, PacelineError
+from paceline.weight_sharing import (
+    BaseManifest,
+    CudaStorage,
+    SharedStorage,
+    SharedTensor,
+    WriteRequest,
+    read_base,
+    write_turn,
+)
 from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.protocol import PublishedAs
+
+_PAGE_BYTES = 4096
+
+_log = logging.getLogger(__name__)
 
 
-def is_borrowed(options: EngineOptions) -> bool:
-    """Return whether the engine should compute with a sampler's weights. Raises BaseUnavailable, BaseMismatch."""
-    return bool(options.base_dir) and not read_base(Path(options.base_dir)).writable
-
-
-def borrow_base_model(options: EngineOptions, attention: str) -> PreTrainedModel:
-    """Build the model on the weights that a sampler lends in `options.base_dir`.
+def borrow_base_model(options: EngineOptions, attention: str) -> PreTrainedModel | None:
+    """Build the model on the weights that a sampler lends in `options.base_dir`; return None if it is to be loaded.
 
     Raises BaseUnavailable while no sampler lends any, BaseMismatch if its weights do not fit, and OSError if the
     model's configuration cannot be read.
     """
+    if not options.base_dir:
+        return None
     directory = Path(options.base_dir)
     manifest = read_base(directory)
+    if manifest.writable:
+        return None
     if manifest.model != options.model_name:
         raise BaseMismatch(
             f"the sampler lends {manifest.model}, and the trainer's model is {options.model_name}; "
@@ -147,3 +161,47 @@ def _open_cuda(size: int, cuda: CudaStorage, device: torch.device) -> torch.Unty
         index, cuda.handle, size, cuda.offset, cuda.counter, cuda.counter_offset, cuda.event, cuda.event_sync
     )
     return opened
+
+
+def publish_in_place(
+    directory: Path, device: torch.device, weights: Mapping[str, Tensor], version: PublishedAs
+) -> None:
+    """Write weights, by Hugging Face's names, as a version; it is active when this returns.
+
+    Failures are only logged: the version also goes to the volume, from which the sampler then loads it.
+    """
+    try:
+        _write(directory, device, weights, version)
+    except PacelineError as error:
+        _log.warning("version %d not written in place: %s %s", version.version, error.reason, error.message)
+
+
+@torch.no_grad()
+def _write(directory: Path, device: torch.device, weights: Mapping[str, Tensor], version: PublishedAs) -> None:
+    manifest = read_base(directory)
+    if not manifest.writable:
+        return
+    # Mapped for this write only: a lasting mapping would keep the memory of a sampler that has ended.
+    pairs = _pairs(open_tensors(directory, manifest, device, writable=True), weights)
+    if device.type == "cpu":
+        # Make the system map every page now rather than while the sampler is paused.
+        for target, _ in pairs:
+            target.view(-1)[:: _PAGE_BYTES // target.element_size()].sum()
+    request = WriteRequest(manifest.generation, version.run_id, version.version, version.tenant)
+    with write_turn(directory, request):
+        for target, source in pairs:
+            target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _pairs(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pair each destination with its weight, once. Raises BaseMismatch, naming the first without a counterpart."""
+    for name, weight in weights.items():
+        if name not in tensors or tensors[name].shape != weight.shape:
+            raise BaseMismatch(f"the sampler lends no {name} of shape {list(weight.shape)}.")
+    pairs = {tensors[name].data_ptr(): (tensors[name], weight) for name, weight in weights.items()}
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() not in pairs:
+            raise BaseMismatch(f"the run has no {name}, which the sampler lends.")
+    return list(pairs.values())

@@ -1,1 +1,0 @@
-"""Base weights in a sampler's memory (bridge `shared`)."""
