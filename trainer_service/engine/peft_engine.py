@@ -29,8 +29,7 @@ from trainer_service.engine.microbatch.executor import PassExecutor
 from trainer_service.engine.microbatch.microbatch import ForwardBackwardJob
 from trainer_service.engine.microbatch.packing import Batch, datum_weights
 from trainer_service.engine.microbatch.scheduler import Scheduler
-from trainer_service.engine.optimizers.base import AnyOptimizer
-from trainer_service.engine.optimizers.gradients import gradient_norm
+from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_norm
 from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs

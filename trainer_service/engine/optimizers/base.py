@@ -1,15 +1,17 @@
-"""Base class of the optimizers: keep state for each weight by name, clip, step."""
+"""What optimizers share: the base class, which keeps state for each weight by name, and the norm of a gradient."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from paceline.errors import NonFiniteGradient
 from paceline.types import OptimizerParams
 
 P = TypeVar("P", bound=OptimizerParams)
@@ -78,9 +80,32 @@ class Optimizer(ABC, Generic[P]):
         self._tensors |= {f"{kind}.{name}": torch.zeros_like(tensor.detach()) for name, tensor in like.items()}
 
 
+AnyOptimizer = Optimizer[Any]
+
+
 def gradient_of(parameter: nn.Parameter) -> Tensor:
     """Return a weight's gradient; a run that takes a step has one for each weight."""
     return cast("Tensor", parameter.grad)
 
 
-AnyOptimizer = Optimizer[Any]
+def batches(parameters: Parameters, elements: int) -> Iterator[list[str]]:
+    """Split weights, in order, into batches of at most `elements`; a larger weight is a batch of its own."""
+    names: list[str] = []
+    held = 0
+    for name, parameter in parameters.items():
+        if names and held + parameter.numel() > elements:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += parameter.numel()
+    yield names
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """Return the Euclidean norm of the whole gradient. Raises NonFiniteGradient."""
+    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]).item()
+    if not math.isfinite(norm):
+        raise NonFiniteGradient(
+            "the gradient held NaN or infinity and was dropped; look at the batch's logprobs, advantages and weights."
+        )
+    return norm

@@ -8,9 +8,8 @@ from paceline.errors import OptimizerChanged
 from paceline.types import OptimizerParams
 from paceline.types.optimizers import optimizer_name
 from trainer_service.engine.optimizers.adafactor import Adafactor
-from trainer_service.engine.optimizers.adamw import AdamW
+from trainer_service.engine.optimizers.adamw import AdamW, AdamWCpu
 from trainer_service.engine.optimizers.adamw_8bit import AdamW8bit
-from trainer_service.engine.optimizers.adamw_cpu import AdamWCpu
 from trainer_service.engine.optimizers.apollo import Apollo
 from trainer_service.engine.optimizers.base import AnyOptimizer, Parameters
 from trainer_service.engine.optimizers.specs import spec_of
@@ -35,9 +34,9 @@ def check_same(optimizer: AnyOptimizer, params: OptimizerParams) -> None:
     before, after = spec_of(optimizer.params), spec_of(params)
     metadata = {"optimizer": before.name}
     if before is not after:
-        message = f"the run has state of {before.name}; go on with it, or load weights alone to begin anew."
+        message = f"the run has state of {before.name}; keep using it, or load only the weights to start over."
         raise OptimizerChanged(message, field=after.name, metadata=metadata)
     if setting := before.changed(optimizer.params, params):
         kept = getattr(optimizer.params, setting)
-        message = f"is not the {kept} of the run's state; send that, or load weights alone to begin anew."
+        message = f"is not the {kept} of the run's state; send that, or load only the weights to start over."
         raise OptimizerChanged(message, field=f"{after.name}.{setting}", metadata=metadata)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from paceline.types import OptimizerParams
-from trainer_service.engine.optimizers.base import AnyOptimizer, Optimizer, Parameters, gradient_of
+from trainer_service.engine.optimizers.base import AnyOptimizer, Optimizer, Parameters, batches, gradient_of
 from trainer_service.engine.optimizers.make import make_optimizer
 
 _PART_ELEMENTS = 1 << 24
@@ -23,10 +23,6 @@ class _Part:
     optimizer: AnyOptimizer
     """Optimizer of these weights."""
 
-    @property
-    def names(self) -> list[str]:
-        return list(self.exact)
-
 
 class RoundedOptimizer(Optimizer[OptimizerParams]):
     """Applies another optimizer to bfloat16 weights with float32 gradients, some of the weights at a time.
@@ -37,7 +33,7 @@ class RoundedOptimizer(Optimizer[OptimizerParams]):
     def __init__(self, parameters: Parameters, params: OptimizerParams, generator: torch.Generator) -> None:
         super().__init__(parameters, params)
         self.generator = generator
-        self._parts = [self._make_part(names, params) for names in _parts(parameters)]
+        self._parts = [self._make_part(names, params) for names in batches(parameters, _PART_ELEMENTS)]
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -47,7 +43,7 @@ class RoundedOptimizer(Optimizer[OptimizerParams]):
         return self._parts[0].optimizer.learning_rate(params, step)
 
     def reserve(self) -> None:
-        elements = max(sum(self._parameters[name].numel() for name in part.names) for part in self._parts)
+        elements = max(sum(self._parameters[name].numel() for name in part.exact) for part in self._parts)
         workspace = self._parts[0].optimizer.workspace * self._largest.numel()
         torch.empty(2 * elements + workspace, device=self._largest.device)
 
@@ -79,18 +75,6 @@ def round_stochastically(exact: Tensor, target: Tensor, generator: torch.Generat
     """
     noise = torch.randint(1 << 16, exact.shape, generator=generator, dtype=torch.int32, device=exact.device)
     target.copy_(exact.view(torch.int32).add_(noise).bitwise_and_(-1 << 16).view(torch.float32))
-
-
-def _parts(parameters: Parameters) -> Iterator[list[str]]:
-    names: list[str] = []
-    elements = 0
-    for name, parameter in parameters.items():
-        if names and elements + parameter.numel() > _PART_ELEMENTS:
-            yield names
-            names, elements = [], 0
-        names.append(name)
-        elements += parameter.numel()
-    yield names
 
 
 def _empty(part: _Part) -> None:

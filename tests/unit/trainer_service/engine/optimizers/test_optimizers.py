@@ -22,9 +22,9 @@ from torch import nn
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from paceline.types import AdafactorParams, Adam8bitParams, AdamParams, ApolloMiniParams, ApolloParams
+from trainer_service.engine.optimizers.adamw_8bit import BlockMap
 from trainer_service.engine.optimizers.apollo import Apollo
 from trainer_service.engine.optimizers.make import make_optimizer
-from trainer_service.engine.optimizers.quantise import BlockMap
 
 STEPS = 5
 BOUNDS = {"exp_avg": 0.00704, "exp_avg_sq": 0.00352}
