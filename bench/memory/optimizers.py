@@ -26,7 +26,7 @@ from trainer_service.engine.model.base_model import load_base_model
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.runs import adapters
+from trainer_service.engine.runs import lora_run
 
 FUSED_BUDGET = 3.0
 LOOP = "plain loop"
@@ -37,9 +37,9 @@ def adapter_weights(model: Path, rank: int, device: str) -> dict[str, nn.Paramet
     """Create the weights of one run's adapter, each with a gradient."""
     lora = LoraConfig(rank=rank)
     base = load_base_model(EngineOptions(str(model), "embedded", device=device))
-    adapters.adapt(base)
-    adapters.add_adapter(base, "run", lora, adapters.target_modules(base, lora))
-    weights = adapters.adapter_parameters(base, "run")
+    lora_run.adapt(base)
+    targets = lora_run.target_modules(base, lora)
+    weights = lora_run.make_lora_run(base, "run", lora, targets, "", torch.device(device)).parameters
     for weight in weights.values():
         weight.grad = torch.randn_like(weight)
     return weights

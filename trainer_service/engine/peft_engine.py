@@ -33,12 +33,12 @@ from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_norm
 from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs
-from trainer_service.engine.runs import adapters, state_files
+from trainer_service.engine.runs import lora_run, state_files
 from trainer_service.engine.runs.async_save import AsyncSave, StagingMemory
 from trainer_service.engine.runs.full_run import FullRun, full_run_bytes, make_full_run
 from trainer_service.engine.runs.lora_run import LoraRun
 from trainer_service.engine.runs.offload import make_offloader
-from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng_state
+from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun
 from trainer_service.engine.weight_sharing import publish_in_place
 
 _WEIGHT_BYTES = 4
@@ -103,7 +103,7 @@ class PeftEngine:
         self._runs[run_id] = run
         self._offloader.add(run)
         count = sum(weight.numel() for weight in run.weights.values())
-        return AdapterInfo(count, tuple(adapters.adapted_modules(self._model, run_id)))
+        return AdapterInfo(count, tuple(lora_run.adapted_modules(self._model, run_id)))
 
     def delete_run(self, run_id: str) -> None:
         run = self._runs.pop(run_id, None)
@@ -112,7 +112,7 @@ class PeftEngine:
         self._offloader.forget(run)
         self._scheduler.forget(run_id)
         if isinstance(run, LoraRun):
-            adapters.remove_adapter(self._model, run_id)
+            lora_run.remove_adapter(self._model, run_id)
 
     def begin(
         self, run_id: str, data: Sequence[Datum], spec: ForwardBackwardSpec, *, alone: bool = False
@@ -127,7 +127,8 @@ class PeftEngine:
         return job
 
     def advance(self, announce: Callable[[Sequence[str]], None]) -> list[ForwardBackwardJob]:
-        passes = self._scheduler.next_passes(self._offloader.fitting(self._jobs))
+        fitting = self._offloader.fitting([job.run for job in self._jobs])
+        passes = self._scheduler.next_passes(self._jobs[:fitting])
         if any(passes):
             self._executor.compute(passes, announce)
         done = [job for job in self._jobs if job.is_done]
@@ -171,14 +172,13 @@ class PeftEngine:
         return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
 
     def capture_state(self, run_id: str) -> AsyncSave:
-        run = self._resident_here(run_id)
-        return run.hold(state_files.capture(run, self._options.base_reference, self._staging))
+        return state_files.capture(self._resident_here(run_id), self._staging)
 
     def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> AsyncSave:
         run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
         if self._options.base_dir and published is not None and isinstance(run, FullRun):
             publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
-        return run.hold(state_files.capture_export(run, self._options.base_reference, dtype, self._staging))
+        return run.capture(run.export(dtype), self._staging)
 
     def save_state(self, run_id: str, directory: Path) -> None:
         self.capture_state(run_id).write(directory)
@@ -214,17 +214,11 @@ class PeftEngine:
         return run
 
     def _make_lora_run(self, run_id: str, lora: LoraConfig) -> LoraRun:
-        targets = adapters.target_modules(self._model, lora)
-        count = adapters.count_parameters(self._model, lora, targets)
+        targets = lora_run.target_modules(self._model, lora)
+        count = lora_run.count_parameters(self._model, lora, targets)
         self._offloader.make_room((_WEIGHT_BYTES + TRAINED_BYTES) * count)
-        adapters.add_adapter(self._model, run_id, lora, targets)
-        return LoraRun(
-            run_id=run_id,
-            lora=lora,
-            targets=targets,
-            parameters=adapters.adapter_parameters(self._model, run_id),
-            rng_state=seeded_rng_state(lora.seed, self._device),
-        )
+        base_model = self._options.base_reference
+        return lora_run.make_lora_run(self._model, run_id, lora, targets, base_model, self._device)
 
     def _finish(self, job: ForwardBackwardJob) -> None:
         try:

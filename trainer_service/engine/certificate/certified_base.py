@@ -44,10 +44,9 @@ from trainer_service.engine.model.lora_linear import Routing
 from trainer_service.engine.model.module_groups import adaptable_modules, groups_of
 from trainer_service.engine.model.packed_attention import VARIANT
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.runs import adapters
+from trainer_service.engine.runs import lora_run
 from trainer_service.engine.runs.lora_run import LoraRun
 from trainer_service.engine.runs.offload import RunOffloader
-from trainer_service.engine.runs.run import seeded_rng_state
 
 _PROBES = 4
 """Most times that tokens are drawn."""
@@ -211,7 +210,7 @@ class _Loading:
             )
         finally:
             for run_id in runs:
-                adapters.remove_adapter(self._model, run_id)
+                lora_run.remove_adapter(self._model, run_id)
 
     def explain(self, mode: PassMode, error: Exception | None) -> str:
         if isinstance(error, PacelineError):
@@ -237,7 +236,7 @@ class _Loading:
         self._sharded.names_modules = True
         self._fused = fused and has_fused_family(self._model)
         try:
-            self._routing = adapters.adapt(self._model)
+            self._routing = lora_run.adapt(self._model)
         except ValueError as error:
             reason = f"PEFT puts no adapter on it: {first_line(error).rstrip('(')}"
             raise Unsupported(f"{self._options.model_name} cannot be served: {reason}.") from error
@@ -272,11 +271,8 @@ class _Loading:
             dict.fromkeys(name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in weights)
         )
         lora = LoraConfig(rank=RANK, alpha=RANK, target_modules=modules)
-        targets = adapters.target_modules(self._model, lora)
-        adapters.add_adapter(self._model, run_id, lora, targets)
-        parameters = adapters.adapter_parameters(self._model, run_id)
-        rng_state = seeded_rng_state(0, self._device)
-        run = LoraRun(run_id=run_id, lora=lora, targets=targets, parameters=parameters, rng_state=rng_state)
+        targets = lora_run.target_modules(self._model, lora)
+        run = lora_run.make_lora_run(self._model, run_id, lora, targets, "", self._device)
         self._offloader.add(run)
         run.set_weights({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
         return run

@@ -37,7 +37,7 @@ class ForwardBackwardJob:
         self.seed: int | None = None
         """Seed of dropout; None if nothing is dropped."""
         self._rng_state = run.rng_state
-        if run.drops and not spec.forward_only:
+        if run.uses_dropout and not spec.forward_only:
             self.seed, self._rng_state = run.draw_seed()
         self._groups = batch.segments()
         self._outputs = [np.zeros(datum.loss_inputs["target_tokens"].shape, np.float32) for datum in data]

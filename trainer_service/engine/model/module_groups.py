@@ -65,7 +65,7 @@ class AdapterGroups:
         reasons = [f"{one.name} {one.refusal}" for one in members if one.refusal]
         if not members:
             reasons = [f"the model has no {GROUPS[group]} {'in these layers' if layers else 'that is known here'}"]
-        advice = f"set {group}=False, or name what is to be adapted in target_modules"
+        advice = f"set {group}=False, or list the modules to adapt in target_modules"
         return f"{reasons[0]}; {advice}." if reasons else ""
 
     def _of(self, group: str, layers: Collection[int]) -> list[_Member]:

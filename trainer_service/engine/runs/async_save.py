@@ -4,6 +4,8 @@ An `AsyncSave` refers to the run's own tensors, so creating one takes no time. T
 change: by the thread that writes the files, or by the command that changes them, whichever is first. Code that changes
 a run's tensors in place first calls `AsyncSave.secure` on all of the run's saves (`EngineRun.before_change`). Tensors
 that are replaced by new ones need no copy.
+
+The bytes of a file equal those that the safetensors library writes for the same tensors, without its copy in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
@@ -21,9 +24,12 @@ import torch
 from torch import Tensor
 
 from paceline import layout
-from trainer_service.engine.runs.tensor_files import TensorFile
 
-_ALIGNMENT = 64
+_ORDER = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.int32, torch.float32, torch.int64)
+"""dtypes in safetensors' order; tensors of the last dtype come first, so that all are aligned."""
+_NAMES = dict(zip(_ORDER, ("U8", "I8", "F16", "BF16", "I32", "F32", "I64"), strict=True))
+_HEADER_ALIGNMENT = 8
+_COPY_ALIGNMENT = 64
 _SERIAL_ELEMENTS = 32_767
 """Elements that torch copies without starting threads, which would compete with the arithmetic's threads."""
 
@@ -53,10 +59,48 @@ class StagingMemory:
             self._bytes += size
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """Return a buffer from `take` to the pool."""
         with self._lock:
             self._free.append(buffer)
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The content of one safetensors file. The layout is computed once."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    dtype: torch.dtype | None = None
+    """dtype of floating-point tensors in the file; None means each tensor's own."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return a tensor's dtype in the file."""
+        return tensor.dtype if self.dtype is None or not tensor.is_floating_point() else self.dtype
+
+    @cached_property
+    def ordered(self) -> list[tuple[str, Tensor]]:
+        """The tensors in the order of their bytes in the file."""
+        return sorted(self.tensors.items(), key=lambda item: (-_ORDER.index(self.dtype_of(item[1])), item[0]))
+
+    @cached_property
+    def size(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.numel() * self.dtype_of(tensor).itemsize for tensor in self.tensors.values())
+
+    @cached_property
+    def header(self) -> bytes:
+        """The bytes before the tensors."""
+        entries: dict[str, object] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
+        end = 0
+        for name, tensor in self.ordered:
+            dtype = self.dtype_of(tensor)
+            start, end = end, end + tensor.numel() * dtype.itemsize
+            entries[name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +179,7 @@ class AsyncSave:
             buffer, self._files, self._buffer = self._buffer, (), None
             self._written.set()
         if buffer is not None:
-            self._memory.give_back(buffer)
+            self._memory.release(buffer)
 
 
 @torch.no_grad()
@@ -184,4 +228,4 @@ def _json(content: Any) -> bytes:
 
 
 def _aligned(size: int) -> int:
-    return size + -size % _ALIGNMENT
+    return size + -size % _COPY_ALIGNMENT

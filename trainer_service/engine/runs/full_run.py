@@ -17,13 +17,11 @@ from paceline.layout import MODEL_FILE
 from paceline.types import FullParameters, OptimizerParams, WeightStorage
 from trainer_service.engine.model.base_model import PassMode, load_base_model, use_attention
 from trainer_service.engine.optimizers.base import AnyOptimizer
-from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.optimizers.rounded import RoundedOptimizer
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.runs.async_save import SaveContent
-from trainer_service.engine.runs.reading import check_tensors, read_tensors
+from trainer_service.engine.runs.async_save import SaveContent, TensorFile
 from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng_state
-from trainer_service.engine.runs.tensor_files import TensorFile
+from trainer_service.engine.runs.state_files import check_tensors, read_tensors
 from trainer_service.text.tokenizer_files import read_tokenizer_files
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -34,7 +32,7 @@ _METADATA = {"format": "pt"}
 class FullRun(EngineRun):
     """A run with its own model. Tied weights are one parameter, under the first one's name."""
 
-    full: FullParameters
+    trained: FullParameters
     model: PreTrainedModel
     model_path: str
     """Where the model was loaded from."""
@@ -42,28 +40,22 @@ class FullRun(EngineRun):
     """float32 weights of which `parameters` are a rounded copy; None if `parameters` are the weights."""
 
     @property
-    def trained(self) -> FullParameters:
-        return self.full
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self) -> Mapping[str, nn.Parameter]:
         return self.parameters if self.masters is None else self.masters
 
     @property
     def owned(self) -> list[nn.Parameter]:
         return [*self.parameters.values(), *(self.masters or {}).values()]
 
-    def exact(self, base_model: str) -> SaveContent:
-        del base_model
+    def exact(self) -> SaveContent:
         return SaveContent([TensorFile(MODEL_FILE, self.weights, metadata=_METADATA)], {})
 
-    def export(self, base_model: str, dtype: torch.dtype) -> SaveContent:
+    def export(self, dtype: torch.dtype) -> SaveContent:
         """Return a directory that transformers and vLLM can load: weights in one file, configuration, tokenizer.
 
         Weights that are kept in bfloat16 are written in bfloat16, whatever `dtype`.
         """
-        del base_model
-        if self.full.storage is WeightStorage.BFLOAT16:
+        if self.trained.storage is WeightStorage.BFLOAT16:
             dtype = torch.bfloat16
         file = TensorFile(MODEL_FILE, self._exported(), dtype, _METADATA)
         # The tokenizer's files include the configuration of the loaded model, which is replaced.
@@ -83,9 +75,9 @@ class FullRun(EngineRun):
         self._round_masters()
 
     def make_optimizer(self, params: OptimizerParams) -> AnyOptimizer:
-        if self.full.storage is WeightStorage.BFLOAT16:
+        if self.trained.storage is WeightStorage.BFLOAT16:
             return RoundedOptimizer(self.parameters, params, torch.Generator(self.model.device))
-        return make_optimizer(self.parameters if self.masters is None else self.masters, params)
+        return super().make_optimizer(params)
 
     def take_step(self, optimizer: AnyOptimizer, params: OptimizerParams, norm: float) -> float:
         if isinstance(optimizer, RoundedOptimizer):
@@ -157,7 +149,7 @@ def make_full_run(run_id: str, full: FullParameters, options: EngineOptions, mod
         run_id=run_id,
         parameters=parameters,
         rng_state=seeded_rng_state(full.seed, torch.device(options.device)),
-        full=full,
+        trained=full,
         model=model,
         model_path=options.model_path,
         masters=masters,

@@ -6,7 +6,6 @@ import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from paceline.errors import DiskFull, OutOfMemory, PacelineError
 from trainer_service.engine.distributed.ranks import Ranks
@@ -14,18 +13,6 @@ from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.runs import state_files
 from trainer_service.engine.runs.async_save import StagingMemory
 from trainer_service.engine.runs.run import EngineRun
-
-
-class UsesRun(Protocol):
-    """Work that needs a run in memory."""
-
-    @property
-    def run(self) -> EngineRun:
-        """The run."""
-        ...
-
-
-J = TypeVar("J", bound=UsesRun)
 
 _NO_COPIES = StagingMemory(0)
 """No room for copies: an offloaded run is written immediately."""
@@ -53,7 +40,9 @@ class RunOffloader:
         if self._limit is None:
             return
         if size > self._limit:
-            message = f"the run takes {size} bytes, and runs have {self._limit}; raise run_memory_gib, or train less."
+            message = (
+                f"the run needs {size} bytes, and runs may take {self._limit}; raise run_memory_gib, or train less."
+            )
             raise OutOfMemory(message, metadata={"bytes": str(size), "limit_bytes": str(self._limit)})
         self._evict(size, keep=())
 
@@ -72,17 +61,17 @@ class RunOffloader:
                 self._reload(run)
             self._resident[run.run_id] = self._resident.pop(run.run_id)
 
-    def fitting(self, jobs: Sequence[J]) -> Sequence[J]:
-        """Return the longest prefix of the jobs whose runs fit into memory together; at least one job."""
+    def fitting(self, runs: Sequence[EngineRun]) -> int:
+        """Return how many of the runs, from the first, fit into memory together; at least one."""
         if self._limit is None:
-            return jobs
-        sizes = itertools.accumulate(job.run.reserved_bytes for job in jobs)
-        return jobs[: max(1, sum(size <= self._limit for size in sizes))]
+            return len(runs)
+        sizes = itertools.accumulate(run.reserved_bytes for run in runs)
+        return max(1, sum(size <= self._limit for size in sizes))
 
     def forget(self, run: EngineRun) -> None:
         """Remove a deleted run and its files."""
         self._resident.pop(run.run_id, None)
-        shutil.rmtree(self._page(run), ignore_errors=True)
+        shutil.rmtree(self._directory(run), ignore_errors=True)
 
     def _evict(self, size: int, keep: Sequence[EngineRun]) -> None:
         limit = self._limit or 0
@@ -92,31 +81,32 @@ class RunOffloader:
             self._offload(run)
 
     def _offload(self, run: EngineRun) -> None:
-        page = self._page(run)
+        directory = self._directory(run)
         try:
-            page.mkdir()
-            state_files.capture(run, "", _NO_COPIES).write(page)
+            directory.mkdir()
+            state_files.capture(run, _NO_COPIES).write(directory)
         except (OSError, DiskFull) as error:
-            shutil.rmtree(page, ignore_errors=True)
-            raise DiskFull(f"idle runs cannot be written to scratch_dir: {_reason(error)}; give it room.") from error
+            shutil.rmtree(directory, ignore_errors=True)
+            reason = error.strerror if isinstance(error, OSError) else "it is full"
+            raise DiskFull(f"idle runs cannot be written to scratch_dir: {reason}; make room there.") from error
         run.release()
         del self._resident[run.run_id]
 
     def _reload(self, run: EngineRun) -> None:
-        page = self._page(run)
+        directory = self._directory(run)
         try:
-            run.refill()
-            state_files.load(run, page)
+            run.reallocate()
+            state_files.load(run, directory)
         except PacelineError as damage:
             # When the engine restarts, the run is rebuilt from its journal.
-            raise SystemExit(f"the page of run {run.run_id} cannot be read: {damage}") from damage
+            raise SystemExit(f"the offloaded run {run.run_id} cannot be read: {damage}") from damage
         except BaseException:
             run.release()
             raise
         self._resident[run.run_id] = run
-        shutil.rmtree(page)
+        shutil.rmtree(directory)
 
-    def _page(self, run: EngineRun) -> Path:
+    def _directory(self, run: EngineRun) -> Path:
         return self._scratch / run.run_id
 
 
@@ -127,7 +117,3 @@ def make_offloader(options: EngineOptions, ranks: Ranks) -> RunOffloader:
         ranks.together(lambda: shutil.rmtree(scratch, ignore_errors=True) if ranks.leads else None)
         scratch /= str(ranks.rank)
     return RunOffloader(options.run_memory_bytes, scratch)
-
-
-def _reason(error: OSError | DiskFull) -> str | None:
-    return error.strerror if isinstance(error, OSError) else "it is full"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.types import OptimizerParams, RunParameters
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
-from trainer_service.engine.runs.async_save import AsyncSave, SaveContent
+from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory
 
 GRADIENT_BYTES = 4
 """Bytes of each trained parameter's gradient, in float32."""
@@ -26,6 +26,8 @@ class EngineRun(ABC):
     """A run's weights, optimizer and counters, whatever the run trains."""
 
     run_id: str
+    trained: RunParameters
+    """What the run trains, as set when it was created."""
     parameters: dict[str, nn.Parameter]
     """Parameters that get gradients, by the names of the weights on disk. The gradients are float32."""
     rng_state: Tensor
@@ -42,28 +44,20 @@ class EngineRun(ABC):
     """Saves captured since the run last changed."""
     released_moments: int | None = None
     """Bytes of the optimizer's state, if `release` freed it."""
+    uses_dropout: bool = False
+    """Whether training uses dropout."""
 
     @property
-    @abstractmethod
-    def trained(self) -> RunParameters:
-        """What the run trains, as set when it was created."""
-
-    @property
-    def drops(self) -> bool:
-        """Whether training uses dropout."""
-        return False
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self) -> Mapping[str, nn.Parameter]:
         """The run's exact weights; not a copy."""
         return self.parameters
 
     @abstractmethod
-    def exact(self, base_model: str) -> SaveContent:
+    def exact(self) -> SaveContent:
         """Return files of `weights` from which `read_weights` reads the same bits."""
 
     @abstractmethod
-    def export(self, base_model: str, dtype: torch.dtype) -> SaveContent:
+    def export(self, dtype: torch.dtype) -> SaveContent:
         """Return files of the weights, rounded to `dtype`, for other tools. The same weights give the same bytes."""
 
     @abstractmethod
@@ -104,10 +98,10 @@ class EngineRun(ABC):
             optimizer = moments * count if self.released_moments is None else self.released_moments
         return _bytes(self.owned) + GRADIENT_BYTES * count + optimizer
 
-    def hold(self, save: AsyncSave) -> AsyncSave:
-        """Register a save that refers to the run's tensors; return it."""
-        self.saves.append(save)
-        return save
+    def capture(self, content: SaveContent, memory: StagingMemory) -> AsyncSave:
+        """Capture files of the run's current tensors, to be written into an existing, empty directory."""
+        self.saves.append(AsyncSave(content, memory))
+        return self.saves[-1]
 
     def before_change(self) -> None:
         """Wait until the run's tensors may change in place; call this before changing weights, moments or gradients."""
@@ -125,14 +119,14 @@ class EngineRun(ABC):
         for tensor in self.owned:
             tensor.data = tensor.data.new_empty(1).expand(tensor.shape)
 
-    def refill(self) -> None:
+    def reallocate(self) -> None:
         """Allocate memory for the weights again, with undefined values."""
         for tensor in self.owned:
             tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
     def make_optimizer(self, params: OptimizerParams) -> AnyOptimizer:
         """Create an optimizer without history for the run's weights."""
-        return make_optimizer(self.parameters, params)
+        return make_optimizer(self.weights, params)
 
     def take_step(self, optimizer: AnyOptimizer, params: OptimizerParams, norm: float) -> float:
         """Apply the waiting gradient, of norm `norm`; return the learning rate.

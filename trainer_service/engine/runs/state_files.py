@@ -17,16 +17,16 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.errors import CheckpointMismatch, InvalidArgument
+from paceline.errors import CheckpointMismatch, ChecksumMismatch, InvalidArgument
 from paceline.types import FullParameters, LoraConfig
 from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of
 from trainer_service.engine.optimizers.specs import make_params, settings_of, spec_of
-from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory
-from trainer_service.engine.runs.reading import check_tensors, read_json, read_tensors
+from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory, TensorFile
 from trainer_service.engine.runs.run import EngineRun
-from trainer_service.engine.runs.tensor_files import TensorFile
 
 OPTIMIZER, TRAINER_STATE = "optimizer.safetensors", "trainer_state.json"
 FORMAT_VERSION = 2
@@ -56,9 +56,12 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """None before the first step, and in format 1."""
 
 
-def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> AsyncSave:
+def capture(run: EngineRun, memory: StagingMemory) -> AsyncSave:
     """Capture a run's whole state, to be written into an existing, empty directory."""
-    trained = run.trained
+    trained, saved = run.trained, None
+    if run.optimizer is not None:
+        params = run.optimizer.params
+        saved = SavedOptimizer(spec_of(params).name, settings_of(params))
     state = TrainerState(
         format_version=FORMAT_VERSION,
         step=run.step,
@@ -66,15 +69,10 @@ def capture(run: EngineRun, base_model: str, memory: StagingMemory) -> AsyncSave
         has_gradient=run.has_gradient,
         lora=trained if isinstance(trained, LoraConfig) else None,
         full=trained if isinstance(trained, FullParameters) else None,
-        optimizer=_saved_optimizer(run.optimizer),
+        optimizer=saved,
     )
-    weights, optimizer = run.exact(base_model), TensorFile(OPTIMIZER, _optimizer_tensors(run))
-    return AsyncSave(SaveContent([*weights.files, optimizer], {**weights.texts, TRAINER_STATE: state}), memory)
-
-
-def capture_export(run: EngineRun, base_model: str, dtype: torch.dtype, memory: StagingMemory) -> AsyncSave:
-    """Capture the weights in the form that other tools read, to be written into an existing, empty directory."""
-    return AsyncSave(run.export(base_model, dtype), memory)
+    weights, optimizer = run.exact(), TensorFile(OPTIMIZER, _optimizer_tensors(run))
+    return run.capture(SaveContent([*weights.files, optimizer], {**weights.texts, TRAINER_STATE: state}), memory)
 
 
 def load(run: EngineRun, directory: Path) -> None:
@@ -83,9 +81,7 @@ def load(run: EngineRun, directory: Path) -> None:
     Raises CheckpointMismatch or ChecksumMismatch before it changes anything.
     """
     weights, tensors = run.read_weights(directory, exact=True), read_tensors(directory / OPTIMIZER)
-    state = read_json(directory / TRAINER_STATE, TrainerState)
-    if state.format_version not in {1, FORMAT_VERSION}:
-        raise CheckpointMismatch(f"trainer_state.json has format {state.format_version}; this is {FORMAT_VERSION}.")
+    state = _read_state(directory / TRAINER_STATE)
     rng_state = tensors.pop("rng_state", torch.empty(0))
     if rng_state.dtype != torch.uint8 or rng_state.shape != run.rng_state.shape:
         raise CheckpointMismatch(
@@ -105,10 +101,16 @@ def load(run: EngineRun, directory: Path) -> None:
     run.step, run.pending_tokens, run.has_gradient = state.step, state.pending_tokens, state.has_gradient
 
 
-def _saved_optimizer(optimizer: AnyOptimizer | None) -> SavedOptimizer | None:
-    if optimizer is None:
-        return None
-    return SavedOptimizer(spec_of(optimizer.params).name, settings_of(optimizer.params))
+def _read_state(path: Path) -> TrainerState:
+    if not path.is_file():
+        raise CheckpointMismatch(f"the checkpoint has no {path.name}.")
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=TrainerState)
+    except msgspec.MsgspecError as error:
+        raise CheckpointMismatch(f"{path.name} cannot be read: {error}.") from error
+    if state.format_version not in {1, FORMAT_VERSION}:
+        raise CheckpointMismatch(f"{path.name} has format {state.format_version}; this is {FORMAT_VERSION}.")
+    return state
 
 
 def _make_optimizer(run: EngineRun, state: TrainerState) -> AnyOptimizer | None:
@@ -129,15 +131,12 @@ def _check_optimizer(
 ) -> None:
     expected = dict(optimizer.tensors) if optimizer is not None else {}
     if state.has_gradient:
-        expected |= {f"{_GRADIENT}.{name}": _gradient_like(parameter) for name, parameter in run.parameters.items()}
+        for name, parameter in run.parameters.items():
+            expected[f"{_GRADIENT}.{name}"] = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
     check_tensors(tensors, {name: tensor.shape for name, tensor in expected.items()}, _OPTIMIZER_DTYPES)
     for name, tensor in expected.items():
         if tensors[name].dtype != tensor.dtype:
             raise CheckpointMismatch(f"{name} is {tensors[name].dtype}; expected {tensor.dtype}.")
-
-
-def _gradient_like(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
 
 
 def _optimizer_tensors(run: EngineRun) -> dict[str, Tensor]:
@@ -147,3 +146,27 @@ def _optimizer_tensors(run: EngineRun) -> dict[str, Tensor]:
     if run.has_gradient:
         tensors |= {f"{_GRADIENT}.{name}": gradient_of(parameter) for name, parameter in run.parameters.items()}
     return tensors
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Check that tensors have exactly these names and shapes, and one of `dtypes`. Raises CheckpointMismatch."""
+    if odd := sorted(tensors.keys() ^ shapes.keys()):
+        where = "only in the checkpoint" if odd[0] in tensors else "missing from the checkpoint"
+        raise CheckpointMismatch(f"{len(odd)} tensors do not match; {odd[0]} is {where}.")
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes[name]:
+            raise CheckpointMismatch(f"{name} is {list(tensor.shape)}, and {list(shapes[name])} in the run.")
+        if tensor.dtype not in dtypes:
+            raise CheckpointMismatch(f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}.")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file. Raises CheckpointMismatch if it is missing, ChecksumMismatch if it is damaged."""
+    if not path.is_file():
+        raise CheckpointMismatch(f"the checkpoint has no {path.name}.")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ChecksumMismatch(f"{path.name} is damaged: {error}.") from error

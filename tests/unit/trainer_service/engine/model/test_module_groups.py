@@ -15,7 +15,7 @@ from paceline.types import ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.module_groups import groups_of
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.runs.adapters import adapt
+from trainer_service.engine.runs.lora_run import adapt
 
 QKV, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 FUSED = ("query_key_value", "dense")
@@ -89,7 +89,7 @@ def test_groups_have_the_architectures_own_names(directories, kind):
         assert (set(mlp.modules), mlp.refusal) == (set(MLP[kind]), "")
     else:
         assert mlp.refusal.startswith(EXPERTS[kind])
-        assert mlp.refusal.endswith("; set train_mlp=False, or name what is to be adapted in target_modules.")
+        assert mlp.refusal.endswith("; set train_mlp=False, or list the modules to adapt in target_modules.")
     adapt(model)
     assert groups_of(model) == (attention, mlp, head)
 

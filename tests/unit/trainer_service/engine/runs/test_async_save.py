@@ -13,8 +13,7 @@ from paceline.types import Adam8bitParams, AdamParams, Datum, ForwardBackwardSpe
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.protocol import PublishedAs
-from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory
-from trainer_service.engine.runs.tensor_files import TensorFile
+from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory, TensorFile
 
 ROOM, NO_ROOM = 1 << 30, 0
 
@@ -153,10 +152,10 @@ def test_memory_for_copies_is_used_again_and_bounded(tmp_path):
     first = memory.take(600)
     assert memory.take(600) is None
     second = memory.take(400)
-    memory.give_back(first)
+    memory.release(first)
     assert memory.take(500) is first
-    memory.give_back(first)
-    memory.give_back(second)
+    memory.release(first)
+    memory.release(second)
     assert memory.take(800).numel() == 800, "what is free makes room for what is larger"
     assert memory.take(300) is None
 
