@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.errors import ModelNotFound, Unsupported
 from paceline.types import PackingMode
-from trainer_service.engine.model.fused_layers import RowWork, check_compiler, fuse_layers, has_fused_family
+from trainer_service.engine.model.fused_layers import ElementWork, check_compiler, fuse_layers, has_fused_family
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.weight_sharing import borrow_base_model
@@ -103,7 +103,7 @@ def load_base_model(
     if examine is not None:
         examine(model)
     if fused:
-        fuse_layers(model, RowWork("inductor" if options.compile else None))
+        fuse_layers(model, ElementWork("inductor" if options.compile else None))
     if options.activation_checkpointing:
         _recompute_layers(model)
     return model

@@ -1,14 +1,13 @@
 """Layers of Llama-like decoders with hand-written backward passes: few passes over memory, no autocast.
 
-They replace transformers' layers and compute the same. Their element-wise work runs in small blocks of rows, so that
-intermediate results stay in the cache, or compiled.
+They replace transformers' layers and compute the same. Their element-wise work runs as written or compiled.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,11 +22,9 @@ from trainer_service.engine.model.packed_attention import packed_attention
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` whose decoder layers consist of these three modules and whose rotary halves are equal."""
 _NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-_BLOCK_ELEMENTS = 1 << 16
-"""Elements of a block: a quarter of a megabyte in float32; several blocks fit into a core's second-level cache."""
 
 Body = Callable[..., None]
-"""A function of tensors' rows that writes its results into some of the tensors."""
+"""A function of tensors that writes its results into some of them."""
 
 
 def has_fused_family(model: PreTrainedModel) -> bool:
@@ -35,7 +32,7 @@ def has_fused_family(model: PreTrainedModel) -> bool:
     return model.config.model_type in _FAMILIES
 
 
-def fuse_layers(model: PreTrainedModel, work: RowWork) -> None:
+def fuse_layers(model: PreTrainedModel, work: ElementWork) -> None:
     """Replace norms, MLPs and attention of a known family; leave any other model as it is.
 
     Names of weights and of linear layers stay. `work` runs the element-wise parts.
@@ -49,7 +46,7 @@ def fuse_layers(model: PreTrainedModel, work: RowWork) -> None:
                 setattr(parent, name, replacement)
 
 
-def _fused(module: nn.Module, model: PreTrainedModel, work: RowWork) -> nn.Module | None:
+def _fused(module: nn.Module, model: PreTrainedModel, work: ElementWork) -> nn.Module | None:
     kind, config = type(module).__name__, model.config
     if kind in _NORMS:
         return FusedRmsNorm(module.weight, module.variance_epsilon, work)  # type: ignore[arg-type]
@@ -68,7 +65,7 @@ class FusedAttention(nn.Module):
     `window` is the layer's sliding window in positions; None if it has none.
     """
 
-    def __init__(self, layer: Any, window: int | None, work: RowWork) -> None:
+    def __init__(self, layer: Any, window: int | None, work: ElementWork) -> None:
         super().__init__()
         self._work = work
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
@@ -111,11 +108,11 @@ class _Rotate(autograd.Function):
     """Rotary embedding (arXiv 2104.09864) in the half-split layout, of [heads, T, head_dim] by [T, head_dim / 2]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, work: RowWork) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, work: ElementWork) -> Tensor:
         ctx.save_for_backward(cosines, sines)
         ctx.work = work
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        work(_rotate, x, out, cosines[None], sines[None], dim=1)
+        work(_rotate, x, out, cosines, sines)
         return out
 
     @staticmethod
@@ -124,7 +121,7 @@ class _Rotate(autograd.Function):
         cosines, sines = ctx.saved_tensors
         heads, length, width = gradients[0].shape
         out = torch.empty(length, heads, width, dtype=gradients[0].dtype, device=gradients[0].device).transpose(0, 1)
-        ctx.work(_rotate, gradients[0], out, cosines[None], -sines[None], dim=1)
+        ctx.work(_rotate, gradients[0], out, cosines, -sines)
         return out, None, None, None
 
 
@@ -137,7 +134,7 @@ def _rotate(x: Tensor, out: Tensor, cosines: Tensor, sines: Tensor) -> None:
 class FusedSwiglu(nn.Module):
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6), with the modules of the layer that it replaces."""
 
-    def __init__(self, mlp: Any, work: RowWork) -> None:
+    def __init__(self, mlp: Any, work: ElementWork) -> None:
         super().__init__()
         self._work = work
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
@@ -151,7 +148,7 @@ class FusedSwiglu(nn.Module):
 
 class _Swiglu(autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, work: RowWork) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, work: ElementWork) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.work = work
         out = torch.empty_like(gate)
@@ -182,7 +179,7 @@ class FusedRmsNorm(nn.Module):
     Saves x and one float32 per row for backward.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, work: RowWork) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, work: ElementWork) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
@@ -195,10 +192,10 @@ class FusedRmsNorm(nn.Module):
 
 class _RmsNorm(autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, work: RowWork) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, work: ElementWork) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out, inverse = torch.empty_like(rows), torch.empty(len(rows), 1, device=x.device)
-        work(_normalise, rows, out, inverse, weight.expand(len(rows), -1), eps=eps)
+        work(_normalise, rows, out, inverse, weight, eps=eps)
         ctx.save_for_backward(rows, weight, inverse)
         ctx.work = work
         return out.view(x.shape)
@@ -208,8 +205,8 @@ class _RmsNorm(autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         dout = gradients[0].reshape(x.shape)
         dx = torch.empty_like(x)
-        ctx.work(_normalise_backward, x, dout, dx, inverse, weight.expand(len(x), -1))
-        dweight = _weight_gradient(x, dout, inverse, weight) if ctx.needs_input_grad[1] else None
+        ctx.work(_normalise_backward, x, dout, dx, inverse, weight)
+        dweight = (dout.float() * (x * inverse)).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return dx.view(gradients[0].shape), dweight, None, None
 
 
@@ -221,50 +218,30 @@ def _normalise(x: Tensor, out: Tensor, inverse: Tensor, weight: Tensor, *, eps: 
 
 def _normalise_backward(x: Tensor, dout: Tensor, dx: Tensor, inverse: Tensor, weight: Tensor) -> None:
     """Write dx = (g - n mean(g n)) / rms, where n = x / rms and g = dy * weight."""
-    normed, g = x * inverse, dout.float() * weight[:1].float()
+    normed, g = x * inverse, dout.float() * weight.float()
     share = torch.linalg.vecdot(g, normed).unsqueeze(1).div_(-x.shape[1])
     dx.copy_(g.addcmul_(normed, share).mul_(inverse))
 
 
-def _weight_gradient(x: Tensor, dout: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
-    """Return sum(dy n) over the rows."""
-    total = torch.zeros(weight.shape, device=x.device)
-    for part, upstream, root in row_blocks(x, dout, inverse):
-        total += (upstream.float() * (part * root)).sum(0)
-    return total.to(weight.dtype)
-
-
-class RowWork:
+class ElementWork:
     """Runs the element-wise work of the fused layers.
 
-    Without a torch.compile backend, each body runs eagerly, block by block. With one, such as "inductor", it is
-    compiled into a loop over all rows at its first call for a dtype, which takes seconds.
+    Without a torch.compile backend, each body runs eagerly. With one, such as "inductor", it is compiled into one loop
+    at its first call for a dtype, which takes seconds.
     """
 
     def __init__(self, backend: str | None = None) -> None:
         self._backend = backend
         self._compiled: dict[Body, Body] = {}
 
-    def __call__(self, body: Body, *tensors: Tensor, dim: int = 0, **constants: float) -> None:
-        """Apply `body` to tensors of the same length in `dim`."""
+    def __call__(self, body: Body, *tensors: Tensor, **constants: float) -> None:
+        """Apply `body` to tensors."""
         if self._backend is None:
-            for part in row_blocks(*tensors, dim=dim):
-                body(*part, **constants)
+            body(*tensors, **constants)
             return
         if body not in self._compiled:
             self._compiled[body] = torch.compile(body, dynamic=True, fullgraph=True, backend=self._backend)
         self._compiled[body](*tensors, **constants)
-
-
-def row_blocks(*tensors: Tensor, dim: int = 0) -> Iterator[tuple[Any, ...]]:
-    """Split tensors of the same length in `dim` into views of a block of rows each; on a GPU, into one block."""
-    length = tensors[0].shape[dim]
-    if tensors[0].device.type != "cpu" or not length:
-        yield tensors
-        return
-    width = max(tensor.numel() for tensor in tensors) // length
-    rows = max(1, _BLOCK_ELEMENTS // max(1, width))
-    yield from zip(*(torch.split(tensor, rows, dim) for tensor in tensors), strict=True)
 
 
 def check_compiler(device: str) -> None:

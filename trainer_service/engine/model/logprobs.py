@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, autograd, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer_service.engine.model.fused_layers import row_blocks
 from trainer_service.engine.model.lora_linear import AdaptedLinear, Span, clip, shared_input
 
 
@@ -92,9 +91,9 @@ class _FrozenHead(autograd.Function):
         logits = head(hidden)
         if temperatures is not None:
             logits /= temperatures[:, None]
-        logprobs, probabilities = _softmax(logits, targets, keep=ctx.needs_input_grad[0])
+        logprobs = _log_softmax(logits, targets, keep=ctx.needs_input_grad[0])
         if ctx.needs_input_grad[0]:
-            slope = head.weight.index_select(0, targets).sub_(probabilities @ head.weight)
+            slope = head.weight.index_select(0, targets).sub_(logits @ head.weight)
             ctx.save_for_backward(slope if temperatures is None else slope.div_(temperatures[:, None]))
         return logprobs
 
@@ -104,16 +103,13 @@ class _FrozenHead(autograd.Function):
         return (slope * gradients[0][:, None]).to(slope.dtype), None, None, None
 
 
-def _softmax(logits: Tensor, targets: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
-    """Return log softmax(logits)[targets] in float32, and the logits, overwritten by softmax(logits) if `keep`."""
-    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    for part, target, out in row_blocks(logits, targets, logprobs):
-        exact = part.float()
-        largest = exact.amax(1)
-        chosen = exact.gather(1, target[:, None]).squeeze(1)
-        probabilities = torch.softmax(exact, dim=1)
-        # The largest probability is 1 / sum(exp(logits - largest)), never too small for float32.
-        torch.sub(chosen, largest, out=out).add_(probabilities.amax(1).log_())
-        if keep:
-            part.copy_(probabilities)
-    return logprobs, logits
+def _log_softmax(logits: Tensor, targets: Tensor, *, keep: bool) -> Tensor:
+    """Return log softmax(logits)[targets] in float32; overwrite the logits by softmax(logits) if `keep`."""
+    exact = logits.float()
+    largest = exact.amax(1)
+    chosen = exact.gather(1, targets[:, None]).squeeze(1)
+    probabilities = torch.softmax(exact, dim=1)
+    if keep:
+        logits.copy_(probabilities)
+    # The largest probability is 1 / sum(exp(logits - largest)), never too small for float32.
+    return torch.sub(chosen, largest).add_(probabilities.amax(1).log_())

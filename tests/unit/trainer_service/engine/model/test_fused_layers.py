@@ -14,13 +14,12 @@ from paceline.types import ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model import fused_layers
 from trainer_service.engine.model.base_model import output_head
 from trainer_service.engine.model.fused_layers import (
+    ElementWork,
     FusedAttention,
     FusedRmsNorm,
     FusedSwiglu,
-    RowWork,
     check_compiler,
     fuse_layers,
-    row_blocks,
 )
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
 from trainer_service.engine.options import EngineOptions
@@ -65,7 +64,7 @@ def test_bfloat16_gradients_point_where_float32_ones_do(tmp_path, model, loss):
 
 def test_norm_equals_its_formula_with_both_gradients(generator):
     x = (torch.randn(3, 700, 48, generator=generator) * 3).requires_grad_()
-    norm = FusedRmsNorm(torch.nn.Parameter(torch.randn(48, generator=generator)), 1e-6, RowWork())
+    norm = FusedRmsNorm(torch.nn.Parameter(torch.randn(48, generator=generator)), 1e-6, ElementWork())
     upstream = torch.randn(x.shape, generator=generator)
     expected = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
     torch.testing.assert_close(norm(x), expected)
@@ -77,7 +76,7 @@ def test_norm_leaves_the_gradient_that_it_is_given(generator):
     x = torch.randn(5, 48, generator=generator, requires_grad=True)
     upstream = torch.randn(1, 48, generator=generator).expand(5, 48)
     before = upstream.clone()
-    torch.autograd.grad(FusedRmsNorm(torch.nn.Parameter(torch.full((48,), 2.0)), 1e-6, RowWork())(x), x, upstream)
+    torch.autograd.grad(FusedRmsNorm(torch.nn.Parameter(torch.full((48,), 2.0)), 1e-6, ElementWork())(x), x, upstream)
     assert torch.equal(upstream, before)
 
 
@@ -95,7 +94,7 @@ def test_sliding_windows_are_kept(tmp_path, generator):
         AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=name, **window).eval()
         for name in (PACKED_ATTENTION, "eager")
     )
-    fuse_layers(fused, RowWork())
+    fuse_layers(fused, ElementWork())
     assert [layer.self_attn.window for layer in fused.model.layers] == [4, None]
     parts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in (3, 19, 12)]
     expected = torch.cat([stock(input_ids=part[None]).logits[0] for part in parts])
@@ -106,11 +105,11 @@ def test_known_families_are_fused_and_others_left_alone(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(make_tiny_llama(tmp_path))
     names = set(model.state_dict())
     model.config.model_type = "another"
-    fuse_layers(model, RowWork())
+    fuse_layers(model, ElementWork())
     kinds = (FusedAttention, FusedSwiglu, FusedRmsNorm)
     assert not any(isinstance(module, kinds) for module in model.modules())
     model.config.model_type = "llama"
-    fuse_layers(model, RowWork())
+    fuse_layers(model, ElementWork())
     assert [sum(isinstance(module, kind) for module in model.modules()) for kind in kinds] == [2, 2, 5]
     assert set(model.state_dict()) == names
 
@@ -126,40 +125,31 @@ def test_a_frozen_head_works_once_for_forward_and_backward(tmp_path):
     assert sum(rows) == output.metrics["tokens:sum"]
 
 
-@pytest.mark.parametrize("shape", [(1, 7), (1000, 300), (5, 1 << 18), (0, 3)])
-def test_blocks_cover_every_row_once(shape):
-    covered = torch.zeros(shape)
-    for blocks in row_blocks(covered):
-        blocks[0].add_(1)
-    assert torch.equal(covered, torch.ones(shape))
-
-
-def row_cases(rows, dtype):
-    """Yield functions on rows with their tensors, including those that they write, and constants."""
+def work_cases(rows, dtype):
+    """Yield element-wise functions with their tensors, including those that they write, and constants."""
     generator = torch.Generator().manual_seed(rows)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
 
     x, other, dout, weight = draw(rows, 48), draw(rows, 48), draw(rows, 48), draw(48)
-    inverse, cosines = torch.rand(rows, 1, generator=generator), draw(1, rows, 8)
+    inverse, cosines = torch.rand(rows, 1, generator=generator), draw(rows, 8)
     heads = draw(rows, 3, 16).transpose(0, 1)
-    wide = weight.expand(len(x), -1)
-    yield fused_layers._normalise, (x, torch.zeros_like(x), torch.zeros(rows, 1), wide), {"eps": 1e-5}
-    yield fused_layers._normalise_backward, (x, dout, torch.zeros_like(x), inverse, wide), {}
+    yield fused_layers._normalise, (x, torch.zeros_like(x), torch.zeros(rows, 1), weight), {"eps": 1e-5}
+    yield fused_layers._normalise_backward, (x, dout, torch.zeros_like(x), inverse, weight), {}
     yield fused_layers._swiglu, (x, other, torch.zeros_like(x)), {}
     yield fused_layers._swiglu_backward, (x, other, dout, torch.zeros_like(x), torch.zeros_like(x)), {}
     yield fused_layers._rotate, (heads, torch.zeros(3, rows, 16, dtype=dtype), cosines, cosines.flip(1)), {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_work_on_rows_gives_what_it_gives_as_written(dtype):
-    written, compiled = RowWork(), RowWork("aot_eager")
+def test_compiled_work_gives_what_it_gives_as_written(dtype):
+    written, compiled = ElementWork(), ElementWork("aot_eager")
     for rows in (7, 300):
-        for ours, theirs in zip(row_cases(rows, dtype), row_cases(rows, dtype), strict=True):
+        for ours, theirs in zip(work_cases(rows, dtype), work_cases(rows, dtype), strict=True):
             for work, (body, tensors, constants) in ((written, ours), (compiled, theirs)):
                 with torch.no_grad():
-                    work(body, *tensors, dim=1 if body is fused_layers._rotate else 0, **constants)
+                    work(body, *tensors, **constants)
             for one, other in zip(ours[1], theirs[1], strict=True):
                 # When compiled, intermediate values of a body are not rounded to bfloat16.
                 rounding = 1e-2 if dtype == torch.bfloat16 else 1e-5
