@@ -57,7 +57,7 @@ def borrow_base_model(options: EngineOptions, attention: str) -> PreTrainedModel
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=getattr(torch, options.dtype), attn_implementation=attention, trust_remote_code=False
         )
-    attach(model, open_tensors(directory, manifest, torch.device(options.device)))
+    _attach(model, open_tensors(directory, manifest, torch.device(options.device)))
     return model
 
 
@@ -73,7 +73,7 @@ def open_tensors(
     return {tensor.name: _view(tensor, storages) for tensor in manifest.tensors}
 
 
-def attach(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+def _attach(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     """Make tensors a model's parameters, by name. The parameters must be on the meta device, the buffers must not.
 
     Raises BaseMismatch, naming the first problem, if the model has a parameter or a saved buffer that the tensors lack
@@ -83,7 +83,7 @@ def attach(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     saved = [name for name in model.state_dict() if name not in names]
     for name in (*names, *saved):
         if name not in tensors and not _is_tied_copy(name, model):
-            raise BaseMismatch(f"the sampler lends no {name}, which {type(model).__name__} has.")
+            raise BaseMismatch(f"the sampler does not lend {name}, which {type(model).__name__} has.")
     for name, parameter in list(model.named_parameters()):
         _check_alike(name, parameter, tensors[name])
         path, _, last = name.rpartition(".")
@@ -142,7 +142,7 @@ def _open_storage(
         raise BaseMismatch(f"the sampler's weights are in the host's memory, and the trainer computes on {device}.")
     path = directory / Path(storage.file).name
     if not path.exists():
-        raise BaseUnavailable(f"the sampler that lent {path} is gone.")
+        raise BaseUnavailable(f"the sampler that lent {path} has ended.")
     return torch.from_file(str(path), shared=writable, size=storage.size, dtype=torch.uint8).untyped_storage()
 
 
@@ -199,7 +199,7 @@ def _pairs(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list
     """Pair each destination with its weight, once. Raises BaseMismatch, naming the first without a counterpart."""
     for name, weight in weights.items():
         if name not in tensors or tensors[name].shape != weight.shape:
-            raise BaseMismatch(f"the sampler lends no {name} of shape {list(weight.shape)}.")
+            raise BaseMismatch(f"the sampler does not lend {name} with shape {list(weight.shape)}.")
     pairs = {tensors[name].data_ptr(): (tensors[name], weight) for name, weight in weights.items()}
     for name, tensor in tensors.items():
         if tensor.data_ptr() not in pairs:

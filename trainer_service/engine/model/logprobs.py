@@ -31,17 +31,17 @@ def target_logprobs(
     """
     rows = _even(len(hidden), chunk)
     parts = list(zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True))
-    warmth = [None] * len(parts) if temperatures is None else list(torch.split(temperatures, rows))
+    chunk_temperatures = [None] * len(parts) if temperatures is None else list(torch.split(temperatures, rows))
     # Several targets per position would need one derivative each.
     frozen = _frozen_linear(head, spans) if targets.ndim == 1 else None
     if frozen is not None:
-        chunks = zip(parts, warmth, strict=True)
+        chunks = zip(parts, chunk_temperatures, strict=True)
         return torch.cat([_FrozenHead.apply(h, t, w, frozen) for (h, t), w in chunks])  # type: ignore[no-untyped-call]
     ends = accumulate(len(h) for h, _ in parts)
     return torch.cat(
         [
             checkpoint(_chunk_logprobs, head, h, t, w, clip(spans, end - len(h), end), use_reentrant=False)
-            for (h, t), w, end in zip(parts, warmth, ends, strict=True)
+            for (h, t), w, end in zip(parts, chunk_temperatures, ends, strict=True)
         ]
     )
 

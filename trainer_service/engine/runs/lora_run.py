@@ -229,21 +229,21 @@ def _named(adaptable: Sequence[str], targets: Sequence[str]) -> list[str]:
 
     Raises InvalidArgument for a target that matches none.
     """
-    meant = {target: [name for name in adaptable if f".{name}".endswith(f".{target}")] for target in targets}
+    matches = {target: [name for name in adaptable if f".{name}".endswith(f".{target}")] for target in targets}
     for index, target in enumerate(targets):
-        if not meant[target]:
+        if not matches[target]:
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in adaptable))
             message = f"is {target!r}, which is not a module that can have an adapter; those are {known}."
             raise InvalidArgument(message, field=f"lora.target_modules[{index}]")
-    chosen = {name for names in meant.values() for name in names}
+    chosen = {name for names in matches.values() for name in names}
     return [name for name in adaptable if name in chosen]
 
 
 def _shortest(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     """Return the last names if no other module has one of them, else the full names."""
     last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    meant = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in last]
-    return last if set(meant) == set(names) else list(names)
+    same = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in last]
+    return last if set(same) == set(names) else list(names)
 
 
 def _layer_of(name: str) -> int | None:
