@@ -16,7 +16,6 @@ from torch import Tensor, autograd, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import Unsupported
-from trainer_service.engine.model.lora_linear import shared_input
 from trainer_service.engine.model.packed_attention import packed_attention
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -85,8 +84,7 @@ class FusedAttention(nn.Module):
         `position_embeddings` are the cosines and sines, [1, T, head_dim], with both halves of the last dimension equal.
         """
         shape = (hidden_states.shape[1], -1, self.head_dim)
-        rows = hidden_states.reshape(shape[0], -1)
-        query, key, value = (x.view(shape) for x in shared_input(rows, self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (layer(hidden_states).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         cosines, sines = (x[0, :, : self.head_dim // 2] for x in position_embeddings)
@@ -141,9 +139,8 @@ class FusedSwiglu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x`, [..., hidden], to the same shape."""
-        gate, up = shared_input(x.reshape(-1, x.shape[-1]), self.gate_proj, self.up_proj)
-        inner = _Swiglu.apply(gate, up, self._work)  # type: ignore[no-untyped-call]
-        return self.down_proj(inner).view(x.shape)  # type: ignore[no-any-return]
+        inner = _Swiglu.apply(self.gate_proj(x), self.up_proj(x), self._work)  # type: ignore[no-untyped-call]
+        return self.down_proj(inner)  # type: ignore[no-any-return]
 
 
 class _Swiglu(autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, autograd, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer_service.engine.model.lora_linear import AdaptedLinear, Span, clip, shared_input
+from trainer_service.engine.model.lora_linear import AdaptedLinear, Span, clip
 
 
 def target_logprobs(
@@ -67,7 +67,7 @@ def _frozen_linear(head: nn.Module, spans: Sequence[Span]) -> nn.Linear | None:
 def _chunk_logprobs(
     head: nn.Module, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, spans: Sequence[Span]
 ) -> Tensor:
-    (logits,) = shared_input(hidden, head, spans=spans)
+    logits = head(hidden, spans) if isinstance(head, AdaptedLinear) else head(hidden)
     return chosen_logprobs(logits, targets, temperatures)
 
 

@@ -5,7 +5,7 @@ One routing says which rows belong to which run. The engine sets it once per pas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -87,19 +87,6 @@ class Routing:
             self.spans = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """A run's update of a layer: x W^T becomes x W^T + scaling (dropout(x) A^T) B^T (LoRA, arXiv 2106.09685, eq. 3)."""
-
-    a: Tensor
-    """A, float32, [rank, in]."""
-    b: Tensor
-    """B, float32, [out, rank]."""
-    scaling: float
-    dropout: float
-    """Probability that an element of the input is dropped in training."""
-
-
 class AdaptedLinear(PeftLinear):
     """PEFT's LoRA layer with one adapter per run, computed for the rows of many runs at once.
 
@@ -111,48 +98,46 @@ class AdaptedLinear(PeftLinear):
     index: int
     """Index of the layer, which makes its dropout differ from that of other layers."""
 
-    def update_of(self, run_id: str) -> LowRank | None:
-        """Return a run's update of this layer; None if it has none."""
-        if run_id not in self.lora_A:
-            return None
-        dropout = getattr(self.lora_dropout[run_id], "p", 0.0)  # PEFT has an Identity for 0.
-        a, b = cast("nn.Linear", self.lora_A[run_id]), cast("nn.Linear", self.lora_B[run_id])
-        return LowRank(a.weight, b.weight, self.scaling[run_id], dropout)
+    def forward(self, x: Tensor, spans: Sequence[Span] | None = None) -> Tensor:
+        """Apply the layer to `x`, [..., in], the rows of the pass; return [..., out] in the dtype of `x`.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to `x`, [..., in], the rows of the pass; return [..., out] in the dtype of `x`."""
-        (out,) = shared_input(x.reshape(-1, x.shape[-1]), self)
-        return out.view(*x.shape[:-1], -1)
+        `spans` assigns rows to runs if they are not the rows of the pass.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        updates = self._updates(rows, self.routing.spans if spans is None else spans)
+        factors = [factor for update in updates for factor in (update.a, update.b)]
+        # Runs without an adapter here take the same path, so that their sums do not depend on whether others have one.
+        out = _LoraLinear.apply(rows, self.base_layer.weight, self.base_layer.bias, updates, *factors)  # type: ignore[no-untyped-call]
+        return out.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
-
-def shared_input(x: Tensor, *layers: nn.Module, spans: Sequence[Span] | None = None) -> Sequence[Tensor]:
-    """Apply layers to the same `x`, [rows, in]; return one [rows, out] for each.
-
-    `spans` assigns rows to runs if they are not the rows of the pass. A run's low-rank updates of these layers are one
-    product, their gradients for `x` are accumulated by the products themselves, and they share a dropout mask.
-    """
-    adapted = {place: layer for place, layer in enumerate(layers) if isinstance(layer, AdaptedLinear)}
-    if not adapted:
-        return [layer(x) for layer in layers]
-    # Runs without an adapter here take the same path, so that their sums do not depend on whether others have one.
-    updates = _run_updates(x, adapted, spans)
-    frozen = [layer.base_layer if isinstance(layer, AdaptedLinear) else layer for layer in layers]
-    weights = [weight for layer in frozen for weight in (layer.weight, layer.bias)]
-    factors = [factor for update in updates for low in update.lows for factor in (low.a, low.b)]
-    return _LoraLinears.apply(x, updates, *weights, *factors)  # type: ignore[no-any-return, no-untyped-call]
+    def _updates(self, x: Tensor, spans: Sequence[Span]) -> list[_RunUpdate]:
+        updates = []
+        for span in spans:
+            if span.run_id in self.lora_A:
+                a, b = (cast("nn.Linear", factors[span.run_id]).weight for factors in (self.lora_A, self.lora_B))
+                dropout = getattr(self.lora_dropout[span.run_id], "p", 0.0)  # PEFT has an Identity for 0.
+                few = x.device.type == "cpu" and span.stop - span.start <= _FEW_ROWS
+                dtype = torch.float32 if few else x.dtype
+                updates.append(_RunUpdate(span, a, b, self.scaling[span.run_id], dropout, self.index, dtype))
+        if updates and spans[-1].stop != len(x):
+            raise Unsupported("a layer of this model does not see the rows of a pass in order; adapt other layers.")
+        return updates
 
 
 @dataclass(frozen=True, slots=True)
 class _RunUpdate:
-    """One run's update: its rows, the indices of the layers that it adapts, and its factors in each."""
+    """A run's update of a layer: x W^T becomes x W^T + scaling (dropout(x) A^T) B^T (LoRA, arXiv 2106.09685, eq. 3)."""
 
     span: Span
-    rows: slice
-    places: list[int]
-    lows: list[LowRank]
-    ranks: list[int]
+    a: Tensor
+    """A, float32, [rank, in]."""
+    b: Tensor
+    """B, float32, [out, rank]."""
+    scaling: float
+    dropout: float
+    """Probability that an element of the input is dropped in training."""
     layer: int
-    """`AdaptedLinear.index` of the first adapted layer, from which dropout masks are drawn."""
+    """`AdaptedLinear.index`, from which the dropout mask is drawn."""
     dtype: torch.dtype
     """dtype of the products.
 
@@ -162,75 +147,42 @@ class _RunUpdate:
 
     def mask(self, rows: Tensor) -> Tensor | None:
         """Draw the dropout mask for the run's rows; None if nothing is dropped."""
-        dropout = self.lows[0].dropout
-        return self.span.mask(self.layer, dropout, rows) if dropout and self.span.seed is not None else None
+        return self.span.mask(self.layer, self.dropout, rows) if self.dropout and self.span.seed is not None else None
 
 
-def _run_updates(x: Tensor, adapted: Mapping[int, AdaptedLinear], spans: Sequence[Span] | None) -> list[_RunUpdate]:
-    first = next(iter(adapted.values()))
-    spans = first.routing.spans if spans is None else spans
-    updates = []
-    for span in spans:
-        lows = {place: low for place, layer in adapted.items() if (low := layer.update_of(span.run_id)) is not None}
-        if lows:
-            rows, ranks = slice(span.start, span.stop), [low.a.shape[0] for low in lows.values()]
-            few = x.device.type == "cpu" and span.stop - span.start <= _FEW_ROWS
-            dtype = torch.float32 if few else x.dtype
-            updates.append(_RunUpdate(span, rows, [*lows], [*lows.values()], ranks, first.index, dtype))
-    if updates and spans[-1].stop != len(x):
-        raise Unsupported("a layer of this model does not see the rows of a pass in order; adapt other layers.")
-    return updates
-
-
-class _LoraLinears(autograd.Function):
-    """Computes gradients for x, and for A and B of each update; weights and biases are frozen.
-
-    The arguments after `updates` are each layer's weight and bias, then each update's A and B, layer by layer.
-    """
+class _LoraLinear(autograd.Function):
+    """Computes gradients for x, and for A and B of each update; weight and bias are frozen."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, updates: Sequence[_RunUpdate], *flat: Any) -> tuple[Tensor, ...]:
-        count = (len(flat) - sum(2 * len(update.lows) for update in updates)) // 2
-        weights, biases, factors = flat[: 2 * count : 2], flat[1 : 2 * count : 2], iter(flat[2 * count :])
-        outs = tuple(functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        saved = []
-        for update in updates:
-            pairs = [(next(factors), next(factors)) for _ in update.lows]
-            down = (torch.cat([a for a, _ in pairs]) if len(pairs) > 1 else pairs[0][0]).to(update.dtype)
-            ups, rows = [b.to(update.dtype) for _, b in pairs], x[update.rows]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, updates: Sequence[_RunUpdate], *factors: Any) -> Tensor:
+        out, saved = functional.linear(x, weight, bias), []
+        for update, a, b in zip(updates, factors[::2], factors[1::2], strict=True):
+            rows = x[update.span.start : update.span.stop]
             mask = update.mask(rows)
-            rows = (rows if mask is None else rows * mask).to(update.dtype)
-            low = (rows @ down.t()).mul_(update.lows[0].scaling)
-            for place, own, up in zip(update.places, torch.split(low, update.ranks, dim=1), ups, strict=True):
-                _add_product(outs[place][update.rows], own, up.t())
-            saved += [down, low, *ups]
+            down, up = a.to(update.dtype), b.to(update.dtype)
+            low = ((rows if mask is None else rows * mask).to(update.dtype) @ down.t()).mul_(update.scaling)
+            _add_product(out[update.span.start : update.span.stop], low, up.t())
+            saved += [down, up, low]
         ctx.updates = updates
-        ctx.save_for_backward(x, *weights, *saved)
-        return outs
+        ctx.save_for_backward(x, weight, *saved)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        count = len(gradients)
-        x, *rest = ctx.saved_tensors
-        weights, saved = rest[:count], iter(rest[count:])
-        dx = _input_gradient(gradients, weights) if ctx.needs_input_grad[0] else None
+        x, weight, *saved = ctx.saved_tensors
+        dx = gradients[0] @ weight if ctx.needs_input_grad[0] else None
         factors: list[Tensor] = []
-        for update in ctx.updates:
-            down, low = next(saved), next(saved)
-            ups = [next(saved) for _ in update.lows]
-            outs = [gradients[place][update.rows].to(down.dtype) for place in update.places]
-            through = torch.cat([out @ up for out, up in zip(outs, ups, strict=True)], dim=1)
-            through.mul_(update.lows[0].scaling)
-            rows, mask = x[update.rows], update.mask(x[update.rows])
+        for update, down, up, low in zip(ctx.updates, saved[::3], saved[1::3], saved[2::3], strict=True):
+            place = slice(update.span.start, update.span.stop)
+            rows, dout = x[place], gradients[0][place].to(down.dtype)
+            mask, through = update.mask(rows), (dout @ up).mul_(update.scaling)
             if dx is not None and mask is None:
-                _add_product(dx[update.rows], through, down)
+                _add_product(dx[place], through, down)
             elif dx is not None:
-                dx[update.rows] += (through @ down).mul_(mask)
+                dx[place] += (through @ down).mul_(mask)
             rows = (rows if mask is None else rows * mask).to(down.dtype)
-            das = torch.split((through.t() @ rows).float(), update.ranks)
-            for da, own, out in zip(das, torch.split(low, update.ranks, dim=1), outs, strict=True):
-                factors += [da, _outer(out, own)]
-        return dx, None, *([None] * (2 * count)), *factors
+            factors += [(through.t() @ rows).float(), _outer(dout, low)]
+        return dx, None, None, None, *factors
 
 
 def _add_product(into: Tensor, one: Tensor, other: Tensor) -> None:
@@ -239,13 +191,6 @@ def _add_product(into: Tensor, one: Tensor, other: Tensor) -> None:
         into.addmm_(one, other)
     else:
         into.copy_(into.float().addmm_(one, other))
-
-
-def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    dx = gradients[0] @ weights[0]
-    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        dx.addmm_(gradient, weight)
-    return dx
 
 
 def _outer(gradient: Tensor, low: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from trainer_service.engine.model.lora_linear import AdaptedLinear, Routing, Span, shared_input
+from trainer_service.engine.model.lora_linear import AdaptedLinear, Routing, Span
 
 WIDTH, OUTS, SCALING = 48, (32, 16), 0.7
 
@@ -32,7 +32,7 @@ def compute(layers, x, rows, gradients):
     """Return the outputs, then the gradients of x and of each factor, run by run."""
     spans = [Span("first", 0, rows[0], ((0, rows[0]),)), Span("second", rows[0], sum(rows), ((0, rows[1]),))]
     factors = [f[name].weight for name in ("first", "second") for layer in layers for f in (layer.lora_A, layer.lora_B)]
-    outs = shared_input(x, *layers, spans=spans)
+    outs = [layer(x, spans) for layer in layers]
     return [*outs, *torch.autograd.grad(outs, [x, *factors], gradients)]
 
 
