@@ -28,7 +28,7 @@ from paceline.types import (
 )
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.optimizers.specs import spec_of
 from trainer_service.engine.protocol import AdapterInfo
 from trainer_service.limits.free_space import DiskGuard

@@ -29,7 +29,7 @@ from trainer_service.engine.microbatch.packing import Batch
 from trainer_service.engine.microbatch.scheduler import Scheduler
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.worker.allocator import keep_freed_memory
+from trainer_service.engine.worker import keep_freed_memory
 
 LOSS = "importance_sampling"
 ALONE = "all tokens, one run"

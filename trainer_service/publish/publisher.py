@@ -17,7 +17,7 @@ from paceline.log import get_logger
 from paceline.types import FullParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints.store import staged_directory
-from trainer_service.engine.client.connection import Captured
+from trainer_service.engine.client import Captured
 from trainer_service.engine.protocol import PublishedAs
 from trainer_service.failpoints import Failpoints
 from trainer_service.limits.free_space import NO_GUARD, DiskGuard

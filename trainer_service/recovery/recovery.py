@@ -13,7 +13,7 @@ from paceline.log import get_logger
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import RunState
 from trainer_service.backoff import backoff
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import AnswerRecord, JournalDamagedError

@@ -20,7 +20,7 @@ from paceline.types import Checkpoint, CheckpointKind, ModelInfo, RunParameters,
 from paceline.weights.v1.weight_service_pb2 import Agreement
 from trainer_service.checkpoints import download
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.loss.specs import LOSS_SPECS
 from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.publish.agreements import Agreements

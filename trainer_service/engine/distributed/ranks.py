@@ -23,8 +23,7 @@ from torch._C._distributed_c10d import FileStore
 
 from paceline.errors import Unsupported
 from trainer_service.engine import messages
-from trainer_service.engine.failures import failure_of
-from trainer_service.engine.watchdog import sign_file, write_sign
+from trainer_service.engine.watchdog import heartbeat_file, write_heartbeat
 
 _TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others. The launcher notices a dead rank long before."""
@@ -52,13 +51,15 @@ def in_step() -> Iterator[None]:
 class Ranks:
     """This process among those that make up the engine; a single one needs no process group and no agreement."""
 
-    def __init__(self, rank: int, size: int, sign: Path | None = None) -> None:
-        """Write the process id to `sign`, the heartbeat file of this rank, if the service watches one."""
+    def __init__(self, rank: int, size: int, heartbeat: Path | None = None) -> None:
+        """Write the process id to `heartbeat`, the heartbeat file of this rank, if the service watches one."""
         self.rank = rank
         self.size = size
-        self._sign = sign
-        if sign is not None:
-            write_sign(sign, os.getpid())
+        self.leads = rank == 0
+        """Whether this rank holds the pipe to the service."""
+        self._heartbeat = heartbeat
+        if heartbeat is not None:
+            write_heartbeat(heartbeat, os.getpid())
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -70,19 +71,14 @@ class Ranks:
         """Join the other ranks that torch's elastic launcher started, through the file `store`."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
-        meeting = FileStore(str(store), size)
-        dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=_TIMEOUT)
-        return cls(rank, size, sign_file(store.parent, rank))
+        shared = FileStore(str(store), size)
+        dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=_TIMEOUT)
+        return cls(rank, size, heartbeat_file(store.parent, rank))
 
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    def give_sign(self) -> None:
+    def beat(self) -> None:
         """Touch the heartbeat file. Raises OSError if the service has removed its directory."""
-        if self._sign is not None:
-            self._sign.touch()
+        if self._heartbeat is not None:
+            self._heartbeat.touch()
 
     def take_device(self, device: str) -> str:
         """Claim this rank's own device of the kind `device`, a GPU or a share of the CPU's cores; return its name.
@@ -93,7 +89,7 @@ class Ranks:
             return device
         if device.startswith("cuda"):
             if torch.cuda.device_count() < self.size:
-                raise Unsupported(f"{self.size} ranks need a GPU each; set as many as there are.", field="ranks")
+                raise Unsupported(f"{self.size} ranks need a GPU each; set ranks to the number of GPUs.", field="ranks")
             torch.cuda.set_device(self.rank)
             return f"cuda:{self.rank}"
         if sys.platform == "linux":
@@ -118,8 +114,7 @@ class Ranks:
         """Return the payloads of rank 0; the others' payloads are ignored."""
         if self.size == 1:
             return payloads
-        shared = self.share(b"".join(map(messages.frame, payloads)))
-        return list(messages.frames(shared))
+        return messages.decode(self.share(messages.encode(payloads)), list[bytes])
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, by rank."""
@@ -157,7 +152,7 @@ class Ranks:
         try:
             result.append(work())
         except Exception as error:  # Whatever the error is, the others wait for this rank.
-            failure = failure_of(error, "a rank's part")
+            failure = messages.failure_of(error, "a rank's part")
         if failure is not None and catch_up is not None:
             gc.collect()  # Torch's frames are in reference cycles and hold what the part had allocated.
             catch_up()
@@ -171,7 +166,7 @@ class Ranks:
         results = [self.together(work if turn == self.rank else _nothing) for turn in range(self.size)]
         return cast("T", results[self.rank])
 
-    def check_alike(self, outcome: str) -> None:
+    def check_same_outcome(self, outcome: str) -> None:
         """Check that a command had the same outcome on every rank. Raises OutOfStepError."""
         if self.size == 1:
             return
@@ -189,7 +184,7 @@ class Ranks:
         return messages.decode(self.share(messages.encode(failure), int(lowest)), messages.Failure)
 
 
-def end_with(descriptor: int) -> None:
+def exit_with(descriptor: int) -> None:
     """Exit within a second after the service, at the other end of `descriptor`, or the launcher has ended."""
     threading.Thread(target=_watch, args=(descriptor, os.getppid()), daemon=True).start()
 
