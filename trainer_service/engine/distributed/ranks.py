@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from paceline.errors import Unsupported
+from paceline.errors import OutOfMemory, Unsupported
 from trainer_service.engine import messages
 from trainer_service.engine.watchdog import heartbeat_file, write_heartbeat
 
@@ -46,6 +46,18 @@ def in_step() -> Iterator[None]:
         yield
     except Exception as error:
         raise OutOfStepError(f"a collective failed: {error}") from error
+
+
+@contextmanager
+def convert_memory_errors() -> Iterator[None]:
+    """Raise OutOfMemory for every error by which torch reports a failed allocation."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # The CPU allocator raises a plain RuntimeError.
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            raise OutOfMemory("the engine ran out of memory; send fewer or shorter sequences.") from error
+        raise
 
 
 class Ranks:
@@ -80,7 +92,7 @@ class Ranks:
         if self._heartbeat is not None:
             self._heartbeat.touch()
 
-    def take_device(self, device: str) -> str:
+    def claim_device(self, device: str) -> str:
         """Claim this rank's own device of the kind `device`, a GPU or a share of the CPU's cores; return its name.
 
         Raises Unsupported if there are fewer GPUs than ranks.

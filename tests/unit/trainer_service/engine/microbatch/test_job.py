@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.types import Datum
-from trainer_service.engine.microbatch.packing import Batch, PackedSegment, scatter_logprobs, segment_of
+from trainer_service.engine.microbatch.job import Batch, PackedSegment, scatter_logprobs, segment_of
 from trainer_service.engine.microbatch.scheduler import Scheduler
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ INPUTS = ["target_tokens", "advantages"]
 
 @dataclass
 class Demand:
-    waiting: list[PackedSegment]
+    waiting: list[list[PackedSegment]]
     run_id: str = "run"
     forward_only: bool = False
     alone: bool = False
@@ -38,10 +38,9 @@ def datum(length, *, mask=None, start=0):
 def packs_of(data, budget):
     """Pack a single batch as the engine does."""
     batch, scheduler = Batch(data, INPUTS), Scheduler(budget)
-    packs = []
-    for group in batch.segments():
-        while shares := scheduler.next_passes([Demand(group)])[0]:
-            packs += [batch.pack(segments, CPU) for _, segments in shares]
+    demand, packs = Demand(batch.segments()), []
+    while shares := scheduler.next_passes([demand])[0]:
+        packs += [batch.pack(segments, CPU) for _, segments in shares]
     return packs
 
 

@@ -23,8 +23,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from paceline.errors import Unsupported
 from paceline.types import AdamParams, ForwardBackwardSpec, FullParameters, LoraConfig, PackingMode
-from trainer_service.engine.certificate import certified_base, probe, stock
-from trainer_service.engine.microbatch import runner
+from trainer_service.engine.certificate import certified_base, stock
+from trainer_service.engine.microbatch import passes
 from trainer_service.engine.model import base_model, packed_attention
 from trainer_service.engine.model.fused import attention as fused_attention
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
@@ -194,7 +194,7 @@ def draws(monkeypatch):
 
     def make_probe(config, seed):
         drawn.append(seed)
-        return probe.make_probe(config, seed)
+        return stock.make_probe(config, seed)
 
     monkeypatch.setattr(certified_base, "make_probe", make_probe)
     return drawn
@@ -208,7 +208,7 @@ def break_ties(monkeypatch, draws):
     def break_them(seeds):
         def route(self, hidden_states):
             logits, scores, chosen = right(self, hidden_states)
-            if draws[-1] in seeds and len(logits) > max(map(max, probe.LENGTHS.values())):
+            if draws[-1] in seeds and len(logits) > max(map(max, stock.LENGTHS.values())):
                 chosen = torch.cat([chosen[:-1], logits[-1:].argsort()[:, : self.top_k]])
             return logits, scores, chosen
 
@@ -261,7 +261,7 @@ def test_packing_in_which_positions_do_not_restart_is_not_used(tmp_path, monkeyp
     def go_on(model, mode, input_ids, position_ids, lengths):
         return right(model, mode, input_ids, torch.arange(input_ids.shape[1])[None], lengths)
 
-    for module in (runner, certified_base):
+    for module in (passes, certified_base):
         monkeypatch.setattr(module, "hidden_states", go_on)
     # OPT's positions are learned; rotary ones act by differences, which stay the same.
     engine = PeftEngine(EngineOptions(str(make_tiny("opt", tmp_path)), "tiny", dtype=dtype))
