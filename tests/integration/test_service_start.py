@@ -11,7 +11,7 @@ from paceline.errors import Unsupported
 from paceline.rpc.server import serve
 from paceline.settings import ServiceSettings
 
-SENTENCE = "tiny cannot be served: model.layers.0.mixer (Mixer) computes otherwise."
+SENTENCE = "tiny cannot be served: model.layers.0.mixer (Mixer) computes different results."
 
 
 class Refusing:

@@ -181,7 +181,7 @@ class _Loading:
         if self._fused and not mode.fused:
             self._load(fused=False)
         if mode.is_packed and self._rope:
-            raise Unsupported(f"{self._rope} turns by as much as suits the longest sequence of a pass.")
+            raise Unsupported(f"{self._rope} has frequencies that depend on the longest sequence of a pass.")
         if mode.attention != STOCK_ATTENTION and self._variant:
             raise Unsupported(f"attention {mode.attention} does not compute {self._variant}.")
         use_attention(self._model, mode.attention)
@@ -254,7 +254,7 @@ class _Loading:
         if error is not None:
             return why_failed(error, self._model)
         if mode.fused:
-            return "the fused layers compute otherwise than transformers"
+            return "the fused layers give different results from transformers"
         tokens = np.concatenate([datum.model_input for data in self._probe.values() for datum in data])
         device_tokens = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
         return why_different(self._model, mode, device_tokens, self._pass, mixes=self._mixed)
@@ -274,7 +274,7 @@ class _Loading:
         try:
             self._routing = adapters.adapt(self._model)
         except ValueError as error:
-            reason = f"PEFT puts no adapter on it: {first_line(error).rstrip('(')}"
+            reason = f"PEFT cannot add an adapter to it: {first_line(error).rstrip('(')}"
             raise Unsupported(f"{self._options.model_name} cannot be served: {reason}.") from error
 
     def _examine(self, model: PreTrainedModel) -> None:

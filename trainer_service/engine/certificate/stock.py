@@ -250,4 +250,4 @@ def _check_causal(model: PreTrainedModel, probe: Probe, stock: Stock) -> None:
     with _adapted(model, stock.adapters[run]):
         part = _logprobs(model, probe[run][place], length).cpu().numpy()
     if rms(part - whole[:length]) > stock.logprob_bound:
-        raise Unsupported(f"{type(model).__name__} is no language model that reads from left to right.")
+        raise Unsupported(f"{type(model).__name__} is not a causal language model.")

@@ -64,7 +64,7 @@ def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor, run: R
         while "." in name and (name not in stock or _differ(mine[name].given, stock[name].given)):
             name = name.rpartition(".")[0]
         how = "where sequences share a pass" if mode.is_packed else f"with attention {mode.attention}"
-        return f"{_named(name, model)} computes otherwise {how}"
+        return f"{_named(name, model)} computes different results {how}"
     if mixes:
         return "sequences that share a pass depend on each other"
     head = next((name for name, module in model.named_modules() if module is output_head(model)), "")

@@ -250,7 +250,7 @@ def test_packing_that_is_broken_is_not_used(make_engine, draws, monkeypatch, lea
     monkeypatch.setattr(fused_attention, "packed_attention", leak)
     certificate = make_engine("llama", dtype=dtype).describe().certificate
     assert certificate.packing is PackingMode.ONE_SEQUENCE
-    assert "model.layers.0.self_attn (LlamaAttention) computes otherwise" in certificate.reason
+    assert "model.layers.0.self_attn (LlamaAttention) computes different results" in certificate.reason
     assert set(draws) == {0}, "what most tokens show is no chance"
 
 
@@ -285,5 +285,5 @@ def test_a_model_that_no_way_computes_rightly_is_not_served(make_engine, monkeyp
 
 def test_what_cannot_be_right_is_refused_in_a_sentence(tmp_path):
     directory = save(BertConfig(**_SHAPE), tmp_path)
-    with pytest.raises(Unsupported, match=r"^tiny cannot be served: BertLMHeadModel is no language model that reads"):
+    with pytest.raises(Unsupported, match=r"^tiny cannot be served: BertLMHeadModel is not a causal language model"):
         PeftEngine(EngineOptions(str(directory), "tiny"))
