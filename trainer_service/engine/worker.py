@@ -108,7 +108,9 @@ class Worker:
     def _take_requests(self, *, wait: bool) -> list[messages.Request]:
         """Return all waiting requests; with `wait`, at least one. All ranks call this together."""
         while True:
-            payloads = self._ranks.share_all(self._received(wait=wait) if self._ranks.leads else [])
+            payloads = self._received(wait=wait) if self._ranks.leads else []
+            if self._ranks.size > 1:
+                payloads = messages.decode(self._ranks.share(messages.encode(payloads)), list[bytes])
             if payloads or not wait:
                 return [messages.decode(payload, messages.Request) for payload in payloads]
 
@@ -186,7 +188,7 @@ class Worker:
         except Exception as error:
             failure = messages.failure_of(error, _name(request))
             report = messages.Reply(request.id, _NOTHING, failure)
-        if not isinstance(request.command, messages.READ_ONLY):
+        if self._ranks.size > 1 and not isinstance(request.command, messages.READ_ONLY):
             self._ranks.check_same_outcome(failure.reason if failure is not None else "")
         self._failpoints.hit(f"engine_{_name(request)}{point}")
         self._send(report)

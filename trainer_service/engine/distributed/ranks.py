@@ -122,16 +122,8 @@ class Ranks:
                 dist.broadcast(content, source)
             return content.numpy().tobytes()
 
-    def share_all(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the payloads of rank 0; the others' payloads are ignored."""
-        if self.size == 1:
-            return payloads
-        return messages.decode(self.share(messages.encode(payloads)), list[bytes])
-
     def gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank."""
-        if self.size == 1:
-            return [payload]
+        """Return the payload of each of several ranks, by rank."""
         with in_step():
             lengths = [torch.tensor(0) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor(len(payload)))
@@ -179,9 +171,7 @@ class Ranks:
         return cast("T", results[self.rank])
 
     def check_same_outcome(self, outcome: str) -> None:
-        """Check that a command had the same outcome on every rank. Raises OutOfStepError."""
-        if self.size == 1:
-            return
+        """Check that a command had the same outcome on each of several ranks. Raises OutOfStepError."""
         outcomes = {payload.decode() for payload in self.gather(outcome.encode())}
         if len(outcomes) > 1:
             raise OutOfStepError(f"ranks disagree: {', '.join(sorted(outcomes))}")

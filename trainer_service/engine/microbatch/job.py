@@ -68,9 +68,7 @@ class ForwardBackwardJob:
                 sum_so_far.add_(gradient)
 
     def combine_ranks(self, ranks: Ranks) -> None:
-        """Combine the results of all ranks, so that each has all of them; all ranks call this together."""
-        if ranks.size == 1:
-            return
+        """Combine the results of several ranks, so that each has all of them; all ranks call this together."""
         own = {index: self._outputs[index] for index in self._counted}
         self._totals, mine = Totals(), self._totals
         for payload in ranks.gather(messages.encode(_RankShare(mine, own))):

@@ -79,7 +79,10 @@ class PassExecutor:
 
     def load_runs(self, runs: Sequence[EngineRun]) -> None:
         """Load runs into memory on every rank; all ranks call this together. Raises OutOfMemory, DiskFull."""
-        self._ranks.together(partial(self.load_on_this_rank, runs))
+        if self._ranks.size == 1:
+            self.load_on_this_rank(runs)
+        else:
+            self._ranks.together(partial(self.load_on_this_rank, runs))
 
     def load_on_this_rank(self, runs: Sequence[EngineRun]) -> None:
         """Load runs into memory on this rank only, which is enough for commands that only read."""
@@ -112,8 +115,11 @@ class PassExecutor:
         jobs, own = _jobs_of(passes), passes[self._ranks.rank]
         try:
             self.load_runs([job.run for job in jobs])
-            work = partial(self._run_pass, own) if own else None
-            results = self._shared.run(work, with_gradient=not jobs[0].forward_only)
+            if self._ranks.size == 1:
+                results: list[_Result] | None = self._run_pass(own)
+            else:
+                work = partial(self._run_pass, own) if own else None
+                results = self._shared.run(work, with_gradient=not jobs[0].forward_only)
         except OutOfMemory as error:
             # Drop the traceback: its frames hold memory that the next attempt needs.
             short = OutOfMemory(error.message, field=error.field, metadata=error.metadata)
@@ -146,7 +152,8 @@ class PassExecutor:
         try:
             if job.error is None:
                 self.load_runs([job.run])
-                job.combine_ranks(self._ranks)
+                if self._ranks.size > 1:
+                    job.combine_ranks(self._ranks)
                 with convert_memory_errors():
                     job.finish()
         except PacelineError as error:
@@ -176,7 +183,8 @@ class PassExecutor:
     def _logprobs(self, model: PreTrainedModel, rows: Sequence[_Rows]) -> list[Tensor]:
         head = output_head(model)
         groups = _head_groups(head, rows)
-        wholes = self._shared.run_root(partial(self._forward, model, head, rows, groups))
+        forward = partial(self._forward, model, head, rows, groups)
+        wholes = forward() if self._ranks.size == 1 else self._shared.run_root(forward)
         result: dict[str, Tensor] = {}
         for group, whole in zip(groups, wholes, strict=True):
             parts = torch.split(whole, [len(part.pack.counted) for part in group])
