@@ -10,7 +10,7 @@ import msgspec
 
 from paceline import errors
 from paceline.log import get_logger
-from paceline.weight_sharing import SOCKET, WriteTurn, decode_request
+from paceline.weight_sharing import SOCKET, WriteReply, decode_request
 from sampler_service.stores.in_place import InPlaceSlot
 
 _WRITE_SECONDS = 60.0
@@ -44,20 +44,20 @@ class UpdateServer:
             if request.generation != self._generation:
                 raise errors.BaseUnavailable("the weights are no longer those that the writer means")
             async with self._slot.writing(request):
-                _say(writer, WriteTurn())
+                _say(writer, WriteReply())
                 async with asyncio.timeout(_WRITE_SECONDS):
                     if not await reader.readline():
                         raise ConnectionError("the writer died")
-            _say(writer, WriteTurn())
+            _say(writer, WriteReply())
         except errors.PacelineError as error:
             _log.warning("write refused", reason=error.reason, error=error.message)
-            _say(writer, WriteTurn(error.reason, error.message))
+            _say(writer, WriteReply(error.reason, error.message))
         except Exception:  # always answer: the writer must not mistake silence for its turn
             _log.exception("write broken off; nothing is begun until the weights are written again")
-            _say(writer, WriteTurn(errors.EngineUnavailable.reason, "the write was broken off"))
+            _say(writer, WriteReply(errors.EngineUnavailable.reason, "the write was broken off"))
         finally:
             writer.close()
 
 
-def _say(writer: StreamWriter, turn: WriteTurn) -> None:
+def _say(writer: StreamWriter, turn: WriteReply) -> None:
     writer.write(msgspec.json.encode(turn) + b"\n")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from paceline import errors
 from paceline.background import Background
-from paceline.collective import GroupMember, GroupPlace
+from paceline.collective import GroupMember, GroupMembership
 from paceline.log import get_logger
 from paceline.types import ModelRef
 from paceline.weights import served_model, weights_file
@@ -77,7 +77,7 @@ class GroupReceiver:
         await self._background.finish()
 
     async def _join(self, group: pb.Group, say: Say) -> None:
-        place = GroupPlace(group.backend, group.address, group.generation, group.rank, group.size, group.seconds)
+        place = GroupMembership(group.backend, group.address, group.generation, group.rank, group.size, group.seconds)
         member = await GroupMember.start(place)
         # While the process started, this sampler may have left the group or been called to another generation.
         if self._generation != group.generation:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.background import Background
-from paceline.collective import GroupMember, GroupPlace
+from paceline.collective import GroupMember, GroupMembership
 from paceline.errors import PeerLost
 from paceline.log import get_logger
 from paceline.weights.v1 import weight_service_pb2 as pb
@@ -130,9 +130,9 @@ class BroadcastGroup:
             for task in (joining, changing):
                 task.cancel()
 
-    def _place(self, size: int) -> GroupPlace:
+    def _place(self, size: int) -> GroupMembership:
         options = self._options
-        return GroupPlace(options.backend, options.listen, self._generation, 0, size, options.seconds)
+        return GroupMembership(options.backend, options.listen, self._generation, 0, size, options.seconds)
 
     def _invitation(self, rank: int, size: int, port: int) -> pb.Group:
         host, options = self._options.listen.rpartition(":")[0], self._options
