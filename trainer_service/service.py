@@ -90,7 +90,7 @@ class TrainerService:
         self._base = LentBase(settings.base_dir)
         self._agreements = Agreements(self._engine, self._find_version, metrics)
         self._publisher = Publisher(
-            self._engine.save_adapter,
+            self._engine,
             self._registry,
             self._hub,
             self._volume,

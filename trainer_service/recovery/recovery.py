@@ -204,7 +204,7 @@ class Recovery:
         answer = answer_from_record(before)
         # A publish that was not acknowledged in time was refused, but its version exists.
         sha256 = answer.model.sha256 if isinstance(answer, pb.PublishWeightsResponse) else ""
-        await self._publisher.remake(run, before.version, command.seq_id, sha256)
+        await self._publisher.recreate(run, before.version, command.seq_id, sha256)
 
 
 def _changes_state(command: Command, before: AnswerRecord) -> bool:
