@@ -133,7 +133,7 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     @model_validator(mode="after")
     def _check_in_place(self) -> Self:
         if self.in_place != "off" and self.bridge != "shared":
-            raise ValueError("in_place takes bridge=shared")
+            raise ValueError("in_place requires bridge=shared")
         if self.bridge == "shared" and self.serves == "models":
             raise ValueError("with bridge=shared whole models are served by in_place")
         return self

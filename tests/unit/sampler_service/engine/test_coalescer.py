@@ -12,7 +12,7 @@ from paceline.errors import EngineUnavailable
 from paceline.types import ServedModel, StopReason, TopkLogprobs
 from sampler_service.engine.coalescer import Coalescer, Crowd
 from sampler_service.engine.protocol import Delivery, TokenDelta
-from sampler_service.requests.reply import collect, complete
+from sampler_service.sampling import collect, complete
 
 
 def delta(index, *tokens, stop=None):

@@ -11,8 +11,7 @@ import pytest
 from paceline import errors
 from paceline.layout import new_run_id
 from paceline.types import ModelInfo, ModelRef, SamplingParams
-from sampler_service.requests.request import SampleRequest
-from sampler_service.requests.validation import RequestLimits, check_adapter_ref, check_ref, check_sample
+from sampler_service.validation import RequestLimits, SampleRequest, check_adapter_ref, check_ref, check_sample
 
 MODEL = ModelInfo("tiny", max_context_length=32, vocab_size=100, dtype="float32", max_lora_rank=8, num_layers=2)
 LIMITS = RequestLimits(MODEL, max_num_samples=4, max_topk=5, max_unread_tokens=100)
