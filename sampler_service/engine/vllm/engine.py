@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -20,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from paceline.errors import EngineUnavailable, InvalidArgument
+from paceline.errors import EngineUnavailable, InvalidArgument, InvalidShape
 from paceline.log import get_logger
 from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types.training import Array
@@ -39,7 +40,6 @@ from sampler_service.engine.protocol import (
     TextRequest,
     TokenDelta,
 )
-from sampler_service.engine.vllm.adapters import AdapterLoader
 from sampler_service.engine.vllm.cpu.kv_cache import clear_new_blocks
 from sampler_service.engine.vllm.grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm.params import (
@@ -75,10 +75,11 @@ CPU_BLOCK_SIZE = 32
 @dataclass(frozen=True, slots=True)
 class _Started:
     fed: FedLlm | StockLlm
-    loader: AdapterLoader
     info: ModelInfo
     linear: LinearShapes
     slots: Slots = field(default_factory=Slots)
+    served_modules: set[frozenset[str]] = field(default_factory=set)
+    """Sets of modules on which vLLM is known to serve adapters."""
 
     @property
     def llm(self) -> AsyncLLM:
@@ -141,18 +142,17 @@ class VllmEngine:
                 # Otherwise vLLM prepares experts for adapters too, and computes them with Triton in every request.
                 config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
-        loader = AdapterLoader(llm, self._options)
-        self._started = _Started(_feeding(llm, self._options), loader, info, linear)
-        sizes = await loader.start()
+        self._started = _Started(_feeding(llm, self._options), info, linear)
+        direct = self._options.apply == "direct"
+        sizes: list[int] = await llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
         self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
 
     async def stop(self) -> None:
         if self._started is None:
             return
-        llm, loader = self._started.llm, self._started.loader
+        llm = self._started.llm
         await llm.abort(sorted(self._open))
         self._started = None
-        await loader.close()
         llm.shutdown()
         if self._options.base_dir is not None:
             clear(self._options.base_dir)
@@ -166,9 +166,14 @@ class VllmEngine:
         shapes = await asyncio.to_thread(read_adapter, adapter.path)
         check_adapter(shapes, engine.linear, self._options.max_lora_rank)
         with _translated():
-            times = await engine.loader.load(adapter, frozenset(shapes.modules))
+            await _check_served(engine, frozenset(shapes.modules))
+            start = perf_counter()
+            call = (adapter.adapter_id, adapter.name, str(adapter.path), adapter.in_memory)
+            loaded: list[tuple[float, bool]] = await engine.llm.collective_rpc("load_adapter", args=call)
+        seconds = max(seconds for seconds, _ in loaded)
+        waited = perf_counter() - start - seconds
         self._adapters.add(adapter.adapter_id)
-        return times
+        return LoadTimes(1e3 * waited, 1e3 * seconds, all(in_slot for _, in_slot in loaded))
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         self._adapters.discard(adapter.adapter_id)
@@ -258,6 +263,17 @@ class VllmEngine:
                         output.prompt_logprobs, k
                     ) if k else None
         raise EngineUnavailable("the engine stopped before the sequence was scored")
+
+
+async def _check_served(engine: _Started, modules: frozenset[str]) -> None:
+    """Refuse an adapter that vLLM would apply only in part. Each set of modules is checked once."""
+    if modules in engine.served_modules:
+        return
+    left_out = await engine.llm.collective_rpc("unmatched_adapter_modules", args=(sorted(modules),))
+    missing = set.intersection(*map(set, left_out))
+    if missing:
+        raise InvalidShape(f"vLLM serves no adapter on {len(missing)} modules, such as {min(missing)}", field="adapter")
+    engine.served_modules.add(modules)
 
 
 def _feeding(llm: AsyncLLM, options: EngineOptions) -> FedLlm | StockLlm:

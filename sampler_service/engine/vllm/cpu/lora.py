@@ -7,7 +7,7 @@ the last slot, so that once all slots are in use, requests to the base model are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,8 +102,6 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         self._sampler_groups: Groups = []
         self._padded: Padded | None = None
         """The padded rows, for batches of few rows and several adapters."""
-        self.between_layers: Callable[[], None] = _nothing
-        """Called before the operators of each linear layer; it may write slots that the batch does not use."""
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         """Read the batch's mapping; called before each step whose mapping differs from the previous one's."""
@@ -129,7 +127,6 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
 
         Shapes: y [T, sum of slices], x [T, in], A [slots, 1, r, in], B [slots, 1, slice, r].
         """
-        self.between_layers()
         if not self._token_groups:
             return
         if y.dim() > 2:
@@ -175,10 +172,6 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         if not add_inputs:
             y.zero_()
         _add_groups(y, x, self._token_groups, Expansion(lora_b_stacked[:, 0]), 1.0)
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair | Expansion, scale: float) -> None:

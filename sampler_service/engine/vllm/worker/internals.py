@@ -107,16 +107,6 @@ class VllmInternals:
         dtype: torch.dtype = self._manager.lora_config.lora_dtype
         return dtype
 
-    @property
-    def can_look_aside(self) -> bool:
-        """Whether the layers' operators call back during a step, as those for CPUs do."""
-        return all(_has(layer, "punica_wrapper.between_layers") for layer in self.layers.values())
-
-    def look_aside(self, look: Callable[[], None]) -> None:
-        """Call `look` between layers from now on."""
-        for layer in self.layers.values():
-            layer.punica_wrapper.between_layers = look
-
     def read_config(self, directory: Path) -> PEFTHelper:
         """Read an adapter's configuration as vLLM does. Raises ValueError if vLLM does not support such adapters."""
         peft = PEFTHelper.from_local_dir(str(directory), self._runner.lora_manager.max_position_embeddings)

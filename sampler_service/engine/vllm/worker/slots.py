@@ -1,4 +1,4 @@
-"""Puts adapters directly into vLLM's slots: one copy from the staged file, between two steps or two layers of one.
+"""Puts adapters directly into vLLM's slots: one copy from the staged file, between two steps.
 
 vLLM itself would read the file into tensors, scale them in a copy, clear the slot and copy again. Everything after that
 remains vLLM's: which adapter is in which slot, which one is evicted if all are taken, and how an evicted one returns,
