@@ -7,10 +7,10 @@ the last slot, so that once all slots are in use, requests to the base model are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,11 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sampler_service.engine.vllm.cpu.kv_cache import clear_on
-from sampler_service.engine.vllm.cpu.lora_slots import FEW_ROWS, Expansion, Pair, Slots, lay_out
 
+_FEW_ROWS = 64
+"""Rows up to which reading the weights takes longer than multiplying."""
+_MOST_JOINED_RANKS = 96
+"""Total rank of all parts above which multiplying the zeros between the blocks takes longer than more calls."""
 _EVERY = slice(None)
 
 Rows = slice | Tensor
@@ -42,6 +45,57 @@ def group_rows(slots: Tensor) -> Groups:
 def _together(rows: Tensor) -> Rows:
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+class Pair(NamedTuple):
+    """A and B of every slot for one pair of products: those of one part of a layer, or of several parts joined."""
+
+    a: Tensor | None
+    """[slots, ranks, in]; None if A x is already computed."""
+    b: Tensor
+    """[slots, out, ranks]"""
+
+    def shrink(self, x: Tensor, slots: int | slice) -> Tensor:
+        """Return A x [..., N, ranks] of a slot, or of consecutive ones, each with its own x [N, in] of `x`."""
+        return x if self.a is None else x @ self.a[slots].mT
+
+    def add(self, y: Tensor, x: Tensor, slot: int, scale: float) -> None:
+        """Add B A x of a slot to y in place; y has shape [N, out], x [N, in]."""
+        weight, shrunk = self.b[slot], self.shrink(x, slot)
+        if y.size(0) > _FEW_ROWS and y.dtype == weight.dtype:
+            y.addmm_(shrunk, weight.T, alpha=scale)
+        else:
+            y.add_(shrunk @ weight.T, alpha=scale)
+
+
+class Slots(tuple[Tensor, ...]):
+    """A layer's A as vLLM holds it: each part's slots [slots, 1, ranks, in], views of the pairs' tensors."""
+
+    pairs: tuple[Pair, ...]
+    """Pairs, each of consecutive parts."""
+
+
+def lay_out(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Slots, tuple[Tensor, ...]]:
+    """Lay out a layer's A and B for few products; each part's are [slots, 1, ranks, in] and [slots, 1, out, ranks].
+
+    All parts have the same x. If one pair for all is faster than a pair for each, all are copied into one: their A are
+    stacked and their B form a block diagonal, so that each B sees its own part of A x.
+    """
+    if sum(part.size(2) for part in a) > _MOST_JOINED_RANKS:
+        stacked = Slots(a)
+        stacked.pairs = tuple(Pair(one[:, 0], other[:, 0]) for one, other in zip(a, b, strict=True))
+        return stacked, tuple(b)
+    joined_a = torch.cat(list(a), dim=2)
+    joined_b = b[0].new_zeros(len(joined_a), 1, sum(part.size(2) for part in b), joined_a.size(2))
+    a_views, b_views, row, column = list[Tensor](), list[Tensor](), 0, 0
+    for one, other in zip(a, b, strict=True):
+        rows, columns = slice(row, row + other.size(2)), slice(column, column + one.size(2))
+        a_views.append(joined_a[:, :, columns])
+        b_views.append(joined_b[:, :, rows, columns].copy_(other))
+        row, column = rows.stop, columns.stop
+    stacked = Slots(a_views)
+    stacked.pairs = (Pair(joined_a[:, 0], joined_b[:, 0]),)
+    return stacked, tuple(b_views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +134,8 @@ class Padded:
         """Add B A x of each row's slot to y in place; shapes as in `GroupedPunicaWrapper._add`."""
         count = self.slots.stop - self.slots.start
         placed = x.index_select(0, self.gathered).view(count, -1, x.size(1))
-        delta = pair.product(placed, self.slots).view(-1, y.size(1)).index_select(0, self.places)
+        delta = pair.shrink(placed, self.slots) @ pair.b[self.slots].mT
+        delta = delta.view(-1, y.size(1)).index_select(0, self.places)
         if self.rows is None:
             y.add_(delta, alpha=scale)
         else:
@@ -97,8 +152,6 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._token_groups: Groups = []
-        self._used: list[int] = []
-        """The slots in `_token_groups`."""
         self._sampler_groups: Groups = []
         self._padded: Padded | None = None
         """The padded rows, for batches of few rows and several adapters."""
@@ -108,9 +161,8 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         super().update_metadata(*args, **kwargs)
         slots = self.token_lora_indices
         self._token_groups = group_rows(slots)
-        self._used = [slot for slot, _ in self._token_groups]
         self._sampler_groups = group_rows(self.sampler_indices)
-        is_small = len(self._token_groups) > 1 and len(slots) <= FEW_ROWS
+        is_small = len(self._token_groups) > 1 and len(slots) <= _FEW_ROWS
         self._padded = Padded.of(slots) if is_small else None
 
     def add_lora_linear(
@@ -139,12 +191,11 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         if len(pairs) == 1:
             self._add(y, x, pairs[0], scale)
             return
-        for pair, part in zip(pairs, torch.split(y, [pair.out for pair in pairs], dim=1), strict=True):
+        for pair, part in zip(pairs, torch.split(y, [pair.b.size(1) for pair in pairs], dim=1), strict=True):
             self._add(part, x, pair, scale)
 
     def _add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
         """Add B A x to y in place. Shapes: y [T, out], x [T, in]."""
-        pair.prepare(self._used)
         if self._padded is not None:
             self._padded.add(y, x, pair, scale)
         else:
@@ -171,10 +222,10 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         """
         if not add_inputs:
             y.zero_()
-        _add_groups(y, x, self._token_groups, Expansion(lora_b_stacked[:, 0]), 1.0)
+        _add_groups(y, x, self._token_groups, Pair(None, lora_b_stacked[:, 0]), 1.0)
 
 
-def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair | Expansion, scale: float) -> None:
+def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair, scale: float) -> None:
     """Add the product of each group's rows of x and its slot to the same rows of y in place."""
     for slot, rows in groups:
         if rows == _EVERY:

@@ -20,7 +20,6 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from sampler_service.engine.protocol import EngineUnfit
-from sampler_service.engine.vllm.cpu.lora_slots import Slots
 from sampler_service.engine.vllm.worker.prompt_logits import PromptLogits
 
 _MANAGER = "lora_manager._adapter_manager"
@@ -76,13 +75,11 @@ class VllmInternals:
 
     @property
     def slot_bytes(self) -> int:
-        """Size of the slots' matrices in all layers, in bytes."""
+        """Size of the memory that holds the slots' matrices in all layers, in bytes."""
         names = ("lora_a_stacked", "lora_b_stacked")
         stacks = [getattr(layer, name, ()) for layer in self.layers.values() for name in names]
-        laid_out = {pair for stack in stacks if isinstance(stack, Slots) for pair in stack.pairs}
-        others = [stack for stack in stacks if not isinstance(stack, Slots)]
-        plain = sum(matrix.nbytes for stack in others for matrix in stack if isinstance(matrix, torch.Tensor))
-        return plain + sum(pair.nbytes for pair in laid_out)
+        storages = [one.untyped_storage() for stack in stacks for one in stack if isinstance(one, torch.Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def packed(self) -> Mapping[str, Sequence[str]]:

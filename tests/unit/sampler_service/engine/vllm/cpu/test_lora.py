@@ -6,8 +6,7 @@ import pytest
 import torch
 from vllm.lora.layers import LoRAMapping
 
-from sampler_service.engine.vllm.cpu.lora import GroupedPunicaWrapper
-from sampler_service.engine.vllm.cpu.lora_slots import _packed_pair, lay_out
+from sampler_service.engine.vllm.cpu.lora import GroupedPunicaWrapper, lay_out
 
 SLOTS, RANK, INPUT, SLICES = 3, 4, 64, (64, 32, 32)
 SLOT_IDS: list[int | None] = [11, 12, 13]
@@ -123,25 +122,3 @@ def test_what_is_written_to_a_slot_counts_from_the_next_product_on(mapping, dtyp
     torch.testing.assert_close(change(), x[rows].double() @ new_a.double().T @ new_b.double().T, rtol=3e-2, atol=5e-2)
     b[0][1] = 0
     assert not change().any()
-
-
-def test_writes_that_do_not_go_by_slot_are_seen_too():
-    """On CPUs with AMX a slot has a packed copy, which must notice these writes to know that it is stale."""
-    pair, ((a, b),) = _packed_pair([torch.zeros(SLOTS, 1, 32, 64, dtype=torch.bfloat16)], [_packable_b()])
-    every = range(SLOTS)
-    for write, slots in (
-        (lambda: a[1].fill_(1), [1]),
-        (lambda: a.narrow(0, 2, 1).fill_(2), [2]),
-        (lambda: a.fill_(3), every),
-        (lambda: torch._foreach_zero_([b]), every),
-        (lambda: b.fill_(4), every),
-    ):
-        write()
-        pair.prepare(every)
-        for slot in slots:
-            assert pair._a[slot].sum() == a[slot].sum()
-            assert pair._b[slot].sum() == b[slot].sum()
-
-
-def _packable_b() -> torch.Tensor:
-    return torch.zeros(SLOTS, 1, 32, 32, dtype=torch.bfloat16)
