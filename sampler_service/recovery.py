@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from paceline import errors
 from paceline.log import get_logger
-from sampler_service.engine.restartable import RebuildingEngine
+from sampler_service.engine.restartable import RestartableEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.base import Versions
 
@@ -28,7 +28,7 @@ class EngineKeeper:
 
     def __init__(
         self,
-        engine: RebuildingEngine,
+        engine: RestartableEngine,
         versions: Versions,
         set_ready: Callable[[bool], Awaitable[None]],
         most_attempts: int,

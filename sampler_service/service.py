@@ -22,8 +22,9 @@ from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServi
 from paceline.types import ModelInfo
 from paceline.weight_sharing import read_base
 from sampler_service.agreement import AgreementStatus
+from sampler_service.engine.options import Weights
 from sampler_service.engine.protocol import WritableEngine
-from sampler_service.engine.restartable import RebuildingEngine
+from sampler_service.engine.restartable import RestartableEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.recovery import EngineKeeper
 from sampler_service.rpc.servicer import SamplerServicer
@@ -58,8 +59,9 @@ class SamplerService:
     name = "sampler"
     service_names: Sequence[str] = (pb.DESCRIPTOR.services_by_name["SamplerService"].full_name,)
 
-    def __init__(self, settings: SamplerSettings, engine: RebuildingEngine, registry: CollectorRegistry) -> None:
+    def __init__(self, settings: SamplerSettings, engine: RestartableEngine, registry: CollectorRegistry) -> None:
         self._settings = settings
+        self._mode = settings.mode
         self._engine = engine
         self._registry = registry
         self._metrics = SamplerMetrics(registry)
@@ -88,7 +90,7 @@ class SamplerService:
             settings.served_name,
             settings.max_lora_rank,
             settings.max_version_bytes,
-            settings.whole_models,
+            self._mode.serves == "models",
             model.weights_sha256,
         )
         group, offers = self._group(staging, rules), Offers(settings.fetch_timeout_seconds)
@@ -116,7 +118,7 @@ class SamplerService:
         )
         self._keep_running("watcher", watcher.run(), readiness)
         # Weights lent for writing are lost with the engine, so it is not restarted: the trainer needs new ones.
-        attempts = settings.engine_restarts if settings.in_place == "off" else 0
+        attempts = 0 if self._mode.weights is Weights.WRITE else settings.engine_restarts
         keeper = EngineKeeper(self._engine, versions, self._ready_setter(readiness), attempts, self._metrics)
         self._keep_running("engine", keeper.run(), readiness)
 
@@ -131,7 +133,7 @@ class SamplerService:
         await self._started.aclose()
 
     def _group(self, staging: StagingArea, rules: ManifestRules) -> GroupReceiver | None:
-        if self._settings.bridge != "collective":
+        if self._mode.bridge != "collective":
             return None
         group = GroupReceiver(staging, rules, self._metrics)
         self._started.push_async_callback(group.close)
@@ -145,9 +147,8 @@ class SamplerService:
         group: GroupReceiver | None,
         offers: Offers,
     ) -> Bridge:
-        name = self._settings.bridge
         volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
-        if name in {"volume", "restart"} or self._settings.in_place != "off":
+        if self._mode.reads_volume:
             return volume
         return StreamBridge(trainer, staging, rules, volume, offers, group)
 
@@ -157,7 +158,7 @@ class SamplerService:
         scratch = StagingArea(directory) if directory else None
         if scratch is not None:
             self._started.callback(scratch.close)
-        return DiskTier(scratch, 0 if self._settings.whole_models else most)
+        return DiskTier(scratch, most if self._mode.weights is Weights.ADAPTERS else 0)
 
     def _show_memory(self, versions: Versions, disk: DiskTier) -> None:
         """Log the limits on slots, host memory and disk that the settings imply, and export their usage as metrics."""
@@ -183,9 +184,9 @@ class SamplerService:
     ) -> Versions:
         settings, engine = self._settings, self._engine
         name, seconds = settings.served_name, settings.fetch_timeout_seconds
-        if settings.in_place != "off":
+        if self._mode.weights is Weights.WRITE:
             return InPlaceSlot(cast("WritableEngine", engine.current), bridge, resolver, name, seconds, self._metrics)
-        if settings.whole_models:
+        if self._mode.serves == "models":
             return ModelSlot(engine, bridge, resolver, name, seconds, self._ready_setter(readiness), self._metrics)
         limits = RegistryLimits(
             settings.max_loaded_versions, settings.keep_versions, seconds, settings.max_versions_per_tenant

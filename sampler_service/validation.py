@@ -15,8 +15,8 @@ from paceline.chat import check_length, check_messages, read_chat_body
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.types import CheckpointKind, ModelInfo, ModelRef, SamplingParams
 from paceline.types.training import Array
-from sampler_service.engine.constraints import check_constraint
 from sampler_service.engine.protocol import TextEndpoint
+from sampler_service.engine.request_checks import check_constraint
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises temperatures between 0 (greedy) and the minimum to 0.01, and refuses those above the maximum."""

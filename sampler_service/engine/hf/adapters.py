@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, InvalidShape, PacelineError
 from paceline.layout import WEIGHTS_FILE
-from sampler_service.engine.adapter_files import check_adapter, read_adapter
-from sampler_service.engine.base_model import linear_shapes
+from sampler_service.engine.model_files import check_adapter, linear_shapes, read_adapter
 from sampler_service.engine.protocol import Adapter
 
 

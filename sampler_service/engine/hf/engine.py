@@ -20,9 +20,9 @@ from sampler_service.engine.coalescer import Coalescer, Crowd
 from sampler_service.engine.hf.adapters import AdapterBank
 from sampler_service.engine.hf.batch import Batcher, Job
 from sampler_service.engine.hf.sampling import sequence_logprobs
-from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget, refuse_constraint
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import Adapter, GenerationRequest, LoadTimes, Slots, TextRequest, TokenDelta
+from sampler_service.engine.request_checks import check_loaded, check_tokens, completion_budget, refuse_constraint
 
 
 @dataclass(eq=False, slots=True)
@@ -149,7 +149,7 @@ class HfEngine:
             except Exception:
                 self._loaded = None
                 for ticket in self._tickets():
-                    ticket.deltas.close(EngineUnavailable("the engine died; it is starting again"))
+                    ticket.deltas.close(EngineUnavailable("the engine died; it is restarting"))
                 raise
             for job, delta in deltas:
                 self._hand_out(job, delta)

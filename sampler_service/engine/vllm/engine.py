@@ -26,10 +26,8 @@ from paceline.log import get_logger
 from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types.training import Array
 from paceline.weight_sharing import clear
-from sampler_service.engine.adapter_files import LinearShapes, check_adapter, read_adapter
-from sampler_service.engine.base_model import linear_shapes_of, stored_dtype
 from sampler_service.engine.coalescer import Coalescer, Crowd
-from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
+from sampler_service.engine.model_files import LinearShapes, check_adapter, linear_shapes_of, read_adapter, stored_dtype
 from sampler_service.engine.options import NO_FLOAT32, Dtype, EngineOptions
 from sampler_service.engine.protocol import (
     Adapter,
@@ -40,6 +38,7 @@ from sampler_service.engine.protocol import (
     TextRequest,
     TokenDelta,
 )
+from sampler_service.engine.request_checks import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.vllm.cpu.kv_cache import clear_new_blocks
 from sampler_service.engine.vllm.grammar import check_grammar, grammar_config
 from sampler_service.engine.vllm.params import (
@@ -366,7 +365,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except EngineDeadError as error:
-        raise EngineUnavailable("the engine died; it is starting again") from error
+        raise EngineUnavailable("the engine died; it is restarting") from error
     except VLLMValidationError as error:
         field = error.parameter or ""
         raise InvalidArgument("vLLM does not take this value; see its documentation", field=field) from error

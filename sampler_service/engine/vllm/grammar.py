@@ -14,7 +14,7 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from paceline.errors import InvalidArgument
 from paceline.types import SamplingParams
-from sampler_service.engine.constraints import check_constraint, check_length
+from sampler_service.engine.request_checks import check_constraint, check_length
 
 
 def grammar_config() -> StructuredOutputsConfig:

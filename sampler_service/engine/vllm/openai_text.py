@@ -31,8 +31,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from paceline import errors
 from paceline.types import ModelInfo
-from sampler_service.engine.limits import check_tokens
 from sampler_service.engine.protocol import TextEndpoint, TextRequest
+from sampler_service.engine.request_checks import check_tokens
 from sampler_service.engine.vllm.grammar import check_constraint_of
 from sampler_service.engine.vllm.params import lora_request
 

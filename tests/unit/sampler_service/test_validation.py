@@ -97,9 +97,9 @@ def test_parameters_that_cannot_be_honoured_are_refused(fields, error, field):
         ('{"properties": {"a": {"anyOf": [{"if": {}, "then": {}}]}}}', "has if, which is not enforced"),
         ('{"type": "object", "patternProperties": {"a": {"dependentRequired": {}}}}', "dependentRequired"),
         ('{"items": {"minimum": 3}}', "has minimum without a type"),
-        ('{"$ref": "https://example.org/schema"}', "no path within the schema"),
-        ('{"$defs": {"a": {"$ref": "#a"}}}', "no path within the schema"),
-        ('{"$ref": 3}', "no path within the schema"),
+        ('{"$ref": "https://example.org/schema"}', "not a path within the schema"),
+        ('{"$defs": {"a": {"$ref": "#a"}}}', "not a path within the schema"),
+        ('{"$ref": 3}', "not a path within the schema"),
     ],
 )
 def test_a_schema_that_would_not_be_enforced_whole_is_refused(schema, what):

@@ -9,7 +9,7 @@ from support.models.tiny_models import make_tiny_llama
 from paceline.errors import EngineUnavailable, ModelNotLoadable
 from paceline.layout import MODEL_FILE
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.vllm.replaceable_model import InPlaceVllmEngine
+from sampler_service.engine.vllm.in_place import ReplaceableVllmEngine
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -19,7 +19,7 @@ def base(request, tmp_path_factory):
 
 @pytest.fixture
 def engine(base):
-    return InPlaceVllmEngine(EngineOptions(base, "tiny"))
+    return ReplaceableVllmEngine(EngineOptions(base, "tiny"))
 
 
 def _without(tensors, name):

@@ -1,14 +1,26 @@
-"""Checks of structured outputs that need no engine: contradictory parameters, and keywords that are not enforced."""
+"""Checks of a request that need no engine, so that an invalid request never reaches the model.
+
+They cover its tokens and limits, and structured outputs: contradictory parameters, and keywords that are not enforced.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from paceline import errors
-from paceline.types import SamplingParams
+from paceline.errors import (
+    EmptyBatch,
+    InvalidArgument,
+    OutOfRange,
+    SequenceTooLong,
+    TokenOutOfRange,
+    Unsupported,
+    VersionNotFound,
+)
+from paceline.types import ModelInfo, SamplingParams
+from sampler_service.engine.protocol import Adapter
 
 MAX_CONSTRAINT_LENGTH = 2**16
 """Longest schema or regular expression, in characters."""
@@ -33,17 +45,58 @@ _SCHEMA_LIST = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SCHEMA_MAP = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 
+def check_tokens(info: ModelInfo, tokens: Sequence[int], field: str, room: int = 0) -> None:
+    """Refuse token ids outside the vocabulary and sequences that leave less than `room` tokens of the context.
+
+    Raises EmptyBatch, TokenOutOfRange, SequenceTooLong.
+    """
+    if not tokens:
+        raise EmptyBatch("no tokens; send at least one", field=field)
+    if min(tokens) < 0 or max(tokens) >= info.vocab_size:
+        raise TokenOutOfRange(f"token ids go from 0 to {info.vocab_size - 1}", field=field)
+    longest = info.max_context_length - room
+    if len(tokens) > longest:
+        raise SequenceTooLong(f"{len(tokens)} tokens; send at most {longest}", field=field)
+
+
+def check_loaded(adapter: Adapter | None, loaded: Collection[int]) -> None:
+    """Refuse an adapter that is not among the loaded ids. Raises VersionNotFound."""
+    if adapter is not None and adapter.adapter_id not in loaded:
+        raise VersionNotFound(f"{adapter.name} is not loaded", field="model")
+
+
+def completion_budget(info: ModelInfo, prompt_length: int, params: SamplingParams) -> int:
+    """Return how many tokens may be sampled: `max_tokens`, or the rest of the context if that is less.
+
+    Raises OutOfRange if `max_tokens` is below 1 or `min_tokens` does not fit.
+    """
+    left = info.max_context_length - prompt_length
+    budget = left if params.max_tokens is None else min(left, params.max_tokens)
+    if budget < 1:
+        raise OutOfRange(f"max_tokens is {params.max_tokens}; give at least 1", field="params.max_tokens")
+    if params.min_tokens > budget:
+        raise OutOfRange(f"min_tokens is {params.min_tokens}; at most {budget} fit", field="params.min_tokens")
+    return budget
+
+
+def refuse_constraint(params: SamplingParams) -> None:
+    """Refuse structured outputs, for an engine without support for them. Raises Unsupported."""
+    for name in ("json_schema", "regex"):
+        if getattr(params, name):
+            raise Unsupported("needs a sampler with the engine vllm", field=f"params.{name}")
+
+
 def check_constraint(params: SamplingParams) -> None:
     """Check `json_schema` and `regex` together with the other parameters. Raises InvalidArgument or OutOfRange."""
     if not params.json_schema and not params.regex:
         return
     if params.json_schema and params.regex:
-        raise errors.InvalidArgument("takes no json_schema beside it; send one of the two", field="params.regex")
+        raise InvalidArgument("cannot be set beside json_schema; send one of the two", field="params.regex")
     for name in ("json_schema", "regex"):
         check_length(getattr(params, name), f"params.{name}")
     for name in ("ignore_eos", "min_tokens"):
         if getattr(params, name):
-            raise errors.InvalidArgument(
+            raise InvalidArgument(
                 "cannot be set beside json_schema or regex, which say where a completion ends", field=f"params.{name}"
             )
     if params.json_schema:
@@ -53,7 +106,7 @@ def check_constraint(params: SamplingParams) -> None:
 def check_length(text: str, field: str) -> None:
     """Refuse a constraint that is too long. Raises OutOfRange."""
     if len(text) > MAX_CONSTRAINT_LENGTH:
-        raise errors.OutOfRange(f"takes at most {MAX_CONSTRAINT_LENGTH} characters", field=field)
+        raise OutOfRange(f"takes at most {MAX_CONSTRAINT_LENGTH} characters", field=field)
 
 
 def _check_schema(text: str) -> None:
@@ -86,7 +139,7 @@ def _check_keywords(schema: dict[str, Any]) -> None:
         raise _refused(f"has {min(ignored)} without a type, which is not enforced; give the type")
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        raise _refused("has a $ref that is no path within the schema, such as #/$defs/name")
+        raise _refused("has a $ref that is not a path within the schema, such as #/$defs/name")
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -106,5 +159,5 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
             yield from _subschemas(part)
 
 
-def _refused(message: str) -> errors.InvalidArgument:
-    return errors.InvalidArgument(message, field="params.json_schema")
+def _refused(message: str) -> InvalidArgument:
+    return InvalidArgument(message, field="params.json_schema")

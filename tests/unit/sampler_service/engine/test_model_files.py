@@ -1,4 +1,4 @@
-"""How the sampler checks an adapter's directory, requests and options before an engine sees them."""
+"""How the sampler checks an adapter's directory before an engine sees it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,12 @@ from paceline.errors import (
     InvalidDtype,
     InvalidShape,
     NonFinite,
-    OutOfRange,
     RankTooLarge,
-    SequenceTooLong,
-    TokenOutOfRange,
 )
-from paceline.types import ModelInfo, SamplingParams
-from sampler_service.engine.adapter_files import check_adapter, read_adapter
-from sampler_service.engine.factory import create_engine
-from sampler_service.engine.limits import check_tokens, completion_budget
-from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.model_files import check_adapter, read_adapter
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "lm_head"], "bias": "none"}
 LINEAR = {"model.q_proj": (12, 8), "lm_head": (20, 8)}
-INFO = ModelInfo("m", max_context_length=10, vocab_size=5, dtype="float32", max_lora_rank=4, num_layers=1)
 
 
 def write(directory: Path, tensors: dict[str, tuple[int, ...]], **config: object) -> Path:
@@ -95,31 +87,6 @@ def test_adapters_other_than_plain_lora_are_refused(tmp_path, config):
 def test_adapters_of_another_model_are_refused(tmp_path, tensors):
     with pytest.raises(InvalidShape):
         check_adapter(read_adapter(write(tmp_path, tensors)), LINEAR, 4)
-
-
-def test_tokens_must_be_in_the_vocabulary_and_leave_room():
-    check_tokens(INFO, [0, 4] * 5, "tokens")
-    for error, tokens in [(TokenOutOfRange, [5]), (TokenOutOfRange, [-1]), (SequenceTooLong, [0] * 10)]:
-        with pytest.raises(error) as caught:
-            check_tokens(INFO, tokens, "prompt", room=1)
-        assert caught.value.field == "prompt"
-
-
-def test_the_budget_is_what_the_context_leaves():
-    assert completion_budget(INFO, 4, SamplingParams()) == 6
-    assert completion_budget(INFO, 4, SamplingParams(max_tokens=99)) == 6
-    assert completion_budget(INFO, 4, SamplingParams(max_tokens=2, min_tokens=2)) == 2
-    for params in (SamplingParams(max_tokens=0), SamplingParams(min_tokens=7)):
-        with pytest.raises(OutOfRange):
-            completion_budget(INFO, 4, params)
-
-
-def test_options_and_engine_names_are_checked(tmp_path):
-    for wrong in ({"max_num_seqs": 0}, {"max_cpu_versions": 1, "max_active_versions": 2}):
-        with pytest.raises(ValueError, match="give at least"):
-            EngineOptions(tmp_path, "m", **wrong)
-    with pytest.raises(ValueError, match="unknown engine"):
-        create_engine("other", EngineOptions(tmp_path, "m"))
 
 
 def _write_raw(directory: Path, header: object, data: bytes = b"") -> Path:

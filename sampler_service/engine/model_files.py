@@ -1,4 +1,4 @@
-"""Reads an adapter's headers and configuration, but no weights, and checks that it fits a base model."""
+"""What the files of adapters and base models say about them. Headers and configurations are read, but no weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
 from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
 from paceline.weights import parse_adapter_config, read_header, read_tensor_entries
 
-PREFIX = "base_model.model."
-SIDES = (".lora_A.weight", ".lora_B.weight")
+_PREFIX = "base_model.model."
+_SIDES = (".lora_A.weight", ".lora_B.weight")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 LinearShapes = Mapping[str, tuple[int, int]]
 """Name of every linear module of a base model -> (out features, in features)."""
@@ -48,16 +52,16 @@ def _parse(header: bytes, config_text: bytes) -> AdapterShapes:
     tensors.pop("__metadata__", None)
     halves: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]] = ({}, {})
     for name, tensor in tensors.items():
-        side = next((i for i, suffix in enumerate(SIDES) if name.endswith(suffix)), None)
-        if side is None or not name.startswith(PREFIX):
+        side = next((i for i, suffix in enumerate(_SIDES) if name.endswith(suffix)), None)
+        if side is None or not name.startswith(_PREFIX):
             raise InvalidShape(
-                f"tensor {name} is no lora_A or lora_B of a linear module; leave it out", field="adapter"
+                f"tensor {name} is not the lora_A or lora_B of a linear module; leave it out", field="adapter"
             )
         if len(tensor["shape"]) != 2:
-            raise InvalidShape(f"tensor {name} is no matrix; save the adapter again", field="adapter")
-        halves[side][name.removeprefix(PREFIX).removesuffix(SIDES[side])] = tuple(tensor["shape"])
+            raise InvalidShape(f"tensor {name} is not a matrix; save the adapter again", field="adapter")
+        halves[side][name.removeprefix(_PREFIX).removesuffix(_SIDES[side])] = tuple(tensor["shape"])
     if not halves[0] or halves[0].keys() != halves[1].keys():
-        raise InvalidShape("the adapter has no pair of lora_A and lora_B for each of its modules", field="adapter")
+        raise InvalidShape("the adapter needs modules, each with a lora_A and a lora_B", field="adapter")
     ranks = [shape[0] for shape in halves[0].values()]
     rank = max(*ranks, config.largest_rank)
     return AdapterShapes({module: (shape, halves[1][module]) for module, shape in halves[0].items()}, rank)
@@ -89,3 +93,42 @@ def check_adapter(adapter: AdapterShapes, linear: LinearShapes, max_rank: int) -
                 f"{module} has shapes {list(a)} and {list(b)}; the base model's is {list(linear[module])}",
                 field="adapter",
             )
+
+
+def linear_shapes(model: PreTrainedModel) -> LinearShapes:
+    """Return (out, in) of every linear module, by name."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return {name: (layer.out_features, layer.in_features) for name, layer in layers}
+
+
+def linear_shapes_of(model_path: Path) -> LinearShapes:
+    """Return the same for a model on disk. Its modules are built on the meta device; no weights are read."""
+    return linear_shapes(_skeleton(model_path))
+
+
+def parameter_shapes_of(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters by name, without parameters tied to another."""
+    model = _skeleton(model_path)
+    model.tie_weights()
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def stored_dtype(model_path: Path) -> torch.dtype | None:
+    """Return the dtype that transformers uses for `auto`: the configuration's, or that of the first weight.
+
+    None if neither specifies one.
+    """
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    stored: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
+    if stored is not None:
+        return stored
+    headers = (json.loads(read_header(file)) for file in sorted(model_path.glob("*.safetensors")))
+    facts = (facts for header in headers for name, facts in header.items() if name != "__metadata__")
+    return next((_DTYPES[one["dtype"]] for one in facts if one["dtype"] in _DTYPES), None)
+
+
+def _skeleton(model_path: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    return model
