@@ -12,6 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from sampler_service.engine.vllm.worker.internals import VllmInternals
+from sampler_service.engine.vllm.worker.prompt_logits import score_prompts_by_token
 
 # This import also registers the module's loader with vLLM, in the process that loads the model.
 from sampler_service.engine.vllm.worker.weight_export import write_model
@@ -36,7 +37,7 @@ class WorkerExtension:
         this vLLM's internals differ.
         """
         self.internals = VllmInternals(self.model_runner, direct=direct)
-        self.internals.score_prompts_by_token()
+        score_prompts_by_token(self.model_runner, self.internals.layers.values())
         if direct:
             # Imported only here: in a vLLM that manages adapters differently, what this module imports may not exist.
             from sampler_service.engine.vllm.worker.slots import SlotWriter  # noqa: PLC0415
@@ -59,9 +60,10 @@ class WorkerExtension:
         Adapters on a mixture's experts are always loaded by vLLM itself, which has its own layouts for them.
         """
         start, path = perf_counter(), Path(directory)
-        if self.slot_writer is not None and self.slot_writer.takes(path):
+        layout = self.slot_writer.layout(path) if self.slot_writer is not None else None
+        if self.slot_writer is not None and layout is not None:
             with gpu_sync_allowed():
-                in_slot = self.slot_writer.add(adapter_id, path, in_memory=in_memory)
+                in_slot = self.slot_writer.add(adapter_id, path, layout, in_memory=in_memory)
             return perf_counter() - start, in_slot
         self.model_runner.add_lora(LoRARequest(name, adapter_id, directory))
         return perf_counter() - start, True
