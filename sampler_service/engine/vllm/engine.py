@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -14,9 +14,11 @@ from uuid import uuid4
 
 import torch
 import vllm
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -40,22 +42,22 @@ from sampler_service.engine.protocol import (
 )
 from sampler_service.engine.request_checks import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.vllm.cpu.kv_cache import clear_new_blocks
-from sampler_service.engine.vllm.grammar import check_grammar, grammar_config
+from sampler_service.engine.vllm.grammar import check_grammar
 from sampler_service.engine.vllm.params import (
     lora_request,
     prompt_input,
     prompt_logprobs,
+    put_tokens,
     sampling_params,
     scoring_params,
     topk_rows,
 )
-from sampler_service.engine.vllm.stock_output import StockLlm
 from sampler_service.engine.vllm.version_check import check_text
 from sampler_service.engine.vllm.worker.weight_export import LOAD_FORMAT, extra_config
 
 if TYPE_CHECKING:
+    from sampler_service.engine.vllm.direct_output import TokenTap
     from sampler_service.engine.vllm.openai_text import TextServer
-    from sampler_service.engine.vllm.output_collector import FedLlm
 
 _log = get_logger(__name__)
 
@@ -73,16 +75,14 @@ CPU_BLOCK_SIZE = 32
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    fed: FedLlm | StockLlm
+    llm: AsyncLLM
+    tap: TokenTap | None
+    """Takes tokens from vLLM directly; None if they leave by vLLM's own conversion and generators."""
     info: ModelInfo
     linear: LinearShapes
     slots: Slots = field(default_factory=Slots)
     served_modules: set[frozenset[str]] = field(default_factory=set)
     """Sets of modules on which vLLM is known to serve adapters."""
-
-    @property
-    def llm(self) -> AsyncLLM:
-        return self.fed.llm
 
 
 class VllmEngine:
@@ -141,7 +141,7 @@ class VllmEngine:
                 # Otherwise vLLM prepares experts for adapters too, and computes them with Triton in every request.
                 config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
-        self._started = _Started(_feeding(llm, self._options), info, linear)
+        self._started = _Started(llm, _tap(llm, self._options), info, linear)
         direct = self._options.apply == "direct"
         sizes: list[int] = await llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
         self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
@@ -189,8 +189,9 @@ class VllmEngine:
             params = sampling_params(request, budget)
             score = await self._prompt_score(request)
             with self._opened(request.request_id):
-                coalescer = Coalescer(self._crowd, request.delivery)
-                async with engine.fed.generate(request, params, coalescer) as tokens:
+                tokens = Coalescer(self._crowd, request.delivery)
+                generate = _generate if engine.tap is None else engine.tap.generate
+                async with generate(engine.llm, request, params, tokens):
                     async for delta in tokens:
                         if score is not None:
                             delta.prompt_logprobs, delta.topk_prompt_logprobs, score = *score, None
@@ -258,9 +259,8 @@ class VllmEngine:
                 async for output in outputs:
                     if output.prompt_logprobs is None:
                         break
-                    return prompt_logprobs(tokens, output.prompt_logprobs), topk_rows(
-                        output.prompt_logprobs, k
-                    ) if k else None
+                    topk = topk_rows(output.prompt_logprobs, k) if k else None
+                    return prompt_logprobs(tokens, output.prompt_logprobs), topk
         raise EngineUnavailable("the engine stopped before the sequence was scored")
 
 
@@ -275,13 +275,40 @@ async def _check_served(engine: _Started, modules: frozenset[str]) -> None:
     engine.served_modules.add(modules)
 
 
-def _feeding(llm: AsyncLLM, options: EngineOptions) -> FedLlm | StockLlm:
+def _tap(llm: AsyncLLM, options: EngineOptions) -> TokenTap | None:
     if options.outputs == "stock":
-        return StockLlm(llm)
+        return None
     # Imported only here: in a vLLM with another output path, what this module imports may not exist.
-    from sampler_service.engine.vllm.output_collector import FedLlm  # noqa: PLC0415
+    from sampler_service.engine.vllm.direct_output import TokenTap  # noqa: PLC0415
 
-    return FedLlm.of(llm)
+    return TokenTap.install(llm)
+
+
+@asynccontextmanager
+async def _generate(
+    llm: AsyncLLM, request: GenerationRequest, params: SamplingParams, tokens: Coalescer
+) -> AsyncIterator[None]:
+    """Start a request whose tokens go into the coalescer. Leaving early frees it before the engine's next step."""
+    prompt = prompt_input(request.prompt, request.tenant)
+    lora = lora_request(request.adapter) if request.adapter else None
+    outputs = llm.generate(prompt, params, request.request_id, lora_request=lora)
+
+    async def pass_on() -> None:
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    put_tokens(output, request.topk_logprobs, tokens)
+        except Exception as error:  # raised by the reader instead
+            tokens.close(error)
+        else:
+            tokens.close()
+
+    passing = asyncio.create_task(pass_on())
+    try:
+        yield
+    finally:
+        passing.cancel()
+        await asyncio.gather(passing, return_exceptions=True)
 
 
 def engine_args(options: EngineOptions) -> AsyncEngineArgs:
@@ -306,7 +333,8 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
         seed=secrets.randbits(31),
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
-        structured_outputs_config=grammar_config(),
+        # By default vLLM picks a backend that supports the first request, and then uses it for every request.
+        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         max_logprobs=MAX_TOPK,
         enable_log_requests=False,
         disable_log_stats=True,

@@ -1,15 +1,14 @@
 """Takes a request's tokens directly from vLLM's output processor.
 
 vLLM creates several objects for every token of every request and wakes a task, which forwards them through generators.
-A feed takes a token and its log-probability as they arrive from the engine's process, and the coalescer decides when
-the reader's task wakes. Anything else that comes with tokens goes through vLLM's own conversion.
+Here a token and its log-probability go to the request's coalescer as they arrive from the engine's process, and the
+coalescer decides when the reader's task wakes. Anything else that comes with tokens goes through vLLM's own conversion.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import vllm
@@ -25,11 +24,10 @@ from vllm.v1.metrics.stats import IterationStats
 
 from sampler_service.engine.coalescer import Coalescer
 from sampler_service.engine.protocol import EngineUnfit, GenerationRequest, TokenDelta
-from sampler_service.engine.vllm.params import lora_request, prompt_input
-from sampler_service.engine.vllm.stock_output import put_tokens
+from sampler_service.engine.vllm.params import lora_request, prompt_input, put_tokens
 
 
-class Feed(RequestOutputCollector):
+class RequestTokens(RequestOutputCollector):
     """Replaces the collector that vLLM creates for each request."""
 
     def __init__(self, request: GenerationRequest, params: SamplingParams, tokens: Coalescer) -> None:
@@ -72,13 +70,43 @@ class Feed(RequestOutputCollector):
             self._tokens.close()
 
 
-class FeedingProcessor(OutputProcessor):
+class TokenTap(OutputProcessor):
     """vLLM's output processor, which plain tokens bypass."""
 
     def __init__(self, replaced: OutputProcessor) -> None:
         """Copy all attributes of the processor to replace, known or not. It must not have had any requests."""
         vars(self).update(vars(replaced))
-        self._feeds: dict[str, Feed] = {}
+        self._tapped: dict[str, RequestTokens] = {}
+
+    @classmethod
+    def install(cls, llm: AsyncLLM) -> TokenTap:
+        """Replace vLLM's output processor. Raises EngineUnfit if this vLLM delivers its output in an unknown way."""
+        if type(llm.output_processor) is not OutputProcessor or llm.output_handler is not None:
+            raise EngineUnfit(
+                f"vLLM {vllm.__version__} does not use its OutputProcessor, or has already started it; install the "
+                "version that requirements/ pins, or set PACELINE_SAMPLER_OUTPUTS=stock"
+            )
+        llm.output_processor = tap = cls(llm.output_processor)
+        return tap
+
+    @asynccontextmanager
+    async def generate(
+        self, llm: AsyncLLM, request: GenerationRequest, params: SamplingParams, tokens: Coalescer
+    ) -> AsyncIterator[None]:
+        """Start a request whose tokens go into the coalescer. Leaving early frees it before the engine's next step."""
+        prompt = prompt_input(request.prompt, request.tenant)
+        lora = lora_request(request.adapter) if request.adapter else None
+        name = request.request_id
+        self._tapped[name] = tapped = RequestTokens(request, params, tokens)
+        try:
+            added = await llm.add_request(name, prompt, params, lora_request=lora)
+            try:
+                yield
+            finally:
+                if not tapped.ended:
+                    await llm.abort(added.request_id, internal=True)
+        finally:
+            del self._tapped[name]
 
     def add_request(
         self,
@@ -90,18 +118,9 @@ class FeedingProcessor(OutputProcessor):
         *others: Any,
         **named: Any,
     ) -> None:
-        """Register a request, with its feed if it has one."""
-        feed = self._feeds.get(request.external_req_id or "")
-        super().add_request(request, prompt, parent_req, request_index, feed or queue, *others, **named)
-
-    @contextmanager
-    def feeding(self, request_id: str, feed: Feed) -> Iterator[None]:
-        """Give the request of this name a feed, before it is added."""
-        self._feeds[request_id] = feed
-        try:
-            yield
-        finally:
-            del self._feeds[request_id]
+        """Register a request; the tokens of one that `generate` started go to its RequestTokens."""
+        tapped = self._tapped.get(request.external_req_id or "")
+        super().add_request(request, prompt, parent_req, request_index, tapped or queue, *others, **named)
 
     def process_outputs(
         self,
@@ -113,12 +132,12 @@ class FeedingProcessor(OutputProcessor):
         **named: Any,
     ) -> OutputProcessorOutput:
         """Pass a step's tokens to their requests."""
-        rest = [output for output in engine_core_outputs if not self._feed(output, weight_version)]
+        rest = [output for output in engine_core_outputs if not self._take(output, weight_version)]
         return super().process_outputs(rest, engine_core_timestamp, iteration_stats, weight_version, *others, **named)
 
-    def _feed(self, output: EngineCoreOutput, weight_version: str | None) -> bool:
+    def _take(self, output: EngineCoreOutput, weight_version: str | None) -> bool:
         state = self.request_states.get(output.request_id)
-        if state is None or not isinstance(state.queue, Feed) or not state.queue.take_plain(state, output):
+        if state is None or not isinstance(state.queue, RequestTokens) or not state.queue.take_plain(state, output):
             return False
         # vLLM's conversion of later tokens needs this state.
         if weight_version is not None:
@@ -126,38 +145,3 @@ class FeedingProcessor(OutputProcessor):
         if state.detokenizer is not None:
             state.detokenizer.token_ids.extend(output.new_token_ids)
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class FedLlm:
-    """vLLM with a feed for each request."""
-
-    llm: AsyncLLM
-    processor: FeedingProcessor
-
-    @classmethod
-    def of(cls, llm: AsyncLLM) -> FedLlm:
-        """Replace vLLM's output processor. Raises EngineUnfit if this vLLM delivers its output in another way."""
-        if type(llm.output_processor) is not OutputProcessor or llm.output_handler is not None:
-            raise EngineUnfit(
-                f"vLLM {vllm.__version__} hands tokens out by another OutputProcessor than its own, or has begun to; "
-                "install the version that requirements/ pins, or set PACELINE_SAMPLER_OUTPUTS=stock"
-            )
-        llm.output_processor = processor = FeedingProcessor(llm.output_processor)
-        return cls(llm, processor)
-
-    @asynccontextmanager
-    async def generate(
-        self, request: GenerationRequest, params: SamplingParams, tokens: Coalescer
-    ) -> AsyncIterator[Coalescer]:
-        """Start a request whose tokens go into the coalescer. Leaving early frees it before the engine's next step."""
-        prompt = prompt_input(request.prompt, request.tenant)
-        lora = lora_request(request.adapter) if request.adapter else None
-        feed = Feed(request, params, tokens)
-        with self.processor.feeding(request.request_id, feed):
-            added = await self.llm.add_request(request.request_id, prompt, params, lora_request=lora)
-            try:
-                yield tokens
-            finally:
-                if not feed.ended:
-                    await self.llm.abort(added.request_id, internal=True)

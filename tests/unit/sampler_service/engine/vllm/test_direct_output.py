@@ -1,4 +1,4 @@
-"""A vLLM that delivers tokens in another way is refused when the engine starts."""
+"""A vLLM that delivers tokens in an unknown way is refused when the engine starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import vllm
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from sampler_service.engine.protocol import EngineUnfit
-from sampler_service.engine.vllm.output_collector import FedLlm, FeedingProcessor
+from sampler_service.engine.vllm.direct_output import TokenTap
 
 
 class Other(OutputProcessor):
@@ -22,7 +22,7 @@ def made(processor, handler=None):
 
 def test_vllm_as_it_is_known_is_taken_over():
     llm = made(OutputProcessor)
-    assert FedLlm.of(llm).processor is llm.output_processor
+    assert TokenTap.install(llm) is llm.output_processor
 
 
 def test_what_vllm_made_its_conversion_with_is_kept_and_what_it_is_given_passed_on(monkeypatch):
@@ -33,7 +33,7 @@ def test_what_vllm_made_its_conversion_with_is_kept_and_what_it_is_given_passed_
     monkeypatch.setattr(OutputProcessor, "add_request", lambda self, *values, **named: given.append((values, named)))
     stats = object()
     replaced = OutputProcessor(None, log_stats=False, tracing_enabled=True, admission_stats=stats)
-    processor = FeedingProcessor(replaced)
+    processor = TokenTap(replaced)
     assert (processor.tracing_enabled, processor.admission_stats) == (True, stats)
     processor.process_outputs([], 1.0, None, "v", "later", new=1)
     request = SimpleNamespace(external_req_id="one")
@@ -44,4 +44,4 @@ def test_what_vllm_made_its_conversion_with_is_kept_and_what_it_is_given_passed_
 @pytest.mark.parametrize("llm", [made(Other), made(OutputProcessor, handler=object())])
 def test_another_conversion_or_one_that_runs_already_is_refused(llm):
     with pytest.raises(EngineUnfit, match=vllm.__version__):
-        FedLlm.of(llm)
+        TokenTap.install(llm)
