@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from paceline.errors import EngineUnavailable, Unsupported
 from paceline.types import ModelInfo, StopReason, TopkLogprobs
 from paceline.types.training import Array
-from sampler_service.engine.coalescer import Coalescer, Crowd
+from sampler_service.engine.coalescer import Coalescer, ReaderGroup
 from sampler_service.engine.hf.adapters import AdapterBank
 from sampler_service.engine.hf.batch import Batcher, Job
 from sampler_service.engine.hf.sampling import sequence_logprobs
@@ -52,7 +52,7 @@ class HfEngine:
         self._loaded: _Loaded | None = None
         self._waiting: list[_Ticket] = []
         self._running: dict[Job, _Ticket] = {}
-        self._crowd = Crowd()
+        self._readers = ReaderGroup()
         self._wake = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
 
@@ -106,7 +106,7 @@ class HfEngine:
         budget = completion_budget(info, len(request.prompt), request.params)
         refuse_constraint(request.params)
         score = await self._prompt_score(request)
-        deltas = Coalescer(self._crowd, request.delivery)
+        deltas = Coalescer(self._readers, request.delivery)
         ticket = _Ticket(Job(request, budget), set(range(request.num_samples)), deltas)
         self._waiting.append(ticket)
         self._wake.set()

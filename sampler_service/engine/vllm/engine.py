@@ -28,7 +28,7 @@ from paceline.log import get_logger
 from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types.training import Array
 from paceline.weight_sharing import clear
-from sampler_service.engine.coalescer import Coalescer, Crowd
+from sampler_service.engine.coalescer import Coalescer, ReaderGroup
 from sampler_service.engine.model_files import LinearShapes, check_adapter, linear_shapes_of, read_adapter, stored_dtype
 from sampler_service.engine.options import NO_FLOAT32, Dtype, EngineOptions
 from sampler_service.engine.protocol import (
@@ -92,7 +92,7 @@ class VllmEngine:
         self._options = options
         self._started: _Started | None = None
         self._open: set[str] = set()
-        self._crowd = Crowd()
+        self._readers = ReaderGroup()
         self._adapters: set[int] = set()
         self._text: tuple[AsyncLLM, TextServer] | None = None
         self._making_text = asyncio.Lock()
@@ -119,7 +119,7 @@ class VllmEngine:
         # Slow work here runs in threads, because models are also loaded while the service is running.
         config = await asyncio.to_thread(engine_args(self._options).create_engine_config)
         if config.use_v2_model_runner:
-            _log.warning("model runner V2 is used, with which nothing here was tested", variable=RUNNER_VARIABLE)
+            _log.warning("using model runner V2, with which nothing here was tested", variable=RUNNER_VARIABLE)
         model = config.model_config
         if model.dtype is torch.float32 and not current_platform.is_cpu():
             raise EngineUnfit(NO_FLOAT32)
@@ -189,7 +189,7 @@ class VllmEngine:
             params = sampling_params(request, budget)
             score = await self._prompt_score(request)
             with self._opened(request.request_id):
-                tokens = Coalescer(self._crowd, request.delivery)
+                tokens = Coalescer(self._readers, request.delivery)
                 generate = _generate if engine.tap is None else engine.tap.generate
                 async with generate(engine.llm, request, params, tokens):
                     async for delta in tokens:
@@ -396,4 +396,4 @@ def _translated() -> Iterator[None]:
         raise EngineUnavailable("the engine died; it is restarting") from error
     except VLLMValidationError as error:
         field = error.parameter or ""
-        raise InvalidArgument("vLLM does not take this value; see its documentation", field=field) from error
+        raise InvalidArgument("vLLM refuses this value; see its documentation", field=field) from error
