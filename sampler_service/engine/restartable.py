@@ -44,6 +44,7 @@ class RestartableEngine:
         self._contents: Contents = self._base
         """Guard of the files of the model that the engine was built from."""
         self._engine = make(options)
+        self.name, self.version = self._engine.name, self._engine.version
         self._adapters: dict[int, Adapter] = {}
         self._alive = asyncio.Event()
         """Cleared when the engine is found dead, set when its replacement holds everything that it held."""
@@ -55,14 +56,6 @@ class RestartableEngine:
     def current(self) -> SamplerEngine:
         """Return the current inner engine."""
         return self._engine
-
-    @property
-    def name(self) -> str:
-        return self._engine.name
-
-    @property
-    def version(self) -> str:
-        return self._engine.version
 
     @property
     def model_path(self) -> Path:

@@ -46,6 +46,9 @@ class _Loaded:
 class HfEngine:
     """Implements SamplerEngine. Only one thread touches the model; everything else stays in the event loop."""
 
+    name = "hf"
+    version = transformers.__version__
+
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
@@ -55,14 +58,6 @@ class HfEngine:
         self._readers = ReaderGroup()
         self._wake = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        return "hf"
-
-    @property
-    def version(self) -> str:
-        return transformers.__version__
 
     def describe(self) -> ModelInfo:
         return self._live().info

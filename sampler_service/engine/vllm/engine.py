@@ -88,6 +88,9 @@ class _Started:
 class VllmEngine:
     """Implements SamplerEngine."""
 
+    name = "vllm"
+    version = vllm.__version__
+
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._started: _Started | None = None
@@ -96,14 +99,6 @@ class VllmEngine:
         self._adapters: set[int] = set()
         self._text: tuple[AsyncLLM, TextServer] | None = None
         self._making_text = asyncio.Lock()
-
-    @property
-    def name(self) -> str:
-        return "vllm"
-
-    @property
-    def version(self) -> str:
-        return vllm.__version__
 
     def describe(self) -> ModelInfo:
         return self._live().info
