@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sampler_service.engine.vllm.worker.upload import Pieces, Uploader
+from sampler_service.engine.vllm.worker.slots import Pieces, Uploader
 
 SIZE = 8
 
