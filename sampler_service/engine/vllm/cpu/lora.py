@@ -7,14 +7,13 @@ the last slot, so that once all slots are in use, requests to the base model are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe import layer as moe_layer
 from vllm.platforms import current_platform
@@ -24,8 +23,6 @@ from sampler_service.engine.vllm.cpu.kv_cache import clear_on
 
 _FEW_ROWS = 64
 """Rows up to which reading the weights takes longer than multiplying."""
-_MOST_JOINED_RANKS = 96
-"""Total rank of all parts above which multiplying the zeros between the blocks takes longer than more calls."""
 _EVERY = slice(None)
 
 Rows = slice | Tensor
@@ -48,7 +45,7 @@ def _together(rows: Tensor) -> Rows:
 
 
 class Pair(NamedTuple):
-    """A and B of every slot for one pair of products: those of one part of a layer, or of several parts joined."""
+    """A and B of every slot for one part of a layer."""
 
     a: Tensor | None
     """[slots, ranks, in]; None if A x is already computed."""
@@ -66,36 +63,6 @@ class Pair(NamedTuple):
             y.addmm_(shrunk, weight.T, alpha=scale)
         else:
             y.add_(shrunk @ weight.T, alpha=scale)
-
-
-class Slots(tuple[Tensor, ...]):
-    """A layer's A as vLLM holds it: each part's slots [slots, 1, ranks, in], views of the pairs' tensors."""
-
-    pairs: tuple[Pair, ...]
-    """Pairs, each of consecutive parts."""
-
-
-def lay_out(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Slots, tuple[Tensor, ...]]:
-    """Lay out a layer's A and B for few products; each part's are [slots, 1, ranks, in] and [slots, 1, out, ranks].
-
-    All parts have the same x. If one pair for all is faster than a pair for each, all are copied into one: their A are
-    stacked and their B form a block diagonal, so that each B sees its own part of A x.
-    """
-    if sum(part.size(2) for part in a) > _MOST_JOINED_RANKS:
-        stacked = Slots(a)
-        stacked.pairs = tuple(Pair(one[:, 0], other[:, 0]) for one, other in zip(a, b, strict=True))
-        return stacked, tuple(b)
-    joined_a = torch.cat(list(a), dim=2)
-    joined_b = b[0].new_zeros(len(joined_a), 1, sum(part.size(2) for part in b), joined_a.size(2))
-    a_views, b_views, row, column = list[Tensor](), list[Tensor](), 0, 0
-    for one, other in zip(a, b, strict=True):
-        rows, columns = slice(row, row + other.size(2)), slice(column, column + one.size(2))
-        a_views.append(joined_a[:, :, columns])
-        b_views.append(joined_b[:, :, rows, columns].copy_(other))
-        row, column = rows.stop, columns.stop
-    stacked = Slots(a_views)
-    stacked.pairs = (Pair(joined_a[:, 0], joined_b[:, 0]),)
-    return stacked, tuple(b_views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +98,7 @@ class Padded:
         return cls(taken, gathered, torch.empty_like(places).index_copy_(0, rows, places), None)
 
     def add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
-        """Add B A x of each row's slot to y in place; shapes as in `GroupedPunicaWrapper._add`."""
+        """Add B A x of each row's slot to y in place. Shapes: y [T, out], x [T, in]."""
         count = self.slots.stop - self.slots.start
         placed = x.index_select(0, self.gathered).view(count, -1, x.size(1))
         delta = pair.shrink(placed, self.slots) @ pair.b[self.slots].mT
@@ -183,23 +150,12 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
             return
         if y.dim() > 2:
             y, x = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
-        if isinstance(lora_a_stacked, Slots):
-            pairs = lora_a_stacked.pairs
-        else:
-            parts = zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True)
-            pairs = tuple(Pair(a[:, 0], b[:, 0, :width]) for a, b, width in parts)
-        if len(pairs) == 1:
-            self._add(y, x, pairs[0], scale)
-            return
-        for pair, part in zip(pairs, torch.split(y, [pair.b.size(1) for pair in pairs], dim=1), strict=True):
-            self._add(part, x, pair, scale)
-
-    def _add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
-        """Add B A x to y in place. Shapes: y [T, out], x [T, in]."""
-        if self._padded is not None:
-            self._padded.add(y, x, pair, scale)
-        else:
-            _add_groups(y, x, self._token_groups, pair, scale)
+        for part, a, b in zip(y.split(output_slices, dim=1), lora_a_stacked, lora_b_stacked, strict=True):
+            pair = Pair(a[:, 0], b[:, 0, : part.size(1)])
+            if self._padded is not None:
+                self._padded.add(part, x, pair, scale)
+            else:
+                _add_groups(part, x, self._token_groups, pair, scale)
 
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
@@ -257,12 +213,9 @@ class GroupedLoraCpuWorker(CPUWorker):
     """vLLM's CPU worker with these operators; selected through `worker_cls`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model with these operators, which its LoRA layers get from the platform, and lay out its slots."""
+        """Load the model with these operators, which its LoRA layers get from the platform."""
         name = f"{GroupedPunicaWrapper.__module__}.{GroupedPunicaWrapper.__name__}"
         current_platform.get_punica_wrapper = lambda: name  # type: ignore[method-assign]
         with _experts_for_cpus():
             super().load_model(*args, **kwargs)
-        for layer in self.get_model().modules():
-            if isinstance(layer, BaseLinearLayerWithLoRA):
-                layer.lora_a_stacked, layer.lora_b_stacked = lay_out(layer.lora_a_stacked, layer.lora_b_stacked)
         clear_on(self.model_runner)
