@@ -150,7 +150,7 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
             return
         if y.dim() > 2:
             y, x = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
-        for part, a, b in zip(y.split(output_slices, dim=1), lora_a_stacked, lora_b_stacked, strict=True):
+        for part, a, b in zip(torch.split(y, list(output_slices), dim=1), lora_a_stacked, lora_b_stacked, strict=True):
             pair = Pair(a[:, 0], b[:, 0, : part.size(1)])
             if self._padded is not None:
                 self._padded.add(part, x, pair, scale)

@@ -121,7 +121,8 @@ class Layout:
 
     def matrices(self, layer: str, data: Tensor) -> list[_Matrices | None]:
         """Return views of a layer's matrices in the file's bytes, uint8 [size]: a pair for each module packed in it."""
-        return [part and _Matrices(part.a.of(data), part.b.of(data), part.scaling) for part in self.modules[layer]]
+        parts = self.modules[layer]
+        return [None if one is None else _Matrices(one.a.of(data), one.b.of(data), one.scaling) for one in parts]
 
 
 class MappedAdapter(LoRAModel):
