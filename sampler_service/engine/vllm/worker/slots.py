@@ -55,6 +55,10 @@ Send = Callable[[Tensor, Tensor], Wait]
 """Starts to copy a buffer to its place on the device; returns a function that waits for the copy."""
 
 
+TypedFile = Mapping[torch.dtype, Tensor]
+"""A file's bytes as 1-D tensors of each dtype; made once, because hundreds of matrices are views of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class _View:
     """Location of a matrix in the file."""
@@ -64,12 +68,13 @@ class _View:
     """Offset in bytes."""
     shape: tuple[int, int]
 
-    def of(self, data: Tensor) -> Tensor:
-        """Return the matrix in the file's bytes; a copy if its offset is not a multiple of its dtype's size."""
-        part = data[self.offset : self.offset + self.shape[0] * self.shape[1] * self.dtype.itemsize]
-        if self.offset % self.dtype.itemsize:
-            part = part.clone()
-        return part.view(self.dtype).view(self.shape)
+    def of(self, file: TypedFile) -> Tensor:
+        """Return the matrix in the file; a copy if its offset is not a multiple of its dtype's size."""
+        index, rest = divmod(self.offset, self.dtype.itemsize)
+        if rest:
+            size = self.shape[0] * self.shape[1] * self.dtype.itemsize
+            return file[torch.uint8][self.offset : self.offset + size].clone().view(self.dtype).view(self.shape)
+        return file[self.dtype].as_strided(self.shape, (self.shape[1], 1), index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +124,16 @@ class Layout:
         modules = {layer: found for layer, found in parts.items() if any(found)}
         return cls(peft.r, path.stat().st_size, modules, frozenset(packed.keys() & modules.keys()))
 
-    def matrices(self, layer: str, data: Tensor) -> list[_Matrices | None]:
-        """Return views of a layer's matrices in the file's bytes, uint8 [size]: a pair for each module packed in it."""
+    def matrices(self, layer: str, file: TypedFile) -> list[_Matrices | None]:
+        """Return views of a layer's matrices: a pair for each module that vLLM packed into it."""
         parts = self.modules[layer]
-        return [None if one is None else _Matrices(one.a.of(data), one.b.of(data), one.scaling) for one in parts]
+        return [None if one is None else _Matrices(one.a.of(file), one.b.of(file), one.scaling) for one in parts]
+
+
+def _typed(data: Tensor) -> TypedFile:
+    """Return views of a file's bytes, uint8 [size]."""
+    dtypes = (torch.uint8, *_DTYPES.values())
+    return {dtype: data[: len(data) - len(data) % dtype.itemsize].view(dtype) for dtype in dtypes}
 
 
 class MappedAdapter(LoRAModel):
@@ -143,7 +154,7 @@ class MappedAdapter(LoRAModel):
         """Return a layer's weights as vLLM holds them, with B scaled; None if the adapter has none for this layer."""
         if module_name not in self.layout.modules:
             return None
-        parts = self.layout.matrices(module_name, self.data)
+        parts = self.layout.matrices(module_name, _typed(self.data))
         a = [part and part.a for part in parts]
         b = [part and part.b.to(self._dtype) * part.scaling for part in parts]
         if module_name in self.layout.packed:
@@ -266,10 +277,10 @@ class SlotWriter:
 
     def _write(self, slot: int, adapter: MappedAdapter) -> None:
         """Write every layer of a slot, so that nothing of its previous adapter remains."""
-        data, sources = self._uploader.upload(adapter.data), list[_Matrices]()
+        file, sources = _typed(self._uploader.upload(adapter.data)), list[_Matrices]()
         plan = self._plans.get((slot, adapter.layout)) or self._plan(slot, adapter.layout)
         for name in plan.plain:
-            sources += filter(None, self._of_this_rank(name, adapter.layout, data))
+            sources += filter(None, self._of_this_rank(name, adapter.layout, file))
         _copy_all(plan.a, [source.a for source in sources])
         if all(source.scaling == 1 for source in sources):
             _copy_all(plan.b, [source.b for source in sources])
@@ -286,7 +297,7 @@ class SlotWriter:
                 layer.set_lora(slot, weights.lora_a, weights.lora_b)
 
     def _plan(self, slot: int, layout: Layout) -> _Plan:
-        plan, shapes = _Plan(), torch.empty(layout.size, dtype=torch.uint8, device="meta")
+        plan, shapes = _Plan(), _typed(torch.empty(layout.size, dtype=torch.uint8, device="meta"))
         for name, stored in layout.modules.items():
             layer = self._internals.layers[name]
             if type(layer).set_lora not in _PLAIN or len(stored) != layer.n_slices:
@@ -299,10 +310,10 @@ class SlotWriter:
         self._plans[slot, layout] = plan
         return plan
 
-    def _of_this_rank(self, name: str, layout: Layout, data: Tensor) -> Sequence[_Matrices | None]:
+    def _of_this_rank(self, name: str, layout: Layout, file: TypedFile) -> Sequence[_Matrices | None]:
         """Return a layer's matrices, cut to this worker's shard under tensor parallelism."""
         layer: Any = self._internals.layers[name]
-        parts = layout.matrices(name, data)
+        parts = layout.matrices(name, file)
         if layer.tp_size == 1:
             return parts
         a: Any = [None if part is None else part.a for part in parts]
