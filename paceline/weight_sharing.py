@@ -179,7 +179,7 @@ class WriteRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteTurn:
+class WriteReply:
     """The sampler's answer."""
 
     refusal: str = ""
@@ -226,6 +226,6 @@ def _exchange(lines: BinaryIO, message: WriteRequest | WriteDone) -> None:
     answer = lines.readline()
     if not answer:
         raise ConnectionError("it closed the connection")
-    turn = msgspec.json.decode(answer, type=WriteTurn)
+    turn = msgspec.json.decode(answer, type=WriteReply)
     if turn.refusal:
         raise CATALOG.get(turn.refusal, Internal)(turn.message)

@@ -18,7 +18,7 @@ def main() -> None:
     settings = load_settings(SamplerSettings)
     registry = CollectorRegistry()
     try:
-        engine = create_service_engine(settings.engine, settings.bridge, settings.serves, settings.engine_options)
+        engine = create_service_engine(settings.mode, settings.engine_options)
         if settings.engine == "vllm":
             from sampler_service.engine.vllm.forks import start_fork_server  # noqa: PLC0415
 

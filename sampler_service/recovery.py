@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from paceline import errors
 from paceline.log import get_logger
-from sampler_service.engine.restartable import RebuildingEngine
+from sampler_service.engine.restartable import RestartableEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.base import Versions
 
@@ -28,7 +28,7 @@ class EngineKeeper:
 
     def __init__(
         self,
-        engine: RebuildingEngine,
+        engine: RestartableEngine,
         versions: Versions,
         set_ready: Callable[[bool], Awaitable[None]],
         most_attempts: int,
@@ -50,11 +50,9 @@ class EngineKeeper:
             if clock() - built > _PROVEN_SECONDS:
                 attempts = 0
             if attempts >= self._most_attempts:
-                raise errors.EngineUnavailable(
-                    f"the engine died; building it anew {attempts} times did not help{reason}"
-                )
+                raise errors.EngineUnavailable(f"the engine died; restarting it {attempts} times did not help{reason}")
             attempts += 1
-            _log.error("engine died; it is built anew", reason=str(death), attempt=attempts)
+            _log.error("engine died; restarting it", reason=str(death), attempt=attempts)
             await self._set_ready(False)
             await asyncio.sleep(min(2.0 ** (attempts - 1) - 1, _MOST_SECONDS))
             reason = await self._revive()
@@ -73,11 +71,11 @@ class EngineKeeper:
         try:
             lost = await self._engine.revive()
         except Exception as error:
-            _log.exception("engine not built")
+            _log.exception("engine not restarted")
             return f": {error}" if isinstance(error, errors.PacelineError) else ""
         # No await since the engine came back, so no request has used it before its versions are updated.
         self._versions.revived(lost)
         self._metrics.engine_restarts.inc()
-        _log.info("engine built anew", versions=len(self._versions))
+        _log.info("engine restarted", versions=len(self._versions))
         await self._set_ready(not self._engine.is_changing_model)
         return ""

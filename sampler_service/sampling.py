@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from math import isnan
+from typing import cast
 from uuid import uuid4
 
+import numpy as np
+
 from paceline import errors
-from paceline.types import ModelRef, SampleResult, ServedModel, StreamedTokens
+from paceline.types import ModelRef, Quota, SampledSequence, SampleResult, ServedModel, StopReason, StreamedTokens
 from paceline.types.training import Array
+from sampler_service.engine.coalescer import concatenated
 from sampler_service.engine.protocol import (
-    Adapter,
     Delivery,
     GenerationRequest,
     SamplerEngine,
@@ -21,14 +26,18 @@ from sampler_service.engine.protocol import (
     TokenDelta,
 )
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.requests.reply import check_numbers, collect, complete, repeated
-from sampler_service.requests.request import SampleRequest
-from sampler_service.requests.text_fields import read_body
-from sampler_service.requests.validation import RequestLimits, check_amounts, check_ref, check_sample, check_tokens
 from sampler_service.scheduling.admission import Admission, Demand
 from sampler_service.scheduling.tenant_queue import TenantQueue
-from sampler_service.stores.base import Versions
-from sampler_service.stores.leases import Lease
+from sampler_service.stores.base import Lease, Versions
+from sampler_service.validation import (
+    RequestLimits,
+    SampleRequest,
+    check_num_samples,
+    check_ref,
+    check_sample,
+    check_tokens,
+    read_body,
+)
 
 Generation = tuple[Lease, AsyncIterator[TokenDelta]]
 
@@ -44,16 +53,21 @@ class Sampler:
         admission: Admission,
         queue: TenantQueue,
         metrics: SamplerMetrics,
-        check_standing: Callable[[ModelRef, str], None],
+        check_agreement: Callable[[ModelRef, str], None],
+        max_versions: int,
     ) -> None:
-        """`check_standing` raises if the weights' results disagree with the trainer's."""
+        """`check_agreement` raises if the weights' results disagree with the trainer's.
+
+        `max_versions` is the number of versions that a tenant may have loaded if it is the only one.
+        """
         self._engine = engine
         self._registry = registry
         self._limits = limits
         self._admission = admission
         self._queue = queue
         self._metrics = metrics
-        self._check_standing = check_standing
+        self._check_agreement = check_agreement
+        self._max_versions = max_versions
 
     async def sample(self, request: SampleRequest, tenant: str) -> SampleResult:
         """Return all completions when they have ended. Cancelling frees them."""
@@ -88,12 +102,12 @@ class Sampler:
         check_tokens(tokens, "tokens", self._limits.model)
         if len(tokens) < 2:
             raise errors.InvalidShape("has 1 token; send at least 2", field="tokens")
-        self._check_standing(ref, tenant)
+        self._check_agreement(ref, tenant)
         with self._admission.admit(tenant, Demand(1, len(tokens)), self._engine.num_running()):
             async with self._registry.lease(ref, tenant) as lease, self._queue.places(tenant, 1):
                 logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant)
                 _check_current(lease)
-                check_numbers(logprobs[1:].tolist(), lease.served)
+                _check_numbers(logprobs[1:].tolist(), lease.served)
                 return logprobs, lease.served
 
     async def complete_text(
@@ -102,12 +116,12 @@ class Sampler:
         """Yield the response to a call of OpenAI's API, whole or event by event, with the model that it comes from."""
         check_ref(ref, self._limits.model)
         body = read_body(content, endpoint, self._limits.model.max_context_length)
-        self._check_standing(ref, tenant)
+        self._check_agreement(ref, tenant)
         async with self._registry.lease(ref, tenant) as lease:
 
             @asynccontextmanager
             async def place(prompt: int, completions: int, each: int) -> AsyncIterator[None]:
-                check_amounts(completions, self._limits)
+                check_num_samples(completions, self._limits, "n")
                 demand = Demand(completions, prompt + completions * each)
                 with self._admission.admit(tenant, demand, self._engine.num_running()):
                     async with self._queue.places(tenant, completions):
@@ -116,19 +130,33 @@ class Sampler:
             def see(logprobs: Iterable[float]) -> None:
                 seen = list(logprobs)
                 self._metrics.tokens.inc(len(seen))
-                check_numbers(seen, lease.served)
+                _check_numbers(seen, lease.served)
 
             request = TextRequest(endpoint, body, lease.adapter, tenant, place, see)
             async with aclosing(self._engine.complete_text(request)) as parts:
                 async for part in parts:
                     yield lease.served, part
 
+    def quotas(self, tenant: str) -> Sequence[Quota]:
+        """Return a tenant's quotas. They are enforced where usage is counted."""
+        return (*self._admission.used(tenant), Quota("versions", self._loaded()[tenant], self._max_versions))
+
+    def tenants(self) -> list[str]:
+        """Return the tenants that use anything; names may repeat."""
+        return [*self._admission.tenants(), *self._loaded()]
+
+    def _loaded(self) -> Counter[str]:
+        return Counter(entry.tenant for entry in self._registry)
+
     @asynccontextmanager
     async def _generation(self, request: SampleRequest, tenant: str, delivery: Delivery) -> AsyncIterator[Generation]:
         check_sample(request, self._limits)
-        self._check_standing(request.ref, tenant)
-        computed = _num_computed(request)
-        with self._admission.admit(tenant, self._demand(request, computed), self._engine.num_running()):
+        self._check_agreement(request.ref, tenant)
+        # If sampling is greedy, all samples are the same: one is computed.
+        computed, prompt = request.num_samples if request.params.temperature > 0 else 1, len(request.prompt)
+        each = request.params.max_tokens or self._limits.model.max_context_length - prompt
+        demand = Demand(computed, prompt + computed * each)
+        with self._admission.admit(tenant, demand, self._engine.num_running()):
             async with (
                 self._registry.lease(request.ref, tenant) as lease,
                 self._queue.places(tenant, computed) as places,
@@ -140,28 +168,27 @@ class Sampler:
 
                 def see(delta: TokenDelta) -> None:
                     self._metrics.tokens.inc(len(delta.tokens))
-                    check_numbers(delta.logprobs, lease.served)
+                    _check_numbers(delta.logprobs, lease.served)
                     if delta.prompt_logprobs is not None:
-                        check_numbers(delta.prompt_logprobs[1:].tolist(), lease.served)
+                        _check_numbers(delta.prompt_logprobs[1:].tolist(), lease.served)
 
-                # Release the lease and the places when the engine has finished, not when the reader has every token:
-                # a slow reader must not block other requests.
-                delivery = replace(delivery, completed=places.ended, ended=ended)
-                generation = _generation_request(request, computed, lease.adapter, tenant, delivery)
-                deltas = self._engine.generate(generation)
-                completed = complete(deltas, computed, see)
-                async with aclosing(repeated(completed, request.num_samples // computed)) as samples:
+                generation = GenerationRequest(
+                    request_id=uuid4().hex,
+                    prompt=request.prompt.tolist(),
+                    params=request.params,
+                    num_samples=computed,
+                    adapter=lease.adapter,
+                    tenant=tenant,
+                    prompt_logprobs=request.prompt_logprobs,
+                    topk_prompt_logprobs=request.topk_prompt_logprobs,
+                    topk_logprobs=request.topk_logprobs,
+                    # Release the lease and the places when the engine has finished, not when the reader has every
+                    # token: a slow reader must not block other requests.
+                    delivery=replace(delivery, completed=places.ended, ended=ended),
+                )
+                completed = complete(self._engine.generate(generation), computed, see)
+                async with aclosing(_repeated(completed, request.num_samples // computed)) as samples:
                     yield lease, samples
-
-    def _demand(self, request: SampleRequest, computed: int) -> Demand:
-        prompt = len(request.prompt)
-        each = request.params.max_tokens or self._limits.model.max_context_length - prompt
-        return Demand(computed, prompt + computed * each)
-
-
-def _num_computed(request: SampleRequest) -> int:
-    """Return how many completions to compute: one if sampling is greedy, because all samples would be the same."""
-    return request.num_samples if request.params.temperature > 0 else 1
 
 
 def _check_current(lease: Lease) -> None:
@@ -170,18 +197,72 @@ def _check_current(lease: Lease) -> None:
         raise errors.EngineUnavailable("the weights changed meanwhile; try again")
 
 
-def _generation_request(
-    request: SampleRequest, num_samples: int, adapter: Adapter | None, tenant: str, delivery: Delivery
-) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=uuid4().hex,
-        prompt=request.prompt.tolist(),
-        params=request.params,
-        num_samples=num_samples,
-        adapter=adapter,
-        tenant=tenant,
-        prompt_logprobs=request.prompt_logprobs,
-        topk_prompt_logprobs=request.topk_prompt_logprobs,
-        topk_logprobs=request.topk_logprobs,
-        delivery=delivery,
+async def complete(
+    deltas: AsyncIterator[TokenDelta], num_samples: int, see: Callable[[TokenDelta], None]
+) -> AsyncGenerator[TokenDelta]:
+    """Yield the engine's deltas, and close the engine's iterator at the end in any case.
+
+    A completion that the engine left without a stop reason ends as ABORTED. `see` is called with each delta before it
+    is yielded, and raises if it must not be passed on.
+    """
+    unfinished = set(range(num_samples))
+    async with aclosing(cast("AsyncGenerator[TokenDelta]", deltas)) as source:
+        async for delta in source:
+            see(delta)
+            if delta.stop_reason is not None:
+                unfinished.discard(delta.index)
+            yield delta
+    for index in sorted(unfinished):
+        yield TokenDelta(index, [], [], StopReason.ABORTED)
+
+
+def _check_numbers(logprobs: Iterable[float], model: ServedModel) -> None:
+    """Check that the tokens were not sampled from NaN. Raises NonFinite."""
+    if isnan(sum(logprobs)):
+        version = f"version {model.version} of {model.run_id}" if model.version else ""
+        weights = model.checkpoint or version or model.base_model
+        raise errors.NonFinite(
+            f"{weights} gives NaN here: its weights are so large that the computation overflows; continue from an "
+            "earlier checkpoint, with a lower learning rate",
+            field="model",
+        )
+
+
+async def _repeated(deltas: AsyncGenerator[TokenDelta], copies: int) -> AsyncGenerator[TokenDelta]:
+    """Yield the deltas; with several copies there is only one completion, and each delta is repeated for every copy."""
+    async with aclosing(deltas) as source:
+        async for delta in source:
+            yield delta
+            for index in range(1, copies):
+                yield replace(delta, index=index)
+
+
+async def collect(
+    deltas: AsyncIterator[TokenDelta], num_samples: int, model: ServedModel, *, prompt_logprobs: bool
+) -> SampleResult:
+    """Collect the completions of one prompt; `prompt_logprobs` says whether the prompt's were requested."""
+    parts: list[list[TokenDelta]] = [[] for _ in range(num_samples)]
+    first: TokenDelta | None = None
+    cached = 0
+    async for delta in deltas:
+        parts[delta.index].append(delta)
+        first = first or delta
+        cached = max(cached, delta.prompt_cache_hit_tokens)
+    return SampleResult(
+        sequences=[_sequence(part) for part in parts],
+        model=model,
+        prompt_logprobs=first.prompt_logprobs if first and prompt_logprobs else None,
+        topk_prompt_logprobs=first.topk_prompt_logprobs if first else None,
+        prompt_cache_hit_tokens=cached,
+    )
+
+
+def _sequence(parts: Sequence[TokenDelta]) -> SampledSequence:
+    rows = [part.topk_logprobs for part in parts if part.topk_logprobs is not None]
+    return SampledSequence(
+        tokens=np.array([token for part in parts for token in part.tokens], np.int32),
+        logprobs=np.array([logprob for part in parts for logprob in part.logprobs], np.float32),
+        stop_reason=parts[-1].stop_reason or StopReason.ABORTED,
+        topk_logprobs=concatenated(rows) if rows else None,
+        version_spans=parts[-1].version_spans,
     )

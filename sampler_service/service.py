@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from importlib.metadata import version
 from typing import cast
 
 import grpc
@@ -22,35 +21,30 @@ from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
 from paceline.types import ModelInfo
 from paceline.weight_sharing import read_base
-from sampler_service.agreement.standing import Standing
+from sampler_service.agreement import AgreementStatus
+from sampler_service.engine.options import Weights
 from sampler_service.engine.protocol import WritableEngine
-from sampler_service.engine.restartable import RebuildingEngine
+from sampler_service.engine.restartable import RestartableEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.quotas import Quotas
 from sampler_service.recovery import EngineKeeper
-from sampler_service.requests.validation import RequestLimits
-from sampler_service.rpc.servicer import SamplerServicer, ServerInfo
+from sampler_service.rpc.servicer import SamplerServicer
 from sampler_service.sampling import Sampler
 from sampler_service.scheduling.admission import Admission, Room
 from sampler_service.scheduling.tenant_queue import TenantQueue
 from sampler_service.settings import SamplerSettings
-from sampler_service.stores.adapters import VersionRegistry
-from sampler_service.stores.base import Versions
+from sampler_service.stores.adapters import RegistryLimits, VersionRegistry
+from sampler_service.stores.base import VersionResolver, Versions
 from sampler_service.stores.disk import DiskTier
 from sampler_service.stores.full_model import ModelSlot
-from sampler_service.stores.in_place import InPlaceSlot
-from sampler_service.stores.leases import RegistryLimits
-from sampler_service.stores.memory import show_memory
-from sampler_service.stores.resolver import VersionResolver
-from sampler_service.stores.update_server import UpdateServer
+from sampler_service.stores.in_place import InPlaceSlot, UpdateServer
 from sampler_service.transports.base import Bridge, ManifestRules
-from sampler_service.transports.collective import CollectiveBridge, GroupReceiver
-from sampler_service.transports.prefetch import Offers
+from sampler_service.transports.collective import GroupReceiver
 from sampler_service.transports.push import PushReceiver
 from sampler_service.transports.staging import StagingArea
-from sampler_service.transports.stream import StreamBridge
+from sampler_service.transports.stream import Offers, StreamBridge
 from sampler_service.transports.trainer_link import TrainerLink
 from sampler_service.transports.volume import VolumeBridge
+from sampler_service.validation import RequestLimits
 from sampler_service.watcher import VersionWatcher
 
 _log = get_logger(__name__)
@@ -65,8 +59,9 @@ class SamplerService:
     name = "sampler"
     service_names: Sequence[str] = (pb.DESCRIPTOR.services_by_name["SamplerService"].full_name,)
 
-    def __init__(self, settings: SamplerSettings, engine: RebuildingEngine, registry: CollectorRegistry) -> None:
+    def __init__(self, settings: SamplerSettings, engine: RestartableEngine, registry: CollectorRegistry) -> None:
         self._settings = settings
+        self._mode = settings.mode
         self._engine = engine
         self._registry = registry
         self._metrics = SamplerMetrics(registry)
@@ -95,25 +90,27 @@ class SamplerService:
             settings.served_name,
             settings.max_lora_rank,
             settings.max_version_bytes,
-            settings.whole_models,
+            self._mode.serves == "models",
             model.weights_sha256,
         )
         group, offers = self._group(staging, rules), Offers(settings.fetch_timeout_seconds)
         bridge = self._bridge(trainer, staging, rules, group, offers)
         resolver = VersionResolver(bridge)
-        versions = self._versions(bridge, resolver, readiness)
+        disk = self._disk()
+        versions = self._make_versions(bridge, resolver, disk, readiness)
+        self._show_memory(versions, disk)
         started.push_async_callback(versions.close)
         await self._listen_for_writes(versions)
-        standing = Standing(self._engine, versions, model, readiness.obstruct, self._metrics)
+        agreement = AgreementStatus(self._engine, versions, model, readiness.obstruct, self._metrics)
         receiver = PushReceiver(staging, rules, trainer)
-        self._servicer = self._make_servicer(model, resolver, versions, receiver, standing)
+        self._servicer = self._make_servicer(model, versions, receiver, agreement)
         watcher = VersionWatcher(
             trainer,
             versions,
             resolver,
             settings.name_for_trainer,
             model,
-            standing,
+            agreement,
             self._metrics,
             needs_volume=bridge.needs_volume,
             offers=None if bridge.needs_volume or group else offers,
@@ -121,7 +118,7 @@ class SamplerService:
         )
         self._keep_running("watcher", watcher.run(), readiness)
         # Weights lent for writing are lost with the engine, so it is not restarted: the trainer needs new ones.
-        attempts = settings.engine_restarts if settings.in_place == "off" else 0
+        attempts = 0 if self._mode.weights is Weights.WRITE else settings.engine_restarts
         keeper = EngineKeeper(self._engine, versions, self._ready_setter(readiness), attempts, self._metrics)
         self._keep_running("engine", keeper.run(), readiness)
 
@@ -136,7 +133,7 @@ class SamplerService:
         await self._started.aclose()
 
     def _group(self, staging: StagingArea, rules: ManifestRules) -> GroupReceiver | None:
-        if self._settings.bridge != "collective":
+        if self._mode.bridge != "collective":
             return None
         group = GroupReceiver(staging, rules, self._metrics)
         self._started.push_async_callback(group.close)
@@ -150,19 +147,10 @@ class SamplerService:
         group: GroupReceiver | None,
         offers: Offers,
     ) -> Bridge:
-        name = self._settings.bridge
-        volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules, name)
-        if name in {"volume", "restart"} or self._settings.in_place != "off":
+        volume = VolumeBridge(Volume(self._settings.checkpoint_dir), trainer, rules)
+        if self._mode.reads_volume:
             return volume
-        stream = StreamBridge(trainer, staging, rules, volume, offers)
-        return stream if group is None else CollectiveBridge(group, stream)
-
-    def _versions(self, bridge: Bridge, resolver: VersionResolver, readiness: Readiness) -> Versions:
-        disk = self._disk()
-        versions = self._make_versions(bridge, resolver, disk, readiness)
-        show_memory(self._settings, self._engine.slots(), versions, disk, self._metrics)
-        self._metrics.completions_running.set_function(self._engine.num_running)
-        return versions
+        return StreamBridge(trainer, staging, rules, volume, offers, group)
 
     def _disk(self) -> DiskTier:
         """Return the disk tier for evicted versions. It is off for whole models, which are fetched again anyway."""
@@ -170,16 +158,35 @@ class SamplerService:
         scratch = StagingArea(directory) if directory else None
         if scratch is not None:
             self._started.callback(scratch.close)
-        return DiskTier(scratch, 0 if self._settings.whole_models else most)
+        return DiskTier(scratch, most if self._mode.weights is Weights.ADAPTERS else 0)
+
+    def _show_memory(self, versions: Versions, disk: DiskTier) -> None:
+        """Log the limits on slots, host memory and disk that the settings imply, and export their usage as metrics."""
+        metrics, slots = self._metrics, self._engine.slots()
+        _log.info(
+            "memory for versions",
+            slots=slots.count,
+            slots_mib=round(slots.size_bytes / (1 << 20)),
+            loaded_at_most=self._settings.max_loaded_versions,
+            on_disk_at_most=disk.most,
+        )
+        metrics.slots.set(slots.count)
+        metrics.slot_bytes.set(slots.size_bytes)
+        metrics.versions_in_use.set_function(lambda: sum(entry.requests_in_flight > 0 for entry in versions))
+        metrics.versions_loaded.set_function(lambda: len(versions))
+        metrics.version_bytes.set_function(lambda: sum(entry.staged.manifest.total_size for entry in versions))
+        metrics.versions_on_disk.set_function(lambda: len(disk))
+        metrics.disk_bytes.set_function(lambda: sum(staged.manifest.total_size for staged in disk))
+        metrics.completions_running.set_function(self._engine.num_running)
 
     def _make_versions(
         self, bridge: Bridge, resolver: VersionResolver, disk: DiskTier, readiness: Readiness
     ) -> Versions:
         settings, engine = self._settings, self._engine
         name, seconds = settings.served_name, settings.fetch_timeout_seconds
-        if settings.in_place != "off":
+        if self._mode.weights is Weights.WRITE:
             return InPlaceSlot(cast("WritableEngine", engine.current), bridge, resolver, name, seconds, self._metrics)
-        if settings.whole_models:
+        if self._mode.serves == "models":
             return ModelSlot(engine, bridge, resolver, name, seconds, self._ready_setter(readiness), self._metrics)
         limits = RegistryLimits(
             settings.max_loaded_versions, settings.keep_versions, seconds, settings.max_versions_per_tenant
@@ -195,25 +202,9 @@ class SamplerService:
         await listener.start()
 
     def _make_servicer(
-        self,
-        model: ModelInfo,
-        resolver: VersionResolver,
-        versions: Versions,
-        receiver: PushReceiver,
-        standing: Standing,
+        self, model: ModelInfo, versions: Versions, receiver: PushReceiver, agreement: AgreementStatus
     ) -> SamplerServicer:
         settings = self._settings
-        info = ServerInfo(
-            service_version=version("paceline"),
-            model=model,
-            engine=self._engine.name,
-            engine_version=self._engine.version,
-            bridge=settings.bridge,
-            serves="models" if settings.whole_models else "adapters",
-            max_active_versions=settings.max_active_versions,
-            max_num_samples=settings.max_num_samples,
-            sampler_id=settings.name_for_trainer,
-        )
         limits = RequestLimits(model, settings.max_num_samples, settings.max_topk_logprobs, settings.max_unread_tokens)
         admission = Admission(
             Room(settings.max_waiting, settings.max_completions_per_tenant, "max_completions_per_tenant"),
@@ -221,14 +212,19 @@ class SamplerService:
         )
         queue = TenantQueue(_AHEAD * settings.max_num_seqs)
         self._metrics.completions_waiting.set_function(lambda: queue.waiting)
-        sampler = Sampler(self._engine, versions, limits, admission, queue, self._metrics, standing.check)
-        quotas = Quotas(
-            admission,
+        most = settings.max_loaded_versions
+        sampler = Sampler(
+            self._engine,
             versions,
-            min(settings.max_loaded_versions, settings.max_versions_per_tenant or settings.max_loaded_versions),
+            limits,
+            admission,
+            queue,
+            self._metrics,
+            agreement.check,
+            max_versions=min(most, settings.max_versions_per_tenant or most),
         )
-        QuotaMetrics(self.name, quotas.tenants, quotas.of, self._registry)
-        return SamplerServicer(info, sampler, versions, resolver, receiver, standing, quotas)
+        QuotaMetrics(self.name, sampler.tenants, sampler.quotas, self._registry)
+        return SamplerServicer(settings, self._engine, model, sampler, versions, receiver, agreement)
 
     def _ready_setter(self, readiness: Readiness) -> Callable[[bool], Awaitable[None]]:
         async def set_ready(ready: bool) -> None:
@@ -241,8 +237,8 @@ class SamplerService:
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
-                _log.error("ended by itself", part=what, exc_info=task.exception())
-                readiness.fail(f"{what} ended by itself: {task.exception()}")
+                _log.error("stopped unexpectedly", part=what, exc_info=task.exception())
+                readiness.fail(f"{what} stopped unexpectedly: {task.exception()}")
 
         task = asyncio.create_task(work)
         task.add_done_callback(ended)

@@ -6,14 +6,25 @@ import socket
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from paceline.machine import count_gpus
 from paceline.settings import Address, BackendSettings, UpstreamTls
-from sampler_service.engine.options import NO_FLOAT32, EngineOptions
+from sampler_service.engine.options import (
+    NO_FLOAT32,
+    Apply,
+    BridgeKind,
+    Dtype,
+    EngineKind,
+    EngineOptions,
+    InPlace,
+    Mode,
+    Outputs,
+    Serves,
+)
 
 
 def _has_cpu_build() -> bool:
@@ -36,15 +47,15 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     """Address of grpc.health.v1: always plaintext and without a credential, for health probes."""
     trainer: str = "127.0.0.1:50051"
     """Address of the trainer whose versions this sampler serves."""
-    engine: Literal["vllm", "hf"] = "vllm"
+    engine: EngineKind = "vllm"
     """vllm, or hf (transformers) for hardware that vLLM does not support. Never selected automatically."""
-    bridge: Literal["stream", "volume", "collective", "restart", "shared"] = "stream"
+    bridge: BridgeKind = "stream"
     """How versions arrive. stream: sent by the trainer. volume: read from the shared checkpoint volume.
 
     collective: broadcast over a torch.distributed process group. restart: whole models, read from the volume; the
     engine is rebuilt for each. shared: as stream, and the base weights are lent to the trainer through `base_dir`.
     """
-    serves: Literal["adapters", "models"] = "adapters"
+    serves: Serves = "adapters"
     """What is served: many adapters at once, or whole models of full-parameter runs, one at a time.
 
     Whole models overwrite vLLM's model in place. The bridge restart always serves whole models, by rebuilding the
@@ -54,7 +65,7 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     """Base model, the same as the trainer's: a local directory or a Hugging Face id."""
     model_name: str = ""
     """Name that clients use; empty means the last part of `model`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """dtype of the base model's arithmetic."""
     checkpoint_dir: Path = Path(".paceline/checkpoints")
     """The checkpoint volume; it is only read."""
@@ -62,7 +73,7 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     """Staging directory, where streamed versions are assembled; preferably in memory."""
     base_dir: Path = Path("/dev/shm/paceline-base")  # noqa: S108
     """Where the base weights are lent (bridge shared): a directory in memory for this sampler and its trainer only."""
-    in_place: Literal["off", "paused", "hogwild"] = "off"
+    in_place: InPlace = "off"
     """Whether one full-parameter run writes its versions into the lent weights (bridge shared) and then owns them.
 
     paused: between two steps; requests are kept. hogwild: while steps run; tokens sampled meanwhile are marked mixed.
@@ -118,9 +129,9 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     """Number of GPUs that each layer is split over."""
     pipeline_parallel_size: int = Field(1, ge=1)
     """Number of pipeline stages that the layers are distributed over."""
-    apply: Literal["direct", "stock"] = "direct"
+    apply: Apply = "direct"
     """How vLLM gets a version. direct: copied directly into a slot. stock: through vLLM's own loading."""
-    outputs: Literal["direct", "stock"] = "direct"
+    outputs: Outputs = "direct"
     """How tokens leave vLLM. direct: taken from its engine process directly. stock: by vLLM's own conversion."""
     tool_parser: str = "hermes"
     """vLLM's parser for the model's tool calls in OpenAI's API, by name (hermes, llama3_json, ...).
@@ -133,7 +144,7 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     @model_validator(mode="after")
     def _check_in_place(self) -> Self:
         if self.in_place != "off" and self.bridge != "shared":
-            raise ValueError("in_place takes bridge=shared")
+            raise ValueError("in_place requires bridge=shared")
         if self.bridge == "shared" and self.serves == "models":
             raise ValueError("with bridge=shared whole models are served by in_place")
         return self
@@ -145,9 +156,9 @@ class SamplerSettings(BackendSettings, UpstreamTls):
         return self
 
     @property
-    def whole_models(self) -> bool:
-        """Whether whole models are served instead of adapters."""
-        return self.serves == "models" or self.bridge == "restart" or self.in_place != "off"
+    def mode(self) -> Mode:
+        """How the sampler works with these settings."""
+        return Mode.of(self.engine, self.bridge, self.serves, self.in_place)
 
     @property
     def served_name(self) -> str:

@@ -15,17 +15,14 @@ from paceline.background import Background
 from paceline.log import get_logger
 from paceline.rpc.status import error_from_rpc
 from paceline.types import ModelInfo, ServedModel
-from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
-from sampler_service.agreement.standing import Standing
+from sampler_service.agreement import AgreementStatus
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stores.base import Versions
-from sampler_service.stores.leases import LoadedVersion
-from sampler_service.stores.resolver import VersionResolver
+from sampler_service.stores.base import LoadedVersion, VersionResolver, Versions
+from sampler_service.transports.base import VersionKey
 from sampler_service.transports.collective import GroupReceiver
-from sampler_service.transports.prefetch import Offers
+from sampler_service.transports.stream import Offer, Offers
 from sampler_service.transports.trainer_link import TrainerLink
-from sampler_service.transports.version_keys import VersionKey
 
 _FIRST_DELAY, _LAST_DELAY = 0.1, 2.0
 """Seconds between attempts to reach the trainer: doubled each time, with jitter."""
@@ -50,7 +47,7 @@ class VersionWatcher:
         resolver: VersionResolver,
         sampler_id: str,
         model: ModelInfo,
-        standing: Standing,
+        agreement: AgreementStatus,
         metrics: SamplerMetrics,
         *,
         needs_volume: bool,
@@ -64,7 +61,7 @@ class VersionWatcher:
         self._sampler_id = sampler_id
         self._instance = uuid4().hex
         self._model = model
-        self._standing = standing
+        self._agreement = agreement
         self._metrics = metrics
         self._needs_volume = needs_volume
         self._offers = offers
@@ -86,7 +83,7 @@ class VersionWatcher:
                 reason = await self._watch()
                 if perf_counter() - start > _LAST_DELAY:
                     delay = _FIRST_DELAY
-                _log.warning("watch ended; watching again", reason=reason, seconds=delay)
+                _log.warning("watch ended; reconnecting", reason=reason, seconds=delay)
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter is no secret
                 delay = min(2 * delay, _LAST_DELAY)
         finally:
@@ -103,7 +100,7 @@ class VersionWatcher:
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure)
             if isinstance(error, errors.BaseMismatch):
-                await self._standing.turned_away(error.message)
+                await self._agreement.note_hello(refusal=error.message)
             told = isinstance(error, errors.Conflict | errors.BaseMismatch)
             return f"{error.reason}: {error.message}" if told else failure.code().name
         finally:
@@ -135,17 +132,17 @@ class VersionWatcher:
                 self._announced(message.announcement)
             case "welcome":
                 self._resolver.welcomed(message.welcome.trainer_instance)
-                self._applying.spawn(self._standing.welcomed())
+                self._applying.spawn(self._agreement.note_hello())
             case "probe":
                 self._applying.spawn(self._measure(message.probe))
             case "run_deleted":
                 self._resolver.forget(message.run_deleted.run_id)
                 self._registry.forget_run(message.run_deleted.run_id)
-                self._standing.forget_run(message.run_deleted.run_id)
+                self._agreement.forget_run(message.run_deleted.run_id)
                 if self._offers is not None:
                     self._offers.drop(message.run_deleted.run_id)
             case "staged" if self._offers is not None:
-                self._applying.spawn(self._prepare(self._offers.expect(message.staged), self._offers))
+                self._applying.spawn(self._prepare(self._offers.expect(message.staged)))
             case "group" if self._group is not None:
                 self._group.join(message.group, self._send)
             case other:
@@ -153,105 +150,101 @@ class VersionWatcher:
 
     def _announced(self, announcement: pb.Announcement) -> None:
         """Start to load an announced version if it can be fetched and is not superseded."""
-        served, arrival = served_model(announcement.manifest), perf_counter()
-        self._registry.displace(served)
+        model, on_volume, arrival = announcement.manifest.model, bool(announcement.volume_path), perf_counter()
+        key = VersionKey(model.run_id, model.version)
+        self._registry.displace(key, model.sha256)
         if self._offers is not None:
-            self._offers.announced(announcement.manifest)
+            self._offers.announced(key, announcement.manifest)
         if self._group is not None and announcement.broadcast_generation:
-            self._group.expect(announcement, self._send)
-        newest, on_volume = self._resolver.last_announced(served.run_id), bool(announcement.volume_path)
+            self._group.expect(key, announcement)
         if self._needs_volume and not on_volume:
             return
-        self._resolver.announced(served.run_id, served.version)
+        is_newest = self._resolver.announced(key.run_id, key.version)
         # A version is announced again when it reaches the volume. By then a streamed one may already be superseded.
-        if on_volume and not self._needs_volume and served.version < newest:
-            return
-        self._awaited.add(VersionKey.of(served))
-        self._applying.spawn(self._apply(served, arrival))
+        if is_newest or not on_volume or self._needs_volume:
+            self._awaited.add(key)
+            self._applying.spawn(self._apply(key, model.sha256, arrival))
 
     async def _measure(self, probe: pb.Probe) -> None:
-        agreement = await self._standing.measure(probe)
+        agreement = await self._agreement.measure(probe)
         if agreement is not None:
             self._send(pb.WatchVersionsRequest(agreement=agreement))
 
-    async def _prepare(self, key: VersionKey, offers: Offers) -> None:
+    async def _prepare(self, offer: Offer) -> None:
         """Load a staged version before it is announced, so that then only its checksum must be awaited."""
         try:
             async with self._slots:
-                if offers.find(key) is not None and self._registry.find(key) is None:
-                    await self._registry.fetch(key)
+                if not offer.is_dropped:
+                    await self._find_or_fetch(offer.key)
         except errors.PacelineError as error:
             # Not refused: its announcement starts another attempt, which is refused if it fails.
-            _log.info("version not prepared", run=key.run_id, version=key.version, reason=error.reason)
+            _log.info("version not prepared", run=offer.key.run_id, version=offer.key.version, reason=error.reason)
 
-    async def _apply(self, served: ServedModel, arrival: float) -> None:
-        key = VersionKey.of(served)
+    async def _apply(self, key: VersionKey, sha256: str, arrival: float) -> None:
         try:
-            entry = await self._load(served)
+            entry = await self._load(key, sha256)
         except errors.PacelineError as error:
-            self._refuse(served, error)
+            self._refuse(key, error)
         except Exception:
-            _log.exception("version not loaded", run=served.run_id, version=served.version)
-            self._refuse(served, errors.Internal("the version could not be loaded; see the sampler's log"))
+            _log.exception("version not loaded", run=key.run_id, version=key.version)
+            self._refuse(key, errors.Internal("the version could not be loaded; see the sampler's log"))
         else:
             seconds = perf_counter() - arrival
             self._metrics.apply_seconds.observe(seconds)
             self._acknowledge(entry, 1e3 * seconds)
-            self._registry.retire_superseded(served.run_id)
+            self._registry.retire_superseded(key.run_id)
         finally:
             self._awaited.discard(key)
             if self._group is not None:
                 self._group.drop(key)
 
-    async def _load(self, served: ServedModel) -> LoadedVersion:
+    async def _load(self, key: VersionKey, sha256: str) -> LoadedVersion:
         """Load an announced version. If there is no room, send a temporary refusal and retry.
 
-        Raises EngineUnavailable if a newer version arrives before there is room, and as `fetch`.
+        Raises EngineUnavailable if a newer version arrives before there is room, and as `_exactly`.
         """
         delay = _FIRST_RETRY
         while True:
             try:
                 async with self._slots:
-                    return await self._exactly(served)
+                    return await self._exactly(key, sha256)
             except errors.Exhausted as error:
-                if served.version < self._resolver.last_announced(served.run_id):
+                if key.version < self._resolver.last_announced(key.run_id):
                     message = "a newer version came before there was room for this one"
                     raise errors.EngineUnavailable(message) from error
-                self._refuse(served, error, pending=True)
+                self._refuse(key, error, pending=True)
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY)
 
-    async def _exactly(self, served: ServedModel) -> LoadedVersion:
+    async def _exactly(self, key: VersionKey, sha256: str) -> LoadedVersion:
         """Load exactly the announced content, not other content under its number. Raises ChecksumMismatch."""
-        key = VersionKey.of(served)
         for _ in range(2):  # a shared fetch that started before the announcement may return older content
-            entry = self._registry.find(key) or await self._registry.fetch(key)
-            if entry.staged.sha256 == served.sha256:
+            entry = await self._find_or_fetch(key)
+            if entry.served.sha256 == sha256:
                 return entry
-            self._registry.displace(served)
-        message = f"the bytes that came are {entry.staged.sha256}, and {served.sha256} was announced"
+            self._registry.displace(key, sha256)
+        message = f"received bytes with SHA-256 {entry.served.sha256}; {sha256} was announced"
         raise errors.ChecksumMismatch(message, field="model.sha256")
+
+    async def _find_or_fetch(self, key: VersionKey) -> LoadedVersion:
+        return self._registry.find(key) or await self._registry.fetch(key)
 
     def _loaded(self, entry: LoadedVersion) -> None:
         """Also acknowledge a version that was pushed or requested, so that the trainer keeps it while it is held."""
-        if entry.served.version and VersionKey.of(entry.served) not in self._awaited:
+        if entry.served.version and entry.key not in self._awaited:
             times = entry.times
             self._acknowledge(entry, times.step_wait_milliseconds + times.apply_milliseconds)
 
     def _acknowledge(self, entry: LoadedVersion, milliseconds: float) -> None:
         acknowledgement = acknowledge(entry, self._sampler_id, milliseconds)
-        acknowledgement.run_refused = self._standing.refuses_run(entry.served.run_id)
+        acknowledgement.run_refused = self._agreement.refuses_run(entry.served.run_id)
         self._send(pb.WatchVersionsRequest(acknowledgement=acknowledgement))
 
-    def _refuse(self, served: ServedModel, error: errors.PacelineError, *, pending: bool = False) -> None:
+    def _refuse(self, key: VersionKey, error: errors.PacelineError, *, pending: bool = False) -> None:
         """Tell the trainer that a version is not loaded: permanently or, with `pending`, temporarily."""
-        reason, message = error.reason, str(error)
-        _log.warning(
-            "version refused", run=served.run_id, version=served.version, reason=reason, error=message, pending=pending
-        )
-        refusal = pb.Refusal(
-            run_id=served.run_id, version=served.version, reason=reason, message=message, pending=pending
-        )
+        run_id, version, reason, message = key.run_id, key.version, error.reason, str(error)
+        _log.warning("version refused", run=run_id, version=version, reason=reason, error=message, pending=pending)
+        refusal = pb.Refusal(run_id=run_id, version=version, reason=reason, message=message, pending=pending)
         self._send(pb.WatchVersionsRequest(refusal=refusal))
 
     def _release(self, served: ServedModel) -> None:
@@ -270,7 +263,7 @@ def acknowledge(entry: LoadedVersion, sampler_id: str, milliseconds: float) -> p
     return pb.Acknowledgement(
         run_id=entry.served.run_id,
         version=entry.served.version,
-        sha256=entry.staged.sha256,
+        sha256=entry.served.sha256,
         sampler_id=sampler_id,
         milliseconds=milliseconds,
         step_wait_milliseconds=entry.times.step_wait_milliseconds,

@@ -26,7 +26,7 @@ from paceline.waiting_bytes import WaitingBytes
 from trainer_service.backoff import backoff
 from trainer_service.certificate_metrics import CertificateMetrics
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.watchdog import Patience
 from trainer_service.failpoints import Failpoints
 from trainer_service.hardware import choose_options
@@ -90,7 +90,7 @@ class TrainerService:
         self._base = LentBase(settings.base_dir)
         self._agreements = Agreements(self._engine, self._find_version, metrics)
         self._publisher = Publisher(
-            self._engine.save_adapter,
+            self._engine,
             self._registry,
             self._hub,
             self._volume,

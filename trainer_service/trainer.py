@@ -28,7 +28,7 @@ from paceline.types import (
 )
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.optimizers.specs import spec_of
 from trainer_service.engine.protocol import AdapterInfo
 from trainer_service.limits.free_space import DiskGuard
@@ -197,7 +197,7 @@ class Trainer:
                 raise errors.RunNotFound("no such run", field="run_id")
             gone = errors.RunNotFound("the run was deleted", field="run_id")
             record.sequencer.drain(gone)
-            await self._publisher.end_waits(record.run_id)
+            await self._publisher.cancel_waits(record.run_id)
             await record.sequencer.close(gone)
             if record.in_engine:
                 with suppress(errors.EngineUnavailable):  # an engine that is down holds no runs
@@ -248,7 +248,7 @@ class Trainer:
         """
         self._check_ready(record)
         path = CheckpointPath(record.run_id, kind, layout.check_name(name))
-        checkpoint = await self._checkpoints.made_by(path, seq_id)
+        checkpoint = await self._checkpoints.find_made_by(path, seq_id)
         if checkpoint is None:
             checkpoint = await self._write_checkpoint(record, path, seq_id, ttl_seconds, overwrite, progress)
         if kind is CheckpointKind.STATE:
@@ -286,7 +286,7 @@ class Trainer:
                 seq_id=seq_id,
                 ttl_seconds=ttl_seconds,
                 overwrite=overwrite,
-                earlier=progress.wait_for_earlier,
+                wait_for_earlier=progress.wait_for_earlier,
             )
 
     async def load_checkpoint(
@@ -306,7 +306,7 @@ class Trainer:
         else:
 
             async def take(target: Path) -> None:
-                await self._checkpoints.take(path, identity, target)
+                await self._checkpoints.link_into(path, identity, target)
 
             directory = await record.snapshots.pin(seq_id, take)
         if isinstance(record.parameters, LoraConfig):

@@ -19,7 +19,8 @@ from trainer_service.engine.loss.specs import (
     SEQUENCE_RATIO_MASK,
     TEMPERATURE,
     LossSpec,
-    loss_spec,
+    ResolvedLoss,
+    resolve_loss,
 )
 
 _DEFAULT_LORA = LoraConfig()
@@ -85,18 +86,17 @@ def check_batch(
     data: Sequence[Datum], spec: ForwardBackwardSpec, model: ModelInfo, max_datums: int
 ) -> ForwardBackwardSpec:
     """Check a batch against its loss and the base model; return its spec with the loss's defaults filled in."""
-    loss = loss_spec(spec.loss_fn)
-    config = loss.resolve_config(spec.loss_fn_config)
+    loss = resolve_loss(spec.loss_fn, spec.loss_fn_config)
     if not data:
         raise errors.EmptyBatch("holds no datum; send at least one", field="data")
     if len(data) > max_datums:
         raise errors.OutOfRange(f"holds {len(data)} datums; at most {max_datums}, split it", field="data")
     for index, datum in enumerate(data):
-        _check_datum(datum, f"data[{index}]", loss, config, model)
+        _check_datum(datum, f"data[{index}]", loss, model)
     if not any(datum.counted_positions for datum in data):
         raise errors.EmptyBatch("every position is masked; set mask to 1 where the loss counts", field="data")
     _check_reduction(data, spec.reduction, spec.reduction_count)
-    return replace(spec, loss_fn_config=config)
+    return replace(spec, loss_fn_config=loss.config)
 
 
 def _check_reduction(data: Sequence[Datum], reduction: Reduction, count: int | None) -> None:
@@ -109,18 +109,18 @@ def _check_reduction(data: Sequence[Datum], reduction: Reduction, count: int | N
         raise errors.OutOfRange(message, field="reduction_count")
 
 
-def _check_datum(datum: Datum, field: str, spec: LossSpec, config: Mapping[str, float], model: ModelInfo) -> None:
-    length = datum.model_input.shape[0]
+def _check_datum(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo) -> None:
+    spec, length = loss.spec, datum.model_input.shape[0]
     if length > model.max_context_length:
         message = f"has {length} tokens; the model takes {model.max_context_length}"
         raise errors.SequenceTooLong(message, field=f"{field}.model_input")
     _check_tokens(datum.model_input, f"{field}.model_input", model.vocab_size)
-    _check_names(datum, field, spec, spec.required_inputs(config))
+    _check_names(datum, field, spec, loss.required)
     _check_shapes(datum, field, spec)
     _check_values(datum, field, spec, model)
     _check_sequence_mask(datum, f"{field}.loss_inputs[{SEQUENCE_RATIO_MASK}]")
     if spec.overrides:
-        _check_thresholds(datum, field, spec, config)
+        _check_thresholds(datum, field, spec, loss.config)
 
 
 def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[str]) -> None:

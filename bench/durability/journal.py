@@ -24,7 +24,7 @@ from bench.budgets import budget
 from paceline import codec
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.history import read_history

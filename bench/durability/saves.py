@@ -29,8 +29,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import staged_directory
-from trainer_service.engine.client.connection import Captured
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import Captured, EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.history import read_history

@@ -57,7 +57,7 @@ class Paged:
     def touch(self, name: str) -> float:
         """Page a run in; return the milliseconds until the device is done."""
         start = time.perf_counter()
-        self.engine.bring_in(name)
+        self.engine.load_run(name)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3

@@ -174,7 +174,7 @@ class Ours:
 def _wait_for_group(log: Path) -> None:
     """Wait until the sampler has joined the trainer's process group; until then versions travel by stream."""
     deadline = time.monotonic() + _GROUP_SECONDS
-    while "group made" not in log.read_text(errors="replace"):
+    while "group formed" not in log.read_text(errors="replace"):
         if time.monotonic() > deadline:
             raise SystemExit(f"no process group; see {log}")
         time.sleep(0.1)

@@ -1,7 +1,7 @@
 """The program of a group member, run as `python -m paceline.collective.member PLACE`. It imports torch.
 
-PLACE is a GroupPlace as JSON. Jobs arrive as lines of JSON on standard input, and events are written the same way to
-standard output. The process ends when its input does.
+PLACE is a GroupMembership as JSON. Jobs arrive as lines of JSON on standard input, and events are written the same way
+to standard output. The process ends when its input does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from paceline.collective.process import GroupPlace
+from paceline.collective.process import GroupMembership
 
 CHUNK_BYTES = 16 << 20
 """Bytes in one broadcast."""
@@ -55,7 +55,7 @@ class SharedGpuError(MissingRanksError):
 
 def main() -> None:
     """Join the group, then run jobs until the input ends or a member is lost."""
-    place = GroupPlace(**json.loads(sys.argv[1]))
+    place = GroupMembership(**json.loads(sys.argv[1]))
     events = _reserve_stdout()
     jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
@@ -90,7 +90,7 @@ def _emit(events: TextIO, **message: Any) -> None:
     events.flush()
 
 
-def _join(place: GroupPlace, events: TextIO) -> None:
+def _join(place: GroupMembership, events: TextIO) -> None:
     host, _, port = place.address.rpartition(":")
     own = _own_address(host)
     store = _listen(host, int(port)) if place.rank == 0 else TCPStore(host, int(port), timeout=_JOIN_TIMEOUT)
@@ -118,7 +118,7 @@ def _listen(host: str, port: int) -> TCPStore:
     )
 
 
-def meet(store: Store, place: GroupPlace, gpu: str) -> None:
+def meet(store: Store, place: GroupMembership, gpu: str) -> None:
     """Wait until every member has joined, each on its own GPU. `gpu` is this member's GPU UUID; empty without GPUs.
 
     Raises MissingRanksError and, at rank 0, SharedGpuError; the other ranks then fail because rank 0 exits.
@@ -168,7 +168,7 @@ def _interface(address: str) -> str:
     return ""
 
 
-def _transfer(place: GroupPlace, path: str | None, size: int) -> None:
+def _transfer(place: GroupMembership, path: str | None, size: int) -> None:
     """Broadcast a file's bytes from rank 0 in chunks, directly from and into memory-mapped files."""
     if path is None:
         content = torch.empty(size, dtype=torch.uint8)

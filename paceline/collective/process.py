@@ -17,7 +17,7 @@ _START_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlace:
+class GroupMembership:
     """One member's place in one generation of the group."""
 
     backend: str
@@ -37,14 +37,14 @@ class GroupMember:
     Any failure, of this member or another, raises PeerLost: the group is then unusable and a new generation is made.
     """
 
-    def __init__(self, process: Process, place: GroupPlace) -> None:
+    def __init__(self, process: Process, place: GroupMembership) -> None:
         self.generation = place.generation
         self._process = process
         self._place = place
         self._busy = asyncio.Lock()
 
     @classmethod
-    async def start(cls, place: GroupPlace) -> Self:
+    async def start(cls, place: GroupMembership) -> Self:
         """Start the process without waiting for it to join."""
         command = (sys.executable, "-m", "paceline.collective.member", json.dumps(asdict(place)))
         return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), place)

@@ -17,7 +17,7 @@ _HOLD_BACK, _MOST_SECONDS = 8.0, 0.05
 """How long the next tokens are then held back: a multiple of the delay, up to a maximum that nobody notices."""
 
 
-class Crowd:
+class ReaderGroup:
     """The readers of one event loop, which delay each other."""
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class Coalescer:
     `overflowed` is called, because the engine does not wait for the reader.
     """
 
-    def __init__(self, crowd: Crowd | None = None, delivery: Delivery | None = None) -> None:
-        self._crowd = crowd or Crowd()
+    def __init__(self, readers: ReaderGroup | None = None, delivery: Delivery | None = None) -> None:
+        self._readers = readers or ReaderGroup()
         self._delivery = delivery or Delivery()
         self._eager = self._delivery.eager
         self._most = math.inf if self._delivery.max_unread is None else self._delivery.max_unread
@@ -103,7 +103,7 @@ class Coalescer:
             await self._wake.wait()
             self._reading = self._begun = True
             now = self._loop.time()
-            self._crowd.note(now - self._woken, now)
+            self._readers.note(now - self._woken, now)
         if self._pending:
             delta = merged(self._pending.pop(next(iter(self._pending))))
             self._unread -= len(delta.tokens)
@@ -111,7 +111,7 @@ class Coalescer:
         raise self._error or StopAsyncIteration
 
     def _wake_when_due(self) -> None:
-        now, due = self._loop.time(), self._crowd.due if self._begun else 0.0
+        now, due = self._loop.time(), self._readers.due if self._begun else 0.0
         if not self._eager:
             due = now + _MOST_SECONDS
         if now >= due:

@@ -3,62 +3,42 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
-from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.options import EngineKind, EngineOptions, Mode, Weights
 from sampler_service.engine.protocol import SamplerEngine
-from sampler_service.engine.restartable import RebuildingEngine
-
-EngineKind = Literal["vllm", "hf"]
+from sampler_service.engine.restartable import RestartableEngine
 
 
-def create_service_engine(kind: EngineKind, bridge: str, serves: str, options: EngineOptions) -> RebuildingEngine:
+def create_service_engine(mode: Mode, options: EngineOptions) -> RestartableEngine:
     """Create a service's engine: a wrapper that survives the death of the engine inside it. Raises as `create_engine`.
 
-    With `in_place` the inner engine's weights can be written. To serve whole models its model is overwritten, which hf
-    does not support; with the bridge restart the inner engine is built again for each model instead.
+    Each restart creates the engine inside it again, with the checks of `create_engine`.
     """
-    _check(kind, options)
-    if options.in_place != "off" and kind == "vllm":
-        from sampler_service.engine.vllm.in_place import InPlaceEngine  # noqa: PLC0415
-
-        return RebuildingEngine(InPlaceEngine, options)
-    if bridge == "restart" or serves == "adapters":
-        return RebuildingEngine(partial(_make_engine, kind), options)  # checked once, not at every rebuild
-    if kind != "vllm":
-        raise ValueError(f"engine {kind} changes its model by bridge=restart alone; choose it, or engine=vllm")
-    from sampler_service.engine.vllm.replaceable_model import InPlaceVllmEngine  # noqa: PLC0415
-
-    return RebuildingEngine(InPlaceVllmEngine, options)
+    return RestartableEngine(partial(create_engine, mode.engine, weights=mode.weights), options)
 
 
-def _check(kind: EngineKind, options: EngineOptions) -> None:
-    """Check vLLM's internals before modules that depend on them are imported."""
-    if kind == "vllm":
-        from sampler_service.engine.vllm.version_check import check_vllm  # noqa: PLC0415
-
-        check_vllm(options)
-
-
-def create_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:
+def create_engine(kind: EngineKind, options: EngineOptions, weights: Weights = Weights.ADAPTERS) -> SamplerEngine:
     """Create an engine; nothing is loaded before its `start`. Only the requested engine's module is imported.
 
-    Raises ImportError if the engine's library is not installed, EngineUnfit if its version is not supported, ValueError
-    for an unknown kind, or if hf is asked to lend its base weights.
+    With `WRITE` it is a WritableEngine, with `OVERWRITE` a ModelEngine. Raises ImportError if the engine's library is
+    not installed, EngineUnfit if its version is not supported, ValueError for an unknown kind, or if hf is asked to
+    lend its base weights or to overwrite its model.
     """
-    _check(kind, options)
-    return _make_engine(kind, options)
-
-
-def _make_engine(kind: EngineKind, options: EngineOptions) -> SamplerEngine:
-    if kind == "vllm":
-        from sampler_service.engine.vllm.engine import VllmEngine  # noqa: PLC0415
-
-        return VllmEngine(options)
     if kind == "hf":
         if options.base_dir is not None:
-            raise ValueError("the engine hf lends no base weights; bridge=shared takes engine=vllm")
+            raise ValueError("the engine hf does not lend base weights; bridge=shared takes engine=vllm")
+        if weights is Weights.OVERWRITE:
+            raise ValueError("the engine hf changes its model with bridge=restart only; set that, or engine=vllm")
         from sampler_service.engine.hf.engine import HfEngine  # noqa: PLC0415
 
         return HfEngine(options)
-    raise ValueError(f"unknown engine {kind!r}; choose vllm or hf")
+    if kind != "vllm":
+        raise ValueError(f"unknown engine {kind!r}; choose vllm or hf")
+    from sampler_service.engine.vllm.version_check import check_vllm  # noqa: PLC0415
+
+    check_vllm(options)  # before the modules that depend on vLLM's internals are imported
+    from sampler_service.engine.vllm.engine import VllmEngine  # noqa: PLC0415
+    from sampler_service.engine.vllm.in_place import ReplaceableVllmEngine, WritableVllmEngine  # noqa: PLC0415
+
+    engines = {Weights.WRITE: WritableVllmEngine, Weights.OVERWRITE: ReplaceableVllmEngine}
+    return engines.get(weights, VllmEngine)(options)

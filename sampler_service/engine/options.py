@@ -1,21 +1,68 @@
-"""Options of an engine. Imports neither torch nor vllm, so that settings can be read and checked anywhere."""
+"""How a sampler works, and the options of its engine.
+
+Imports neither torch nor vllm, so that settings can be read and checked anywhere.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Literal
 
+EngineKind = Literal["vllm", "hf"]
+BridgeKind = Literal["stream", "volume", "collective", "restart", "shared"]
+Serves = Literal["adapters", "models"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Apply = Literal["direct", "stock"]
 Outputs = Literal["direct", "stock"]
 InPlace = Literal["off", "paused", "hogwild"]
 
-
 NO_FLOAT32 = (
     "on GPUs vLLM computes adapters in 16 bits only, and float32 was asked for; set dtype=bfloat16 for the sampler and "
     "the trainer, or engine=hf"
 )
+
+
+class Weights(Enum):
+    """What a sampler serves, and how its engine gets other weights."""
+
+    ADAPTERS = auto()
+    """Many adapters at once."""
+    REBUILD = auto()
+    """Whole models, for each of which the engine is restarted."""
+    OVERWRITE = auto()
+    """Whole models, each of which overwrites the one before while no request runs."""
+    WRITE = auto()
+    """Whole models of one run, written into the lent weights while requests run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a sampler works."""
+
+    engine: EngineKind
+    bridge: BridgeKind
+    weights: Weights
+
+    @classmethod
+    def of(cls, engine: EngineKind, bridge: BridgeKind, serves: Serves, in_place: InPlace) -> Mode:
+        """Return the mode that these settings of the service mean."""
+        if in_place != "off":
+            return cls(engine, bridge, Weights.WRITE)
+        if bridge == "restart":
+            return cls(engine, bridge, Weights.REBUILD)
+        return cls(engine, bridge, Weights.OVERWRITE if serves == "models" else Weights.ADAPTERS)
+
+    @property
+    def serves(self) -> Serves:
+        """What is served: adapters, or whole models one at a time."""
+        return "adapters" if self.weights is Weights.ADAPTERS else "models"
+
+    @property
+    def reads_volume(self) -> bool:
+        """Whether versions are read from the checkpoint volume only."""
+        return self.bridge in {"volume", "restart"} or self.weights is Weights.WRITE
 
 
 @dataclass(frozen=True, slots=True)

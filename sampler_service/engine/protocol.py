@@ -169,15 +169,10 @@ class TextRequest:
 class SamplerEngine(Protocol):
     """An engine, called from the service's event loop."""
 
-    @property
-    def name(self) -> str:
-        """Return "vllm" or "hf"."""
-        ...
-
-    @property
-    def version(self) -> str:
-        """Return the version of the engine's library."""
-        ...
+    name: str
+    """"vllm" or "hf"."""
+    version: str
+    """Version of the engine's library."""
 
     def describe(self) -> ModelInfo:
         """Describe the loaded base model and the largest adapter."""

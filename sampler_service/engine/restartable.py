@@ -1,17 +1,18 @@
-"""An engine that is rebuilt while the service runs: with another model, or because it died."""
+"""An engine that is restarted while the service runs: with another model, or because it died."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.base_weights import base_weights_sha256
 from paceline.errors import ChecksumMismatch, EngineUnavailable, ModelNotLoadable
 from paceline.log import get_logger
 from paceline.types import ModelInfo
 from paceline.types.training import Array
-from sampler_service.engine.base_files import BaseFiles
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import (
     Adapter,
@@ -28,7 +29,7 @@ from sampler_service.engine.protocol import (
 _log = get_logger(__name__)
 
 
-class RebuildingEngine:
+class RestartableEngine:
     """Implements ModelEngine with an inner engine that `change_model` or `revive` stops and builds again.
 
     The old engine is stopped first, because two may not fit into memory together. A rebuilt engine reads files by name,
@@ -39,10 +40,11 @@ class RebuildingEngine:
         """`make` creates an engine; `options` are those of the first one."""
         self._make = make
         self._options = self._base_options = options
-        self._base = BaseFiles(options.model_path)
+        self._base = _BaseFiles(options.model_path)
         self._contents: Contents = self._base
         """Guard of the files of the model that the engine was built from."""
         self._engine = make(options)
+        self.name, self.version = self._engine.name, self._engine.version
         self._adapters: dict[int, Adapter] = {}
         self._alive = asyncio.Event()
         """Cleared when the engine is found dead, set when its replacement holds everything that it held."""
@@ -56,14 +58,6 @@ class RebuildingEngine:
         return self._engine
 
     @property
-    def name(self) -> str:
-        return self._engine.name
-
-    @property
-    def version(self) -> str:
-        return self._engine.version
-
-    @property
     def model_path(self) -> Path:
         """Directory of the model that is served."""
         return self._options.model_path
@@ -71,7 +65,7 @@ class RebuildingEngine:
     @property
     def base_sha256(self) -> str:
         """Identity of the base model's weights; empty if they have none."""
-        return self._base.sha256
+        return self._base.weights_sha256
 
     def describe(self) -> ModelInfo:
         return self._engine.describe()
@@ -93,7 +87,7 @@ class RebuildingEngine:
         if self.is_changing_model:
             return
         if not self._alive.is_set():
-            raise EngineUnavailable("the engine died; it is starting again")
+            raise EngineUnavailable("the engine died; it is restarting")
         await self._engine.check_health()
 
     async def add_adapter(self, adapter: Adapter) -> LoadTimes:
@@ -184,7 +178,7 @@ class RebuildingEngine:
             try:
                 await self._contents.verify_again()
             except (ChecksumMismatch, OSError) as error:
-                _log.error("the model's files are others now; the base model is loaded instead", error=str(error))
+                _log.error("the model's files were replaced; loading the base model instead", error=str(error))
                 self._options, self._contents = self._base_options, self._base
         if self._contents is self._base:
             await self._base.verify_again()
@@ -220,12 +214,12 @@ class RebuildingEngine:
             await self._build(replace(self._options, model_path=model_path), contents)
             self._check_alike(info)
         except Exception as error:
-            _log.exception("model not loaded; going back", model=str(model_path))
+            _log.exception("model not loaded; restoring the one before", model=str(model_path))
             await self._engine.stop()
             self._options, self._contents = before
             await self._go_back(*before)
             await contents.verified()  # if its files were replaced, raise that instead: it is the cause
-            message = "the engine does not load this model; the one before it goes on serving"
+            message = "the engine does not load this model; the one before it is served again"
             raise ModelNotLoadable(message, field="model") from error
 
     async def _build(self, options: EngineOptions, contents: Contents) -> None:
@@ -261,3 +255,43 @@ async def _load_verified(engine: SamplerEngine, adapter: Adapter) -> None:
     except ChecksumMismatch:
         await engine.remove_adapter(adapter)
         raise
+
+
+class _BaseFiles:
+    """Implements Contents: the base model's files must be those that the first engine was built from."""
+
+    def __init__(self, model_path: Path) -> None:
+        """`model_path` is a directory, or the id of a model on the hub, whose snapshots never change."""
+        self._path = model_path
+        self._digests: tuple[str, str] | None = None
+        """Identity of the weights, and SHA-256 over the JSON files beside them, which say how to compute with them."""
+
+    @property
+    def weights_sha256(self) -> str:
+        """Return the identity of the weights; empty if they have none."""
+        return self._digests[0] if self._digests else ""
+
+    async def note(self) -> None:
+        """Record the files before the first engine reads them. A missing model is left for the engine to report."""
+        if (self._path / "config.json").is_file():
+            self._digests = await asyncio.to_thread(_digests, self._path)
+
+    async def verified(self) -> None:
+        digests = await asyncio.to_thread(_digests, self._path)
+        if digests != (self._digests or digests):
+            raise ChecksumMismatch(
+                f"the base model's files in {self._path} are not those that the sampler started with; restore those, "
+                "or restart the sampler and its trainer with these",
+                field="model",
+            )
+        self._digests = digests
+
+    async def verify_again(self) -> None:
+        await self.verified()
+
+
+def _digests(path: Path) -> tuple[str, str]:
+    configuration = hashlib.sha256()
+    for file in sorted(path.glob("*.json")):
+        configuration.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return base_weights_sha256(str(path)), configuration.hexdigest()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import replace
+from importlib.metadata import version
 from time import perf_counter
 from typing import Any
 
@@ -30,34 +31,16 @@ from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceServicer 
 from paceline.types import ModelInfo, ModelRef, StreamedTokens
 from paceline.types.training import Array
 from paceline.types.v1 import model_pb2, sampling_pb2, tensor_pb2
-from sampler_service.agreement.standing import Standing
-from sampler_service.engine.protocol import TextEndpoint
-from sampler_service.quotas import Quotas
-from sampler_service.requests.request import SampleRequest
-from sampler_service.requests.validation import check_adapter_ref
+from sampler_service.agreement import AgreementStatus
+from sampler_service.engine.protocol import SamplerEngine, TextEndpoint
 from sampler_service.sampling import Sampler
+from sampler_service.settings import SamplerSettings
 from sampler_service.stores.base import Versions
-from sampler_service.stores.leases import LoadedVersion
-from sampler_service.stores.resolver import VersionResolver
 from sampler_service.transports.push import PushReceiver
+from sampler_service.validation import SampleRequest, check_adapter_ref
 from sampler_service.watcher import acknowledge
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """The constant part of GetServerInfo's response."""
-
-    service_version: str
-    model: ModelInfo
-    engine: str
-    engine_version: str
-    bridge: str
-    serves: str
-    max_active_versions: int
-    max_num_samples: int
-    sampler_id: str
 
 
 class SamplerServicer(Base):
@@ -65,48 +48,46 @@ class SamplerServicer(Base):
 
     def __init__(
         self,
-        info: ServerInfo,
+        settings: SamplerSettings,
+        engine: SamplerEngine,
+        model: ModelInfo,
         sampler: Sampler,
         registry: Versions,
-        resolver: VersionResolver,
         receiver: PushReceiver,
-        standing: Standing,
-        quotas: Quotas,
+        agreement: AgreementStatus,
     ) -> None:
-        self._info = info
-        self._quotas = quotas
+        self._settings = settings
+        self._engine = engine
+        self._model = model
+        self._service_version = version("paceline")
         self._sampler = sampler
         self._registry = registry
-        self._resolver = resolver
         self._receiver = receiver
-        self._standing = standing
+        self._agreement = agreement
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
-        info = self._info
+        settings = self._settings
         return pb.GetServerInfoResponse(
-            service_version=info.service_version,
-            model=model_info_to_proto(info.model),
-            engine=info.engine,
-            engine_version=info.engine_version,
-            bridge=info.bridge,
-            serves=info.serves,
-            max_active_versions=info.max_active_versions,
-            max_num_samples=info.max_num_samples,
-            sampler_id=info.sampler_id,
-            agreements=self._standing.agreements(current_identity()),
-            refusal=self._standing.refusal,
+            service_version=self._service_version,
+            model=model_info_to_proto(self._model),
+            engine=self._engine.name,
+            engine_version=self._engine.version,
+            bridge=settings.mode.bridge,
+            serves=settings.mode.serves,
+            max_active_versions=settings.max_active_versions,
+            max_num_samples=settings.max_num_samples,
+            sampler_id=settings.name_for_trainer,
+            agreements=self._agreement.agreements(current_identity()),
+            refusal=self._agreement.refusal,
         )
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
-        quotas = self._quotas.of(current_identity().tenant)
+        quotas = self._sampler.quotas(current_identity().tenant)
         return pb.GetUsageResponse(quotas=map(quota_to_proto, quotas))
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:
-        decoded = SampleRequest(
-            ref=model_ref_from_proto(request.model),
-            prompt=_tokens(request, "prompt"),
-            params=sampling_params_from_proto(request.params),
-            num_samples=request.num_samples or 1,
+        decoded = replace(
+            _sample_request(request),
             prompt_logprobs=request.prompt_logprobs,
             topk_prompt_logprobs=request.topk_prompt_logprobs,
             topk_logprobs=request.topk_logprobs,
@@ -116,13 +97,7 @@ class SamplerServicer(Base):
     async def SampleStream(
         self, request: pb.SampleStreamRequest, context: Context
     ) -> AsyncIterator[pb.SampleStreamResponse]:
-        decoded = SampleRequest(
-            ref=model_ref_from_proto(request.model),
-            prompt=_tokens(request, "prompt"),
-            params=sampling_params_from_proto(request.params),
-            num_samples=request.num_samples or 1,
-        )
-        tokens_of = self._sampler.stream(decoded, current_identity().tenant, current_reader().give_up)
+        tokens_of = self._sampler.stream(_sample_request(request), current_identity().tenant, current_reader().give_up)
         async with aclosing(tokens_of) as stream:
             async for tokens in stream:
                 yield _stream_response(tokens)
@@ -136,7 +111,7 @@ class SamplerServicer(Base):
         self, request: pb.CompleteTextRequest, context: Context
     ) -> AsyncIterator[pb.CompleteTextResponse]:
         if not request.endpoint or request.endpoint not in pb.TextEndpoint.values():
-            raise errors.MissingField("is not set; say which call of the API it is", field="endpoint")
+            raise errors.MissingField("is not set; name the call of the API", field="endpoint")
         ref, endpoint = model_ref_from_proto(request.model), TextEndpoint(request.endpoint)
         answer = self._sampler.complete_text(ref, endpoint, request.body, current_identity().tenant)
         async with aclosing(answer) as parts:
@@ -164,8 +139,18 @@ class SamplerServicer(Base):
             for entry in self._registry
             if (identity.is_peer or entry.tenant == identity.tenant) and request.run_id in {"", entry.served.run_id}
         ]
-        page, token = page_of(visible, _page_key, request.page_size, request.page_token)
-        return pb.ListVersionsResponse(versions=[_loaded_to_proto(entry) for entry in page], next_page_token=token)
+        page, token = page_of(
+            visible, lambda entry: f"{entry.adapter.adapter_id:020d}", request.page_size, request.page_token
+        )
+        versions = [
+            pb.LoadedVersion(
+                model=served_model_to_proto(entry.served),
+                requests_in_flight=entry.requests_in_flight,
+                size_bytes=entry.staged.manifest.total_size,
+            )
+            for entry in page
+        ]
+        return pb.ListVersionsResponse(versions=versions, next_page_token=token)
 
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context: Context
@@ -174,14 +159,23 @@ class SamplerServicer(Base):
         start = perf_counter()
         entry = await self._registry.install(staged)
         milliseconds = 1e3 * (perf_counter() - start)
-        self._resolver.pushed(entry.served.run_id, entry.served.version)
-        self._registry.retire_superseded(entry.served.run_id)
-        return pb.UpdateWeightsResponse(acknowledgement=acknowledge(entry, self._info.sampler_id, milliseconds))
+        return pb.UpdateWeightsResponse(
+            acknowledgement=acknowledge(entry, self._settings.name_for_trainer, milliseconds)
+        )
 
     def _adapter_ref(self, message: model_pb2.ModelRef) -> ModelRef:
         ref = model_ref_from_proto(message)
-        check_adapter_ref(ref, self._info.model)
+        check_adapter_ref(ref, self._model)
         return ref
+
+
+def _sample_request(request: pb.SampleRequest | pb.SampleStreamRequest) -> SampleRequest:
+    return SampleRequest(
+        ref=model_ref_from_proto(request.model),
+        prompt=_tokens(request, "prompt"),
+        params=sampling_params_from_proto(request.params),
+        num_samples=request.num_samples or 1,
+    )
 
 
 def _tokens(request: pb.SampleRequest | pb.SampleStreamRequest | pb.ComputeLogprobsRequest, field: str) -> Array:
@@ -200,16 +194,4 @@ def _stream_response(tokens: StreamedTokens) -> pb.SampleStreamResponse:
         stop_reason=sampling_pb2.StopReason.ValueType(stop.value if stop else 0),
         model=served_model_to_proto(tokens.model),
         version_spans=spans_to_proto(tokens.version_spans),
-    )
-
-
-def _page_key(entry: LoadedVersion) -> str:
-    return f"{entry.adapter.adapter_id:020d}"
-
-
-def _loaded_to_proto(entry: LoadedVersion) -> pb.LoadedVersion:
-    return pb.LoadedVersion(
-        model=served_model_to_proto(entry.served),
-        requests_in_flight=entry.requests_in_flight,
-        size_bytes=entry.size_bytes,
     )

@@ -130,7 +130,7 @@ class Admission:
             return
         message = f"{busy} {name} are waiting or running; at most {room.limit} may be"
         if sharing > 1:
-            message += f", {share} of them each of {sharing} tenants', and {used} are this one's"
+            message += f", {share} for each of {sharing} tenants; {used} are this one's"
         raise errors.Overloaded(
             message,
             metadata={"quota": name, "used": str(used), "limit": str(share)},

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain, count
 from time import perf_counter
 
@@ -15,20 +16,39 @@ from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weights import check_finite, served_model
+from paceline.weights import check_finite
 from sampler_service.engine.protocol import Adapter, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.stores.base import Lease, Listeners, LoadedVersion, SharedFetches, VersionResolver, run_of
 from sampler_service.stores.disk import DiskTier
-from sampler_service.stores.leases import Departures, Lease, Listeners, LoadedVersion, RegistryLimits, run_of
-from sampler_service.stores.resolver import VersionResolver
-from sampler_service.transports.base import Bridge, ReplacedError, StagedAdapter, check_owner, is_for
-from sampler_service.transports.singleflight import Singleflight, arriving_within
-from sampler_service.transports.version_keys import VersionKey, absent
+from sampler_service.transports.base import (
+    Bridge,
+    ReplacedError,
+    StagedAdapter,
+    VersionKey,
+    absent,
+    arriving_within,
+    check_owner,
+    is_for,
+)
 
 _log = get_logger(__name__)
 
 _ROOM_SECONDS = 1.0
 """Retry delay for a caller that found all versions in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryLimits:
+    """Limits on loaded versions, and the timeout of fetches."""
+
+    max_loaded: int
+    """Most versions in the engine."""
+    keep_per_run: int
+    """Newest versions of each run that stay loaded even if no request uses them."""
+    fetch_timeout_seconds: float
+    max_per_tenant: int = 0
+    """Most versions of one tenant in the engine, even if it is the only tenant; 0 means `max_loaded`."""
 
 
 class VersionRegistry:
@@ -62,10 +82,13 @@ class VersionRegistry:
         """Loaded into the engine but not verified, so no request can find them yet."""
         self._displaced: set[LoadedVersion] = set()
         """Loaded until their last request ends, but no new request can find them."""
-        self._departures = Departures()
+        self._unloads = 0
+        """Versions being unloaded, which takes a step of the engine; each occupies its place until then."""
+        self._unloaded = asyncio.Event()
+        """Set when one of them has been unloaded."""
         self._adapter_ids = count(1)
         self._changing = asyncio.Lock()
-        self._fetches: Singleflight[LoadedVersion] = Singleflight()
+        self._fetches: SharedFetches[LoadedVersion] = SharedFetches()
         self._installing = Background("version not installed")
         self._unloading = Background("version not unloaded")
         self.listeners = Listeners()
@@ -84,8 +107,7 @@ class VersionRegistry:
         return self._entries.get(key)
 
     def held(self) -> Iterator[ServedModel]:
-        """Yield all versions and checkpoints that are loaded or wait on disk."""
-        return chain((entry.served for entry in self), self._disk)
+        return (staged.served for staged in self._all_staged())
 
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
@@ -110,37 +132,35 @@ class VersionRegistry:
         return await self._fetches.join(key, tenant, lambda: self._fetch(key, tenant))
 
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
-        """Load a staged adapter into the engine. The registry owns its files from now on, even if this raises.
-
-        Loading continues if the caller is cancelled, so that the engine never holds an adapter that is not registered.
-        Raises VersionExists if the key is taken by other content, Overloaded if every loaded version is in use,
-        NonFinite for weights that are not finite, and what the engine raises.
-        """
-        return await self._installing.run(self._install_or_discard(staged))
+        """Load a pushed adapter and unload those of its run that it supersedes. Raises as `_install`."""
+        entry = await self._install(staged)
+        self._resolver.pushed(entry.served.run_id, entry.served.version)
+        self.retire_superseded(entry.served.run_id)
+        return entry
 
     def unload(self, ref: ModelRef, tenant: str) -> None:
         """Unload a version once its last request ends. Raises VersionNotFound or CheckpointNotFound."""
-        meant = [key for key in map(VersionKey.of, self.held()) if key.ref() == ref]
-        mine = {key for key in meant if (held := self._staged(key)) and is_for(held.manifest.tenant, tenant)}
-        if not mine:
-            raise absent(ref)
-        self._retire_all(lambda served: VersionKey.of(served) in mine)
 
-    def displace(self, served: ServedModel) -> None:
+        def is_meant(staged: StagedAdapter) -> bool:
+            return staged.key.ref() == ref and is_for(staged.manifest.tenant, tenant)
+
+        if not any(map(is_meant, self._all_staged())):
+            raise absent(ref)
+        self._retire_all(is_meant)
+
+    def displace(self, key: VersionKey, sha256: str) -> None:
         """Displace other content under the same number: no new request uses it, and it is unloaded when idle."""
-        key = VersionKey.of(served)
         entry = self._entries.get(key)
-        if entry is not None and entry.staged.sha256 != served.sha256:
-            _log.warning("version displaced", weights=str(key.ref()), had=entry.staged.sha256, announced=served.sha256)
+        if entry is not None and entry.served.sha256 != sha256:
+            _log.warning("version displaced", weights=str(key.ref()), had=entry.served.sha256, announced=sha256)
             del self._entries[key]
             self._displaced.add(entry)
             self._retire(entry)
-        for staged in self._disk.remove(lambda one: VersionKey.of(one) == key and one.sha256 != served.sha256):
-            self._unloading.spawn(self._release(staged))
+        self._drop_waiting(lambda staged: staged.key == key and staged.served.sha256 != sha256)
 
     def forget_run(self, run_id: str) -> None:
         """Unload everything of a deleted run as its requests end."""
-        self._retire_all(lambda served: run_of(served) == run_id)
+        self._retire_all(lambda staged: run_of(staged.served) == run_id)
 
     def retire_superseded(self, run_id: str) -> None:
         """Unload all but the newest versions of a run; one that is requested later is fetched again.
@@ -152,14 +172,14 @@ class VersionRegistry:
         held = {served.version for served in self.held() if served.run_id == run_id}
         versions = sorted(held, key=lambda version: (version <= newest, version), reverse=True)
         superseded = set(versions[self._limits.keep_per_run :]) - {0}
-        self._retire_all(lambda served: served.run_id == run_id and served.version in superseded)
+        self._retire_all(lambda staged: staged.key.run_id == run_id and staged.key.version in superseded)
 
     def revived(self, lost: Sequence[Adapter]) -> None:
         """Fetch again the versions that the restarted engine could not load from their files."""
         for entry in self:
             if entry.adapter in lost:
-                del self._entries[VersionKey.of(entry.served)]
-                self._unloading.spawn(self._bring_back(entry))
+                del self._entries[entry.key]
+                self._unloading.spawn(self._fetch_again(entry))
         for entry in self._unverified:
             entry.retired = entry.retired or entry.adapter in lost
 
@@ -197,13 +217,11 @@ class VersionRegistry:
             return loaded[-1]
 
     async def _fetch(self, key: VersionKey, tenant: str) -> LoadedVersion:
-        if (waiting := self._disk.find(key)) is not None:
-            check_owner(waiting.manifest.tenant, key.ref(), tenant)
-        if (waiting := self._disk.take(key)) is not None:
+        if (waiting := self._disk.take(key, tenant)) is not None:
             try:
-                return await self.install(waiting)
+                return await self._install(waiting)
             except BaseException as error:
-                self.listeners.tell_released(served_model(waiting.manifest))
+                self.listeners.notify_released(waiting.served)
                 if not isinstance(error, errors.ChecksumMismatch):
                     raise
                 _log.warning("version damaged on disk; it is fetched again", weights=str(key.ref()))
@@ -212,17 +230,30 @@ class VersionRegistry:
             with self._metrics.fetch_seconds.time():
                 staged = await self._bridge.fetch(key.ref(), tenant)
             try:
-                return await self.install(staged)
+                return await self._install(staged)
             except ReplacedError:
                 _log.info("weights overwritten while they were loaded; they are fetched again", weights=str(key.ref()))
 
-    def _staged(self, key: VersionKey) -> StagedAdapter | None:
-        entry = self._entries.get(key)
-        return entry.staged if entry else self._disk.find(key)
+    def _all_staged(self) -> Iterator[StagedAdapter]:
+        return chain((entry.staged for entry in self), self._disk)
+
+    async def _install(self, staged: StagedAdapter) -> LoadedVersion:
+        """Load a staged adapter into the engine. The registry owns its files from now on, even if this raises.
+
+        Loading continues if the caller is cancelled, so that the engine never holds an adapter that is not registered.
+        Raises VersionExists if the key is taken by other content, Overloaded if every loaded version is in use,
+        NonFinite for weights that are not finite, and what the engine raises.
+        """
+        return await self._installing.run(self._install_or_discard(staged))
 
     async def _install_or_discard(self, staged: StagedAdapter) -> LoadedVersion:
         try:
-            return await self._install(staged)
+            entry = self._entries.get(staged.key) or await self._load(staged)
+            if entry.staged is not staged:
+                await staged.verified()
+                entry.staged.check_same(staged)
+                await staged.discard()
+            return entry
         except BaseException as error:
             await staged.discard()
             if isinstance(error, FileNotFoundError) and staged.files is not None:
@@ -231,25 +262,19 @@ class VersionRegistry:
                 ) from error
             raise
 
-    async def _install(self, staged: StagedAdapter) -> LoadedVersion:
-        key = VersionKey.of(served_model(staged.manifest))
-        existing = self._entries.get(key)
-        if existing is None:
-            numbers = asyncio.ensure_future(asyncio.to_thread(check_finite, staged.directory / WEIGHTS_FILE))
-            async with self._loading(staged) as entry:
-                await staged.verified()
-                await numbers
-                entry.served = served_model(staged.manifest)
-                await self._disk.replace(staged)
-                if entry.retired:
-                    raise errors.EngineUnavailable("the engine died and lost the version")
-                existing = self._entries.setdefault(key, entry)
-            if existing is entry:
-                self.listeners.tell_loaded(entry)
-                return entry
-        await staged.verified()
-        existing.staged.check_same(staged)
-        await staged.discard()
+    async def _load(self, staged: StagedAdapter) -> LoadedVersion:
+        """Load and verify an adapter; return its entry, or the entry of the same version that was loaded meanwhile."""
+        numbers = asyncio.ensure_future(asyncio.to_thread(check_finite, staged.directory / WEIGHTS_FILE))
+        async with self._loading(staged) as entry:
+            await staged.verified()
+            await numbers
+            entry.served = staged.served
+            await self._disk.replace(staged)
+            if entry.retired:
+                raise errors.EngineUnavailable("the engine died and lost the version")
+            existing = self._entries.setdefault(entry.key, entry)
+        if existing is entry:
+            self.listeners.notify_loaded(entry)
         return existing
 
     @asynccontextmanager
@@ -258,32 +283,31 @@ class VersionRegistry:
 
         No request can find it until it is in `_entries`. If it is not there when the block ends, it is unloaded.
         """
+        served, tenant = staged.served, staged.manifest.tenant
         async with self._changing:
-            await self._make_room(staged.manifest.tenant)
-            entry = await self._load(staged)
+            await self._make_room(tenant)
+            number = next(self._adapter_ids)
+            name = f"{tenant}/{served.run_id}/{served.checkpoint or served.version}/{number}"
+            adapter = Adapter(number, name, staged.directory, in_memory=staged.in_memory, contents=staged)
+            with self._metrics.load_seconds.time():
+                times = await self._engine.add_adapter(adapter)
+            self._metrics.observe_load(times)
+            entry = LoadedVersion(staged, adapter, times)
             self._unverified.add(entry)
         try:
             yield entry
         finally:
             self._unverified.discard(entry)
-            if self._entries.get(VersionKey.of(entry.served)) is not entry:
-                await self._engine.remove_adapter(entry.adapter)
-
-    async def _load(self, staged: StagedAdapter) -> LoadedVersion:
-        served, tenant, number = served_model(staged.manifest), staged.manifest.tenant, next(self._adapter_ids)
-        name = f"{tenant}/{served.run_id}/{served.checkpoint or served.version}/{number}"
-        adapter = Adapter(number, name, staged.directory, in_memory=staged.in_memory, contents=staged)
-        with self._metrics.load_seconds.time():
-            times = await self._engine.add_adapter(adapter)
-        self._metrics.observe_load(times)
-        return LoadedVersion(served, tenant, adapter, staged, times)
+            if self._entries.get(entry.key) is not entry:
+                await self._engine.remove_adapter(adapter)
 
     async def _make_room(self, tenant: str) -> None:
         """Evict idle versions until a version of this tenant fits. Raises QuotaExceeded, Overloaded."""
         while (is_full := self._taken() >= self._limits.max_loaded) or self._has_its_own(tenant):
             # A version that is being unloaded counts until the engine has dropped it; wait rather than evict another.
-            if is_full and self._departures:
-                await self._departures.next()
+            if is_full and self._unloads:
+                self._unloaded.clear()
+                await self._unloaded.wait()
                 continue
             idle = self._find_idle(tenant)
             if idle is None:
@@ -299,7 +323,7 @@ class VersionRegistry:
 
     def _taken(self) -> int:
         """Return the number of occupied places in the engine."""
-        return len(self._entries) + len(self._displaced) + len(self._unverified) + len(self._departures)
+        return len(self._entries) + len(self._displaced) + len(self._unverified) + self._unloads
 
     def _find_idle(self, tenant: str) -> LoadedVersion | None:
         """Return the version to evict for one of this tenant. Tenants within their share lose none to other tenants."""
@@ -319,7 +343,7 @@ class VersionRegistry:
 
     def _check_room(self, tenant: str) -> None:
         """Refuse a version that could not be loaded, before it is fetched. Raises QuotaExceeded, Overloaded."""
-        if self._taken() < self._limits.max_loaded or self._departures:
+        if self._taken() < self._limits.max_loaded or self._unloads:
             return
         if tenant == PEER_TENANT:  # the owner is known only from the manifest, once it is fetched
             is_hopeless = all(entry.requests_in_flight for entry in chain(self._displaced, self))
@@ -343,10 +367,14 @@ class VersionRegistry:
             message = f"all {used} versions of this tenant are in use, and {share} are its share; try again"
         return errors.Overloaded(message, retry_after=_ROOM_SECONDS)
 
-    def _retire_all(self, is_meant: Callable[[ServedModel], bool]) -> None:
+    def _retire_all(self, is_meant: Callable[[StagedAdapter], bool]) -> None:
         for entry in self:
-            if is_meant(entry.served):
+            if is_meant(entry.staged):
                 self._retire(entry)
+        self._drop_waiting(is_meant)
+
+    def _drop_waiting(self, is_meant: Callable[[StagedAdapter], bool]) -> None:
+        """Drop versions that wait on disk."""
         for staged in self._disk.remove(is_meant):
             self._unloading.spawn(self._release(staged))
 
@@ -362,11 +390,9 @@ class VersionRegistry:
         if entry.retired and not entry.requests_in_flight:
             self._unloading.spawn(self._unload_idle(entry))
 
-    def _is_here(self, entry: LoadedVersion) -> bool:
-        return entry in self._displaced or self._entries.get(VersionKey.of(entry.served)) is entry
-
     async def _unload_idle(self, entry: LoadedVersion) -> None:
-        if self._is_here(entry) and not entry.requests_in_flight:
+        is_loaded = entry in self._displaced or self._entries.get(entry.key) is entry
+        if is_loaded and not entry.requests_in_flight:
             await self._unload(entry)
 
     async def _unload(self, entry: LoadedVersion, *, may_wait: bool = False) -> None:
@@ -377,31 +403,33 @@ class VersionRegistry:
         if entry in self._displaced:
             self._displaced.remove(entry)
         else:
-            del self._entries[VersionKey.of(entry.served)]
+            del self._entries[entry.key]
         waits = False
+        self._unloads += 1
         try:
-            with self._departures.one():
-                await self._engine.remove_adapter(entry.adapter)
+            await self._engine.remove_adapter(entry.adapter)
             waits = may_wait
         finally:
+            self._unloads -= 1
+            self._unloaded.set()
             await (self._disk.put(entry.staged, self._release) if waits else self._release(entry.staged))
 
     async def _release(self, staged: StagedAdapter) -> None:
         try:
             await staged.discard()
         finally:
-            served = served_model(staged.manifest)
-            if self._staged(VersionKey.of(served)) is None:  # otherwise other content under this key is held
-                self.listeners.tell_released(served)
+            # Otherwise other content under this key is held.
+            if staged.key not in self._entries and self._disk.find(staged.key) is None:
+                self.listeners.notify_released(staged.served)
 
-    async def _bring_back(self, entry: LoadedVersion) -> None:
+    async def _fetch_again(self, entry: LoadedVersion) -> None:
         """Fetch a lost version again; only if that fails, report to the trainer that it is no longer held."""
         with suppress(FileNotFoundError):
             await entry.staged.discard()
         try:
             if not entry.retired:
-                await self.fetch(VersionKey.of(entry.served))
+                await self.fetch(entry.key)
                 return
         except errors.PacelineError as error:
             _log.warning("version lost with the engine", name=entry.adapter.name, reason=error.reason)
-        self.listeners.tell_released(entry.served)
+        self.listeners.notify_released(entry.served)

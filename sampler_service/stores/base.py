@@ -1,17 +1,57 @@
-"""The protocol of the stores that hold the weights which requests sample from."""
+"""What the stores of weights share: their protocol, leases, the newest version of each run, and fetches in progress."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
+from paceline import errors
+from paceline.layout import CheckpointPath
+from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from sampler_service.engine.protocol import Adapter
-from sampler_service.stores.leases import Lease, Listeners, LoadedVersion
-from sampler_service.transports.base import StagedAdapter
-from sampler_service.transports.version_keys import VersionKey
+from paceline.weights import served_model
+from sampler_service.engine.protocol import Adapter, LoadTimes
+from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey
+
+T = TypeVar("T")
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class LoadedVersion:
+    """An adapter, or a whole model, that the engine holds."""
+
+    staged: StagedAdapter
+    adapter: Adapter
+    times: LoadTimes
+    requests_in_flight: int = 0
+    retired: bool = False
+    """Whether it is unloaded when its last request ends."""
+    key: VersionKey = field(init=False)
+    served: ServedModel = field(init=False)
+    tenant: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key, self.served, self.tenant = self.staged.key, self.staged.served, self.staged.manifest.tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Weights that stay loaded while a request uses them."""
+
+    served: ServedModel
+    adapter: Adapter | None = None
+    """None for the base model."""
+    load_milliseconds: float = 0.0
+    """Time that loading took; 0 if the weights were already loaded."""
+    release: Callable[[], None] = lambda: None
+    """Releases the weights before the lease ends, once the engine has finished the request. Idempotent."""
+    is_current: Callable[[], bool] = lambda: True
+    """Whether the engine still computes with these weights; in-place writes may have replaced them."""
 
 
 class Versions(Protocol):
@@ -54,8 +94,8 @@ class Versions(Protocol):
         """Return whether a request for these weights can be answered without replacing the loaded ones."""
         ...
 
-    def displace(self, served: ServedModel) -> None:
-        """Displace other content under the same number: no new request uses it."""
+    def displace(self, key: VersionKey, sha256: str) -> None:
+        """Displace content under the same number other than `sha256`: no new request uses it."""
         ...
 
     def unload(self, ref: ModelRef, tenant: str) -> None:
@@ -80,3 +120,155 @@ class Versions(Protocol):
     async def close(self) -> None:
         """Cancel everything in progress."""
         ...
+
+
+class SingleModelStore:
+    """The part of a store that holds one model at a time: its entry, and the number of requests that use the model."""
+
+    def __init__(self) -> None:
+        self._entry: LoadedVersion | None = None
+        self._in_use = 0
+        self._idle = asyncio.Event()
+        """Set while no request uses the model."""
+        self._idle.set()
+        self.listeners = Listeners()
+
+    def __len__(self) -> int:
+        return int(self._entry is not None)
+
+    def __iter__(self) -> Iterator[LoadedVersion]:
+        return iter([self._entry] if self._entry else [])
+
+    def held(self) -> Iterator[ServedModel]:
+        return (entry.served for entry in self)
+
+    async def install(self, staged: StagedAdapter) -> LoadedVersion:
+        await staged.discard()
+        raise errors.Unsupported("this sampler serves whole models, which are not pushed", field="model")
+
+    def unload(self, ref: ModelRef, tenant: str) -> None:
+        raise errors.Unsupported("this sampler has one model; load or publish another in its place", field="model")
+
+    def retire_superseded(self, run_id: str) -> None:
+        """Do nothing: each version replaces the previous one."""
+
+    def _begin_use(self) -> None:
+        self._in_use += 1
+        self._idle.clear()
+
+    def _end_use(self) -> None:
+        self._in_use -= 1
+        if not self._in_use:
+            self._idle.set()
+
+
+class Listeners:
+    """Callbacks for versions that are loaded, and for those that are neither loaded nor on disk any more."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Callable[[LoadedVersion], None]] = []
+        self.released: list[Callable[[ServedModel], None]] = []
+
+    def notify_loaded(self, entry: LoadedVersion) -> None:
+        """Report that a version was loaded."""
+        served = entry.served
+        _log.info("version loaded", run=served.run_id, version=served.version, checkpoint=served.checkpoint)
+        for listener in self.loaded:
+            listener(entry)
+
+    def notify_released(self, served: ServedModel) -> None:
+        """Report that a version is neither loaded nor on disk any more."""
+        _log.info("version released", run=served.run_id, version=served.version, checkpoint=served.checkpoint)
+        for listener in self.released:
+            listener(served)
+
+
+class VersionResolver:
+    """Tracks the newest version of every run: the one that the trainer announced last, or one pushed after that.
+
+    A pushed number, however high, is the newest only until the trainer's next version.
+    """
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._newest: dict[str, int] = {}
+        self._announced: dict[str, int] = {}
+        """Highest version of each run that this trainer announced."""
+        self._trainer = ""
+
+    def welcomed(self, trainer_instance: str) -> None:
+        """Record which trainer instance announces from now on. A new one's numbers may be lower and are still valid."""
+        if trainer_instance != self._trainer:
+            self._trainer = trainer_instance
+            self._announced.clear()
+
+    def announced(self, run_id: str, version: int) -> bool:
+        """Record that the trainer announced a version; return False if it has announced a newer one."""
+        newest = self.last_announced(run_id)
+        if version > newest:
+            self._announced[run_id] = self._newest[run_id] = version
+        return version >= newest
+
+    def pushed(self, run_id: str, version: int) -> None:
+        """Record that a version was pushed, which the trainer did not announce."""
+        self._newest[run_id] = max(version, self.newest(run_id))
+
+    def newest(self, run_id: str) -> int:
+        """Return the newest known version; 0 if there is none."""
+        return self._newest.get(run_id, 0)
+
+    def last_announced(self, run_id: str) -> int:
+        """Return the highest version that this trainer announced; 0 if it announced none."""
+        return self._announced.get(run_id, 0)
+
+    def forget(self, run_id: str) -> None:
+        """Forget a run that was deleted."""
+        self._newest.pop(run_id, None)
+        self._announced.pop(run_id, None)
+
+    async def resolve(self, ref: ModelRef, tenant: str) -> VersionKey:
+        """Return the key of the exact weights that `ref` names.
+
+        The bridge is asked for what announcements do not tell: the newest version of an unknown run, and the content of
+        a checkpoint, which may have been overwritten or deleted. Raises as `Bridge.describe`.
+        """
+        if ref.run_id and ref.version is not None:
+            return VersionKey(run_id=ref.run_id, version=ref.version)
+        if newest := self.newest(ref.run_id):
+            return VersionKey(run_id=ref.run_id, version=newest)
+        return VersionKey.of(served_model(await self._bridge.describe(ref, tenant)))
+
+
+class SharedFetches(Generic[T]):
+    """Fetches in progress, by key and by the tenant that they run for; callers that ask for the same key share one.
+
+    A fetch may fail for one tenant and succeed for another, so a tenant shares only its own fetches and the sampler's.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[VersionKey, str], asyncio.Task[T]] = {}
+
+    async def join(self, key: VersionKey, tenant: str, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Wait for the fetch in progress, or start one. The fetch continues if a caller is cancelled."""
+        task = self._tasks.get((key, PEER_TENANT)) or self._tasks.get((key, tenant))
+        if task is None:
+            task = self._tasks[key, tenant] = asyncio.create_task(start())
+            task.add_done_callback(lambda done: self._ended(key, tenant, done))
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Cancel all fetches."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, key: VersionKey, tenant: str, task: asyncio.Task[T]) -> None:
+        del self._tasks[key, tenant]
+        if not task.cancelled():
+            task.exception()  # waiters raise it; if there are none, asyncio must not report it as never retrieved
+
+
+def run_of(served: ServedModel) -> str:
+    """Return the run that weights come from."""
+    return CheckpointPath.parse(served.checkpoint).run_id if served.checkpoint else served.run_id

@@ -11,12 +11,9 @@ from dataclasses import replace
 from paceline.background import Background
 from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
-from paceline.types import ServedModel
-from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
-from sampler_service.transports.base import StagedAdapter
+from sampler_service.transports.base import StagedAdapter, VersionKey, check_owner
 from sampler_service.transports.staging import StagingArea
-from sampler_service.transports.version_keys import VersionKey
 
 _log = get_logger(__name__)
 
@@ -46,13 +43,8 @@ class DiskTier:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[ServedModel]:
-        return iter([served_model(staged.manifest) for staged in self._waiting.values()])
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the versions' safetensors files."""
-        return sum(staged.manifest.total_size for staged in self._waiting.values())
+    def __iter__(self) -> Iterator[StagedAdapter]:
+        return iter(list(self._waiting.values()))
 
     def find(self, key: VersionKey) -> StagedAdapter | None:
         """Return the waiting version with this key, if any."""
@@ -66,33 +58,35 @@ class DiskTier:
         if not self.most or (staged.in_memory and self._scratch is None):
             await release(staged)
             return
-        key = VersionKey.of(served_model(staged.manifest))
-        self._waiting[key] = staged
+        self._waiting[staged.key] = staged
         if staged.in_memory and self._scratch is not None:
             await self._writing.acquire()
-            self._moves.spawn(self._move(key, staged, self._scratch, release))
+            self._moves.spawn(self._move(staged, self._scratch, release))
         while len(self._waiting) > self.most:
             await release(self._waiting.pop(self._superfluous()))
 
-    def take(self, key: VersionKey) -> StagedAdapter | None:
-        """Remove and return a version; its bytes are verified again while the caller loads it."""
-        staged = self._waiting.pop(key, None)
+    def take(self, key: VersionKey, tenant: str) -> StagedAdapter | None:
+        """Remove and return a version, if it waits; its bytes are verified again while the caller loads it.
+
+        Raises RunNotFound or CheckpointNotFound if it is another tenant's.
+        """
+        staged = self._waiting.get(key)
         if staged is None:
             return None
+        check_owner(staged.manifest.tenant, key.ref(), tenant)
+        del self._waiting[key]
         return replace(staged, verifying=asyncio.create_task(_verify(staged)))
 
     async def replace(self, staged: StagedAdapter) -> None:
         """Drop the waiting copy of weights that were just loaded. Raises VersionExists if its content differs."""
-        key = VersionKey.of(served_model(staged.manifest))
-        if (waiting := self._waiting.get(key)) is not None:
+        if (waiting := self._waiting.get(staged.key)) is not None:
             waiting.check_same(staged)
-            del self._waiting[key]
+            del self._waiting[staged.key]
             await waiting.discard()
 
-    def remove(self, is_meant: Callable[[ServedModel], bool]) -> Sequence[StagedAdapter]:
+    def remove(self, is_meant: Callable[[StagedAdapter], bool]) -> Sequence[StagedAdapter]:
         """Remove and return all versions that match."""
-        keys = [VersionKey.of(served) for served in self if is_meant(served)]
-        return [self._waiting.pop(key) for key in keys]
+        return [self._waiting.pop(staged.key) for staged in self if is_meant(staged)]
 
     def _superfluous(self) -> VersionKey:
         """Return the version to drop: the one that has waited longest among tenants with the most versions."""
@@ -104,8 +98,9 @@ class DiskTier:
         """Wait for writes in progress."""
         await self._moves.finish()
 
-    async def _move(self, key: VersionKey, staged: StagedAdapter, scratch: StagingArea, release: Release) -> None:
+    async def _move(self, staged: StagedAdapter, scratch: StagingArea, release: Release) -> None:
         """Move a waiting version from memory to disk, unless it is taken meanwhile."""
+        key = staged.key
         try:
             copy = await asyncio.to_thread(_copy, staged, scratch)
         except OSError as error:

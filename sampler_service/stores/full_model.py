@@ -15,14 +15,10 @@ from paceline.background import Background
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weights import served_model
 from sampler_service.engine.protocol import Adapter, LoadTimes, ModelEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stores.leases import Lease, Listeners, LoadedVersion, run_of
-from sampler_service.stores.resolver import VersionResolver
-from sampler_service.transports.base import Bridge, StagedAdapter, check_owner
-from sampler_service.transports.singleflight import Singleflight, arriving_within
-from sampler_service.transports.version_keys import VersionKey
+from sampler_service.stores.base import Lease, LoadedVersion, SharedFetches, SingleModelStore, VersionResolver, run_of
+from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey, arriving_within, check_owner
 
 _BASE = VersionKey()
 _log = get_logger(__name__)
@@ -42,7 +38,7 @@ class _Waiter:
     """The loaded version that it was admitted to; None for the base model."""
 
 
-class ModelSlot:
+class ModelSlot(SingleModelStore):
     """Implements Versions for an engine that holds one whole model: a run's version, a checkpoint, or the base model.
 
     Requests are admitted in order. A request for a model that is not loaded waits until those before it have ended;
@@ -61,6 +57,7 @@ class ModelSlot:
         metrics: SamplerMetrics,
     ) -> None:
         """`set_ready` sets the service's readiness, which is off while the engine has no model."""
+        super().__init__()
         self._engine = engine
         self._bridge = bridge
         self._resolver = resolver
@@ -71,38 +68,24 @@ class ModelSlot:
         self._metrics = metrics
         self._key: VersionKey | None = _BASE
         """What the engine holds; None for a model that was displaced or whose run was deleted, which nobody can use."""
-        self._entry: LoadedVersion | None = None
         self._queue: deque[_Waiter] = deque()
-        self._in_use = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._switching: asyncio.Task[None] | None = None
         self._refused: dict[VersionKey, str] = {}
         """Models that could not be loaded, with their SHA-256."""
-        self._fetches: Singleflight[StagedAdapter] = Singleflight()
+        self._fetches: SharedFetches[StagedAdapter] = SharedFetches()
         self._wanted: Counter[VersionKey] = Counter()
         """Number of waiters and switches that need each model's files; at zero the files are discarded."""
         self._brought: dict[VersionKey, StagedAdapter] = {}
         self._discarding = Background("files of a model not removed")
         self._numbers = count(1)
-        self.listeners = Listeners()
         metrics.requests_queued.set_function(lambda: len(self._queue))
         metrics.rebuilding.set_function(lambda: self._switching is not None)
-
-    def __len__(self) -> int:
-        return int(self._entry is not None)
-
-    def __iter__(self) -> Iterator[LoadedVersion]:
-        return iter([self._entry] if self._entry else [])
 
     def serves(self, ref: ModelRef) -> bool:
         return self._key == (_BASE if ref.is_base else VersionKey(ref.run_id, ref.version or 0))
 
     def find(self, key: VersionKey) -> LoadedVersion | None:
         return self._entry if key == self._key else None
-
-    def held(self) -> Iterator[ServedModel]:
-        return (entry.served for entry in self)
 
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
@@ -119,39 +102,25 @@ class ModelSlot:
         """Load a model. Raises as `lease`, and EngineUnavailable if a newer one was announced before its turn."""
         async with self._hold(key, tenant, announced=True) as (entry, _):
             if entry is None:
-                raise errors.InvalidArgument("the base model is no version", field="model")
+                raise errors.InvalidArgument("the base model is not a version", field="model")
             return entry
 
-    async def install(self, staged: StagedAdapter) -> LoadedVersion:
-        await staged.discard()
-        raise errors.Unsupported("this sampler serves whole models, which are not pushed", field="model")
-
-    def displace(self, served: ServedModel) -> None:
+    def displace(self, key: VersionKey, sha256: str) -> None:
         """Displace other content under the same number; requests in progress end on it."""
-        key = VersionKey.of(served)
-        if self._refused.get(key, served.sha256) != served.sha256:
+        if self._refused.get(key, sha256) != sha256:
             del self._refused[key]
-        if self._entry is not None and key == self._key and self._entry.staged.sha256 != served.sha256:
-            _log.warning("model displaced", weights=str(key.ref()), announced=served.sha256)
-            self._release()
-            self._key = None
-
-    def unload(self, ref: ModelRef, tenant: str) -> None:
-        raise errors.Unsupported("this sampler has one model; load another in its place", field="model")
+        if self._entry is not None and key == self._key and self._entry.served.sha256 != sha256:
+            _log.warning("model displaced", weights=str(key.ref()), announced=sha256)
+            self._replace(None)
 
     def forget_run(self, run_id: str) -> None:
         if self._entry is not None and run_of(self._entry.served) == run_id:
-            self._release()
-            self._key = None
-
-    def retire_superseded(self, run_id: str) -> None:
-        """Do nothing: the loaded model has already replaced the previous one."""
+            self._replace(None)
 
     def revived(self, lost: Sequence[Adapter]) -> None:
         """Forget a model that had overwritten the one the engine was built from; it is fetched again on request."""
         if self._engine.model_path == self._base_path and self._key != _BASE:
-            self._release()
-            self._key = _BASE
+            self._replace(_BASE)
             self._advance()
 
     async def close(self) -> None:
@@ -180,7 +149,7 @@ class ModelSlot:
     async def _stage(self, key: VersionKey, tenant: str) -> StagedAdapter | None:
         """Fetch and verify weights that are not loaded, before they enter the queue. Return None if none are needed."""
         if key in self._refused:
-            raise _not_loadable()
+            raise errors.ModelNotLoadable("the engine could not load this model before; publish another", field="model")
         if key in {_BASE, self._key}:
             return None
         with self._metrics.fetch_seconds.time():
@@ -225,9 +194,7 @@ class ModelSlot:
     def _leave(self, waiter: _Waiter) -> None:
         if waiter.entry is not None:
             waiter.entry.requests_in_flight -= 1
-        self._in_use -= 1
-        if not self._in_use:
-            self._idle.set()
+        self._end_use()
 
     def _advance(self) -> None:
         """Admit waiters in order while the engine has their model; then start replacing the model for the next one."""
@@ -236,21 +203,20 @@ class ModelSlot:
             # A waiter without files is dequeued too: it fetches them and waits again.
             if head.turn.done() or head.key == self._key or not self._can_switch(head):
                 self._queue.popleft()
-                self._let_in(head)
+                self._admit(head)
             else:
                 self._switching = asyncio.create_task(self._switch(head))
 
-    def _let_in(self, waiter: _Waiter) -> None:
+    def _admit(self, waiter: _Waiter) -> None:
         if waiter.turn.done():
             return
-        is_there = waiter.key == self._key
-        if is_there:
+        is_loaded = waiter.key == self._key
+        if is_loaded:
             waiter.entry = self._entry
             if waiter.entry is not None:
                 waiter.entry.requests_in_flight += 1
-            self._in_use += 1
-            self._idle.clear()
-        waiter.turn.set_result(is_there)
+            self._begin_use()
+        waiter.turn.set_result(is_loaded)
 
     def _can_switch(self, head: _Waiter) -> bool:
         """Return whether a waiter has files to load. Fails the wait of an announced version that is superseded."""
@@ -278,7 +244,7 @@ class ModelSlot:
         except errors.PacelineError as error:
             failure = error
             if isinstance(error, errors.ModelNotLoadable):
-                self._refused[head.key] = head.staged.sha256 if head.staged else ""
+                self._refused[head.key] = head.staged.served.sha256 if head.staged else ""
         except Exception:
             _log.exception("model not changed", weights=str(head.key.ref()))
             failure = errors.Internal("the model could not be changed")
@@ -287,27 +253,21 @@ class ModelSlot:
         for waiter in [waiter for waiter in self._queue if waiter.key == head.key]:
             self._queue.remove(waiter)
             if failure is None:
-                self._let_in(waiter)
+                self._admit(waiter)
             elif not waiter.turn.done():
                 waiter.turn.set_exception(type(failure)(failure.message, field=failure.field))
         self._advance()
 
     def _loaded(self, head: _Waiter, times: LoadTimes) -> None:
-        self._release()
-        self._key = head.key
+        self._replace(head.key)
         if head.staged is not None:
-            served = served_model(head.staged.manifest)
             adapter = Adapter(next(self._numbers), str(head.key.ref()), head.staged.directory)
-            self._entry = LoadedVersion(served, head.staged.manifest.tenant, adapter, head.staged, times)
-            self.listeners.tell_loaded(self._entry)
+            self._entry = LoadedVersion(head.staged, adapter, times)
+            self.listeners.notify_loaded(self._entry)
         _log.info("model loaded", weights=str(head.key.ref()))
 
-    def _release(self) -> None:
-        """Drop the loaded entry and report its release: the trainer may delete its files."""
-        entry, self._entry = self._entry, None
+    def _replace(self, key: VersionKey | None) -> None:
+        """Drop the loaded entry for what the engine holds now, and report its release: its files may be deleted."""
+        entry, self._entry, self._key = self._entry, None, key
         if entry is not None:
-            self.listeners.tell_released(entry.served)
-
-
-def _not_loadable() -> errors.ModelNotLoadable:
-    return errors.ModelNotLoadable("the engine did not load this model before; publish another", field="model")
+            self.listeners.notify_released(entry.served)

@@ -1,36 +1,41 @@
-"""Store for the versions of one full-parameter run, each written over the previous one in the engine's own weights."""
+"""Store for the versions of one full-parameter run, each written over the previous one in the engine's own weights.
+
+With the bridge `shared`, the trainer's engine writes them under a lock that `UpdateServer` gives it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
+import msgspec
+
 from paceline import errors
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weight_sharing import WriteRequest
-from paceline.weights import served_model
+from paceline.weight_sharing import SOCKET, WriteReply, WriteRequest, decode_request
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.engine.protocol import Adapter, LoadTimes, WritableEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stores.leases import Lease, Listeners, LoadedVersion
-from sampler_service.stores.resolver import VersionResolver
-from sampler_service.transports.base import Bridge, StagedAdapter, check_owner
-from sampler_service.transports.singleflight import Singleflight, arriving_within
-from sampler_service.transports.version_keys import VersionKey, absent
+from sampler_service.stores.base import Lease, LoadedVersion, SharedFetches, SingleModelStore, VersionResolver
+from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey, absent, arriving_within, check_owner
 
 _DRAIN_SECONDS = 45.0
 """How long the first write waits for requests to the base model to end; less than a writer waits for its turn."""
 
+_WRITE_SECONDS = 60.0
+"""Longest duration of a write by the trainer; a stopped writer would block every request."""
+
 _log = get_logger(__name__)
 
 
-class InPlaceSlot:
+class InPlaceSlot(SingleModelStore):
     """Implements Versions for an engine whose weights are written in place.
 
     The base model is served until a run writes its first version; from then on the weights belong to this run, until it
@@ -48,38 +53,28 @@ class InPlaceSlot:
         metrics: SamplerMetrics,
     ) -> None:
         """`bridge` fetches versions that the trainer did not write itself."""
+        super().__init__()
         self._engine = engine
         self._bridge = bridge
         self._resolver = resolver
         self._base = ServedModel(base_model)
         self._fetch_timeout = fetch_timeout_seconds
         self._metrics = metrics
-        self._fetches: Singleflight[None] = Singleflight()
-        self._entry: LoadedVersion | None = None
+        self._fetches: SharedFetches[None] = SharedFetches()
         self._is_base = True
         self._is_torn = False
-        self._in_use = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._changing = asyncio.Lock()
-        self.listeners = Listeners()
-
-    def __len__(self) -> int:
-        return int(self._entry is not None)
 
     def __iter__(self) -> Iterator[LoadedVersion]:
         """Yield the served version once its manifest is known; before that it is not reported to the trainer."""
-        return iter([self._entry] if self._entry and self._entry.staged.sha256 else [])
+        return iter([self._entry] if self._entry and self._entry.served.sha256 else [])
 
     def serves(self, ref: ModelRef) -> bool:
         return self._is_base if ref.is_base else self.find(VersionKey(ref.run_id, ref.version or 0)) is not None
 
     def find(self, key: VersionKey) -> LoadedVersion | None:
         """Return the version if it is the served one and its manifest is known."""
-        return next((entry for entry in self if VersionKey.of(entry.served) == key), None)
-
-    def held(self) -> Iterator[ServedModel]:
-        return (entry.served for entry in self)
+        return next((entry for entry in self if entry.key == key), None)
 
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
@@ -90,7 +85,7 @@ class InPlaceSlot:
         """
         lease = await self._enter(ref, tenant)
         with ExitStack() as held:
-            held.callback(self._leave)
+            held.callback(self._end_use)
             yield replace(lease, release=held.close)
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
@@ -101,20 +96,20 @@ class InPlaceSlot:
         version of another run.
         """
         if self._entry is None:
-            raise errors.EngineUnavailable("it is loaded when it is asked for")
+            raise errors.EngineUnavailable("it is loaded when a request asks for it")
         return await self._bring(key, tenant)
 
     async def _bring(self, key: VersionKey, tenant: str) -> LoadedVersion:
         if key.checkpoint:
-            raise errors.Unsupported("this sampler's weights are a run's; it serves no checkpoints", field="model")
+            raise errors.Unsupported("this sampler serves one run's weights and no checkpoints", field="model")
         if not self._holds(key):
             async with arriving_within(self._fetch_timeout):
                 await self._fetches.join(key, tenant, lambda: self._load(key, tenant))
         entry = self._entry
-        if entry is None or VersionKey.of(entry.served) != key:
+        if entry is None or entry.key != key:
             raise errors.EngineUnavailable("a newer version came before this one was loaded")
-        manifest = await self._bridge.describe(key.ref(), tenant)
-        entry.served, entry.staged.manifest = served_model(manifest), manifest
+        entry.staged = StagedAdapter(await self._bridge.describe(key.ref(), tenant), Path(), temporary=False)
+        entry.served = entry.staged.served
         return entry
 
     async def _load(self, key: VersionKey, tenant: str) -> None:
@@ -123,28 +118,16 @@ class InPlaceSlot:
             await self._engine.write_weights(staged.directory)
             await staged.verified()
 
-    async def install(self, staged: StagedAdapter) -> LoadedVersion:
-        await staged.discard()
-        raise errors.Unsupported("this sampler's weights are written in place; nothing is pushed to it", field="model")
-
-    def displace(self, served: ServedModel) -> None:
+    def displace(self, key: VersionKey, sha256: str) -> None:
         """Displace other content under the same number. The SHA-256 of a version just written is not known yet."""
         entry = self._entry
-        if entry is None or VersionKey.of(entry.served) != VersionKey.of(served):
-            return
-        if entry.staged.sha256 not in {"", served.sha256}:
-            _log.warning("weights displaced", run=served.run_id, version=served.version, announced=served.sha256)
+        if entry is not None and entry.key == key and entry.served.sha256 not in {"", sha256}:
+            _log.warning("weights displaced", run=key.run_id, version=key.version, announced=sha256)
             self._release()
-
-    def unload(self, ref: ModelRef, tenant: str) -> None:
-        raise errors.Unsupported("this sampler has one set of weights; publish another version", field="model")
 
     def forget_run(self, run_id: str) -> None:
         if self._entry is not None and self._entry.served.run_id == run_id:
             self._release()
-
-    def retire_superseded(self, run_id: str) -> None:
-        """Do nothing: each version overwrites the previous one."""
 
     def revived(self, lost: Sequence[Adapter]) -> None:
         """Do nothing: an engine whose weights are lent for writing is never restarted within the service."""
@@ -176,7 +159,7 @@ class InPlaceSlot:
         if self._entry is not None:
             served = self._entry.served
             if served.run_id != request.run_id:
-                raise errors.Unsupported("the weights are another run's; give each run a sampler of its own")
+                raise errors.Unsupported("the weights belong to another run; give each run a sampler of its own")
             if served.version > request.version:
                 raise errors.EngineUnavailable("a newer version came before this one was written")
             return
@@ -184,14 +167,15 @@ class InPlaceSlot:
             async with asyncio.timeout(_DRAIN_SECONDS):
                 await self._idle.wait()
         except TimeoutError as error:
-            raise errors.Overloaded("requests to the weights before are still running; publish again") from error
+            raise errors.Overloaded("requests to the previous weights are still running; publish again") from error
 
     def _serve(self, request: WriteRequest, times: LoadTimes) -> None:
         self._release()
-        served = ServedModel(self._base.base_model, request.run_id, request.version)
-        staged = StagedAdapter(pb.Manifest(), Path(), temporary=False)
+        manifest = pb.Manifest(tenant=request.tenant)  # the rest is asked of the trainer when it has announced it
+        manifest.model.base_model = self._base.base_model
+        manifest.model.run_id, manifest.model.version = request.run_id, request.version
         adapter = Adapter(request.version, f"{request.run_id}/{request.version}", Path())
-        self._entry = LoadedVersion(served, request.tenant, adapter, staged, times)
+        self._entry = LoadedVersion(StagedAdapter(manifest, Path(), temporary=False), adapter, times)
         self._metrics.observe_load(times)
         _log.info("weights written", run=request.run_id, version=request.version, milliseconds=times.apply_milliseconds)
 
@@ -204,25 +188,19 @@ class InPlaceSlot:
                     return self._begin(served)
             await self._bring(await self._resolver.resolve(ref, tenant), tenant)
 
-    def _leave(self) -> None:
-        self._in_use -= 1
-        if not self._in_use:
-            self._idle.set()
-
     def _begin(self, served: ServedModel) -> Lease:
         entry = self._entry
-        self._in_use += 1
-        self._idle.clear()
+        self._begin_use()
         return Lease(served, is_current=lambda: self._entry is entry and not self._is_torn)
 
     def _check(self, ref: ModelRef, tenant: str) -> ServedModel | None:
         """Return the model that a request gets; None if its weights are not loaded, or not yet."""
         entry = self._entry
         if self._is_torn:
-            raise errors.EngineUnavailable("the writing of the weights was broken off; the next publish writes them")
+            raise errors.EngineUnavailable("a write of the weights was interrupted; the next publish writes them again")
         if ref.is_base:
             if not self._is_base:
-                raise errors.ModelNotFound("the base model's weights were written over by a run's", field="model")
+                raise errors.ModelNotFound("a run's weights were written over the base model's", field="model")
             return self._base
         if entry is not None and entry.served.run_id == ref.run_id:
             check_owner(entry.tenant, ref, tenant)
@@ -245,4 +223,48 @@ class InPlaceSlot:
     def _release(self) -> None:
         entry, self._entry, self._is_base = self._entry, None, False
         if entry is not None:
-            self.listeners.tell_released(entry.served)
+            self.listeners.notify_released(entry.served)
+
+
+class UpdateServer:
+    """Serves writers one at a time; a connection that closes early is an interrupted write."""
+
+    def __init__(self, slot: InPlaceSlot, directory: Path, generation: str) -> None:
+        """Listen in `directory`, beside the weights; accept only writers of this `generation`."""
+        self._slot = slot
+        self._path = directory / SOCKET
+        self._generation = generation
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, self._path)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        try:
+            request = decode_request(await reader.readline())
+            if request.generation != self._generation:
+                raise errors.BaseUnavailable("the weights were replaced; they are not those that the writer was lent")
+            async with self._slot.writing(request):
+                _answer(writer, WriteReply())
+                async with asyncio.timeout(_WRITE_SECONDS):
+                    if not await reader.readline():
+                        raise ConnectionError("the writer died")
+            _answer(writer, WriteReply())
+        except errors.PacelineError as error:
+            _log.warning("write refused", reason=error.reason, error=error.message)
+            _answer(writer, WriteReply(error.reason, error.message))
+        except Exception:  # always answer: the writer must not mistake silence for its turn
+            _log.exception("write interrupted; no request starts until the weights are written again")
+            _answer(writer, WriteReply(errors.EngineUnavailable.reason, "the write was interrupted"))
+        finally:
+            writer.close()
+
+
+def _answer(writer: StreamWriter, reply: WriteReply) -> None:
+    writer.write(msgspec.json.encode(reply) + b"\n")

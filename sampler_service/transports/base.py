@@ -1,24 +1,48 @@
-"""The protocol of bridges, by which versions reach this sampler, and the staged files that they return."""
+"""What every transport shares: keys of versions, the protocol of bridges, and the staged files that they return."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from paceline import errors
 from paceline.base_weights import check_same_base
 from paceline.rpc.identity import PEER_TENANT
-from paceline.types import ModelRef
+from paceline.types import ModelRef, ServedModel
 from paceline.weights import hash_file, is_model, served_model, verify_adapter, verify_model, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
-from sampler_service.transports.version_keys import foreign
 
 Files = Mapping[str, tuple[int, ...]]
 """File names -> (device, inode, size, mtime), which identify the files of a directory without reading them."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionKey:
+    """One immutable set of weights: a version of a run, or one content of a checkpoint."""
+
+    run_id: str = ""
+    version: int = 0
+    checkpoint: str = ""
+    sha256: str = ""
+    """Set for checkpoints only: their path can be overwritten, so the content is part of the key."""
+
+    @classmethod
+    def of(cls, model: ServedModel) -> VersionKey:
+        """Return the key of a served model."""
+        if model.checkpoint:
+            return cls(checkpoint=model.checkpoint, sha256=model.sha256)
+        return cls(run_id=model.run_id, version=model.version)
+
+    def ref(self) -> ModelRef:
+        """Return a reference to these weights."""
+        if self.checkpoint:
+            return ModelRef(checkpoint=self.checkpoint)
+        return ModelRef(run_id=self.run_id, version=self.version)
 
 
 class ReplacedError(errors.ChecksumMismatch):
@@ -52,16 +76,16 @@ class StagedAdapter:
     """Identity of the verified files in a directory that others may change; None for this sampler's own directory."""
     on_disk: bool = False
     """Whether this sampler's own directory is on disk; otherwise it is staged in memory."""
+    served: ServedModel = field(init=False)
+    """The model that the manifest describes; its SHA-256 is empty if the manifest has none until it is verified."""
+    key: VersionKey = field(init=False)
+    in_memory: bool = field(init=False)
+    """Whether it is in the staging directory."""
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether it is in the staging directory."""
-        return self.temporary and not self.on_disk
-
-    @property
-    def sha256(self) -> str:
-        """Return the SHA-256 of the weights; empty if the manifest has none until they are verified."""
-        return self.manifest.model.sha256
+    def __post_init__(self) -> None:
+        self.served = served_model(self.manifest)
+        self.key = VersionKey.of(self.served)
+        self.in_memory = self.temporary and not self.on_disk
 
     async def verified(self) -> None:
         """Wait until every byte is verified. Raises ChecksumMismatch, TrainerUnavailable.
@@ -71,6 +95,7 @@ class StagedAdapter:
         """
         if self.verifying is not None:
             self.manifest = await self.verifying
+            self.served = replace(self.served, sha256=self.manifest.model.sha256)
         if self.files is not None and await asyncio.to_thread(self._is_replaced):
             raise ReplacedError("the files were replaced while they were loaded; ask again", field="model")
 
@@ -89,8 +114,8 @@ class StagedAdapter:
             verify_adapter(self.directory, self.manifest)
         elif not self.temporary:
             verify_model(self.directory, self.manifest)
-        elif hash_file(self.directory / weights_file(self.manifest)) != self.sha256:
-            raise errors.ChecksumMismatch("the bytes are not those of the manifest; send them again", field="model")
+        elif hash_file(self.directory / weights_file(self.manifest)) != self.served.sha256:
+            raise errors.ChecksumMismatch("the bytes do not match the manifest; send them again", field="model")
         if files_of(self.directory) != files:
             raise ReplacedError("the files were replaced while they were verified; ask again", field="model")
         return files
@@ -103,7 +128,7 @@ class StagedAdapter:
 
     def check_same(self, other: StagedAdapter) -> None:
         """Refuse other content under the same key. Raises VersionExists."""
-        if self.sha256 != other.sha256:
+        if self.served.sha256 != other.served.sha256:
             raise errors.VersionExists("the version exists with other content; publish a new one", field="model")
 
     async def discard(self) -> None:
@@ -121,15 +146,8 @@ class Bridge(Protocol):
     for another base model), RankTooLarge, ChecksumMismatch, TrainerUnavailable.
     """
 
-    @property
-    def name(self) -> str:
-        """Return the bridge's name in the settings."""
-        ...
-
-    @property
-    def needs_volume(self) -> bool:
-        """Return whether a version can be fetched only once it is on the checkpoint volume."""
-        ...
+    needs_volume: bool
+    """Whether a version can be fetched only once it is on the checkpoint volume."""
 
     async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
         """Return the manifest of what `ref` names now. Without a version, that is the newest published one."""
@@ -156,12 +174,10 @@ class ManifestRules:
     def check(self, manifest: pb.Manifest) -> None:
         """Refuse weights that the engine cannot load. Raises ModelNotFound, BaseMismatch, Unsupported and others."""
         if is_model(manifest) and not self.whole_models:
-            raise errors.Unsupported(
-                "is a whole model; a sampler that serves models takes it, or one that has it as its model",
-                field="model",
-            )
+            message = "is a whole model; serve it with a sampler that serves models, or that has it as its model"
+            raise errors.Unsupported(message, field="model")
         if self.whole_models and not is_model(manifest):
-            raise errors.Unsupported("is an adapter; a sampler that serves models takes none", field="model")
+            raise errors.Unsupported("is an adapter; this sampler serves whole models", field="model")
         same_weights = self.base_sha256 and manifest.base_sha256 == self.base_sha256
         if manifest.model.base_model != self.base_model and not same_weights:
             raise errors.ModelNotFound(
@@ -185,14 +201,13 @@ def check_is(manifest: pb.Manifest, ref: ModelRef, tenant: str) -> None:
 
     Raises ChecksumMismatch, RunNotFound, CheckpointNotFound.
     """
-    model = served_model(manifest)
-    same = (
-        model.checkpoint == ref.checkpoint
-        if ref.checkpoint
-        else model.run_id == ref.run_id and ref.version in {None, model.version}
-    )
-    if not same:
-        raise errors.ChecksumMismatch("the manifest describes other weights than were asked for", field="model")
+    model = manifest.model
+    if ref.checkpoint:
+        is_same = model.checkpoint == ref.checkpoint
+    else:
+        is_same = model.run_id == ref.run_id and ref.version in {None, model.version}
+    if not is_same:
+        raise errors.ChecksumMismatch("the manifest does not describe the requested weights", field="model")
     check_owner(manifest.tenant, ref, tenant)
 
 
@@ -205,3 +220,27 @@ def check_owner(owner: str, ref: ModelRef, tenant: str) -> None:
 def is_for(owner: str, tenant: str) -> bool:
     """Return whether a tenant may see an owner's weights."""
     return tenant in {PEER_TENANT, owner}
+
+
+def absent(ref: ModelRef) -> errors.NotFound:
+    """Return the error for weights that do not exist."""
+    if ref.checkpoint:
+        return errors.CheckpointNotFound("no such checkpoint", field="model.checkpoint")
+    return errors.VersionNotFound("no such version, or no longer kept", field="model.version.version")
+
+
+def foreign(ref: ModelRef) -> errors.NotFound:
+    """Return the error for another tenant's weights: the same as for a run or a checkpoint that does not exist."""
+    if ref.checkpoint:
+        return absent(ref)
+    return errors.RunNotFound("no such run", field="model.version.run_id")
+
+
+@asynccontextmanager
+async def arriving_within(seconds: float) -> AsyncIterator[None]:
+    """Bound the time that a version takes to arrive. Raises TrainerUnavailable on timeout."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise errors.TrainerUnavailable("the version did not arrive in time; try again") from error

@@ -1,4 +1,4 @@
-"""The collective bridge: receives versions over a process group, and falls back to the stream bridge."""
+"""Receives versions that the trainer broadcasts over a process group (bridge `collective`)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from collections.abc import Callable
 
 from paceline import errors
 from paceline.background import Background
-from paceline.collective import GroupMember, GroupPlace
+from paceline.collective import GroupMember, GroupMembership
 from paceline.log import get_logger
 from paceline.types import ModelRef
-from paceline.weights import served_model, weights_file
+from paceline.weights import weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.transports.base import ManifestRules, StagedAdapter, check_is
+from sampler_service.transports.base import ManifestRules, StagedAdapter, VersionKey, check_is
 from sampler_service.transports.staging import StagingArea
-from sampler_service.transports.stream import StreamBridge
-from sampler_service.transports.version_keys import VersionKey
 
 _log = get_logger(__name__)
 
-Say = Callable[[pb.WatchVersionsRequest], None]
+Report = Callable[[pb.WatchVersionsRequest], None]
 Arrival = asyncio.Task[StagedAdapter]
 
 
@@ -38,28 +36,44 @@ class GroupReceiver:
         """The generation to be a member of; 0 for none."""
         self._arrivals: dict[VersionKey, Arrival] = {}
         self._background = Background("process group's work failed")
+        self._report: Report
 
-    def join(self, group: pb.Group, say: Say) -> None:
-        """Join a new generation in the background; `say` notifies the trainer if that fails."""
+    def join(self, group: pb.Group, report: Report) -> None:
+        """Join a new generation in the background; `report` notifies the trainer if the group is lost."""
         self.leave()
-        self._generation = group.generation
-        self._background.spawn(self._join(group, say))
+        self._generation, self._report = group.generation, report
+        self._background.spawn(self._join(group))
 
-    def expect(self, announcement: pb.Announcement, say: Say) -> None:
-        """Receive an announced version, if it is broadcast over this sampler's generation."""
-        member, manifest = self._member, announcement.manifest
+    def expect(self, key: VersionKey, announcement: pb.Announcement) -> None:
+        """Start to receive an announced version, if it is broadcast over this sampler's generation."""
+        member = self._member
         if member is not None and member.generation == announcement.broadcast_generation:
-            key = VersionKey.of(served_model(manifest))
             self.drop(key)
-            self._arrivals[key] = asyncio.create_task(self._receive(member, manifest, say))
+            self._arrivals[key] = asyncio.create_task(self._transfer(member, announcement.manifest))
 
-    def take(self, key: VersionKey) -> Arrival | None:
-        """Return the transfer of a version, in progress or done, if any; the caller then owns its files."""
-        return self._arrivals.pop(key, None)
+    async def receive(self, ref: ModelRef, tenant: str) -> StagedAdapter | None:
+        """Return a version that the group delivers; None if it does not, or if what it delivered is damaged.
+
+        Raises as `check_is`.
+        """
+        arrival = self._arrivals.pop(VersionKey(ref.run_id, ref.version or 0), None)
+        if arrival is None:
+            return None
+        try:
+            staged = await arrival
+        except (errors.PeerLost, errors.ChecksumMismatch) as error:
+            _log.warning("version not received over the group; fetching it", weights=str(ref), reason=error.reason)
+            return None
+        try:
+            check_is(staged.manifest, ref, tenant)
+        except errors.PacelineError:
+            await staged.discard()
+            raise
+        return staged
 
     def drop(self, key: VersionKey) -> None:
-        """Discard a version that was not taken."""
-        arrival = self.take(key)
+        """Discard a version that nothing received."""
+        arrival = self._arrivals.pop(key, None)
         if arrival is not None:
             self._background.spawn(_discard(arrival))
 
@@ -76,9 +90,10 @@ class GroupReceiver:
         self.leave()
         await self._background.finish()
 
-    async def _join(self, group: pb.Group, say: Say) -> None:
-        place = GroupPlace(group.backend, group.address, group.generation, group.rank, group.size, group.seconds)
-        member = await GroupMember.start(place)
+    async def _join(self, group: pb.Group) -> None:
+        member = await GroupMember.start(
+            GroupMembership(group.backend, group.address, group.generation, group.rank, group.size, group.seconds)
+        )
         # While the process started, this sampler may have left the group or been called to another generation.
         if self._generation != group.generation:
             await member.stop()
@@ -87,12 +102,16 @@ class GroupReceiver:
         try:
             await member.join()
         except errors.PeerLost as error:
-            self._lost(member, error, say)
+            self._lost(member, error)
         else:
             _log.info("group joined", generation=group.generation, rank=group.rank, size=group.size)
 
-    async def _receive(self, member: GroupMember, manifest: pb.Manifest, say: Say) -> StagedAdapter:
-        refusal = self._refusal(manifest)
+    async def _transfer(self, member: GroupMember, manifest: pb.Manifest) -> StagedAdapter:
+        refusal: errors.PacelineError | None = None
+        try:
+            self._rules.check(manifest)
+        except errors.PacelineError as error:
+            refusal = error
         directory = await asyncio.to_thread(self._staging.allocate, manifest)
         file = directory / weights_file(manifest)
         try:
@@ -105,18 +124,11 @@ class GroupReceiver:
         except BaseException as error:
             await asyncio.to_thread(shutil.rmtree, directory)
             if isinstance(error, errors.PeerLost):
-                self._lost(member, error, say)
+                self._lost(member, error)
             raise
         return staged
 
-    def _refusal(self, manifest: pb.Manifest) -> errors.PacelineError | None:
-        try:
-            self._rules.check(manifest)
-        except errors.PacelineError as error:
-            return error
-        return None
-
-    def _lost(self, member: GroupMember, error: errors.PeerLost, say: Say) -> None:
+    def _lost(self, member: GroupMember, error: errors.PeerLost) -> None:
         """Report to the trainer, once per generation, that the group is lost."""
         if self._member is not member:
             return
@@ -124,41 +136,9 @@ class GroupReceiver:
         self._metrics.group_losses.inc()
         self._member = None
         self._background.spawn(member.stop())
-        say(pb.WatchVersionsRequest(left_group=pb.LeftGroup(generation=member.generation, reason=error.reason)))
-
-
-class CollectiveBridge:
-    """Takes versions that the group delivers. If this sampler joined late or the group failed, it streams them."""
-
-    name = "collective"
-    needs_volume = False
-
-    def __init__(self, receiver: GroupReceiver, stream: StreamBridge) -> None:
-        self._receiver = receiver
-        self._stream = stream
-
-    async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
-        return await self._stream.describe(ref, tenant)
-
-    async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
-        arrival = self._receiver.take(VersionKey(run_id=ref.run_id, version=ref.version or 0))
-        if arrival is not None:
-            try:
-                staged = await arrival
-            except (errors.PeerLost, errors.ChecksumMismatch) as error:
-                _log.warning("version did not come over the group; fetching it", weights=str(ref), reason=error.reason)
-            else:
-                return await _checked(staged, ref, tenant)
-        return await self._stream.fetch(ref, tenant)
-
-
-async def _checked(staged: StagedAdapter, ref: ModelRef, tenant: str) -> StagedAdapter:
-    try:
-        check_is(staged.manifest, ref, tenant)
-    except errors.PacelineError:
-        await staged.discard()
-        raise
-    return staged
+        self._report(
+            pb.WatchVersionsRequest(left_group=pb.LeftGroup(generation=member.generation, reason=error.reason))
+        )
 
 
 async def _discard(arrival: Arrival) -> None:

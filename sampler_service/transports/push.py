@@ -12,10 +12,9 @@ from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef
 from paceline.weights import Piece, read_adapter_config, read_tensor_entries
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
-from sampler_service.transports.base import ManifestRules, StagedAdapter
+from sampler_service.transports.base import ManifestRules, StagedAdapter, foreign
 from sampler_service.transports.staging import StagingArea
 from sampler_service.transports.trainer_link import TrainerLink
-from sampler_service.transports.version_keys import foreign
 
 Parts = AsyncIterator[pb.UpdateWeightsRequest]
 
@@ -46,7 +45,7 @@ class PushReceiver:
                         return await _finish(await receiver.finish(), part.commit.sha256)
                     case _:
                         raise errors.InvalidArgument("must be a chunk or the commit after the manifest", field="part")
-        raise errors.MissingField("did not come; end the stream with it", field="commit")
+        raise errors.MissingField("is missing; end the stream with it", field="commit")
 
     async def _check_owner(self, manifest: weights_pb.Manifest, identity: Identity) -> None:
         """Check that the caller may push: a service for any tenant, a tenant only for its own runs.
@@ -95,8 +94,8 @@ async def _manifest(parts: Parts) -> weights_pb.Manifest:
 
 async def _finish(staged: StagedAdapter, committed: str) -> StagedAdapter:
     try:
-        if committed != staged.sha256:
-            raise errors.ChecksumMismatch("is not that of the bytes that came", field="commit.sha256")
+        if committed != staged.served.sha256:
+            raise errors.ChecksumMismatch("does not match the received bytes", field="commit.sha256")
         await asyncio.to_thread(_check_content, staged)
     except BaseException:
         await staged.discard()
@@ -107,7 +106,7 @@ async def _finish(staged: StagedAdapter, committed: str) -> StagedAdapter:
 def _check_content(staged: StagedAdapter) -> None:
     """Compare the file with its manifest, which is not trusted because it comes from a client. Raises InvalidShape."""
     if list(staged.manifest.tensors) != read_tensor_entries(staged.directory / WEIGHTS_FILE):
-        raise errors.InvalidShape("are not the tensors of the file that came", field="manifest.tensors")
+        raise errors.InvalidShape("are not the tensors of the received file", field="manifest.tensors")
     rank = read_adapter_config(staged.directory / CONFIG_FILE).rank
     if rank != staged.manifest.rank:
-        raise errors.InvalidShape(f"is not the rank in adapter_config, {rank}", field="manifest.rank")
+        raise errors.InvalidShape(f"differs from the rank in adapter_config, {rank}", field="manifest.rank")

@@ -20,7 +20,6 @@ from paceline.weights import ChunkWriter, Piece, crc32c_of, is_model, read_tenso
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.transports.base import StagedAdapter
 
-Sealed = Callable[[], Awaitable[pb.Manifest]]
 _MOST_WAITING = 1
 """Chunks buffered while the thread writes the previous ones. More block the sender, so memory stays at two chunks."""
 
@@ -34,24 +33,20 @@ class NotLinked(Exception):
         self.is_shared = is_shared
 
 
-class StagingArea:
+class StagingArea(OwnDirectory):
     """A private directory of this process, removed when it ends or when the next sampler starts."""
 
     def __init__(self, root: Path) -> None:
         """Remove what crashed samplers left in `root`, and create a new directory there."""
-        self._own = OwnDirectory(root, "paceline-sampler")
+        super().__init__(root, "paceline-sampler")
         self._clearing = Background("staged files not removed")
-
-    def close(self) -> None:
-        """Remove the directory and its contents."""
-        self._own.close()
 
     def allocate(self, manifest: pb.Manifest) -> Path:
         """Create a directory for weights, with the configuration if they are an adapter's; the caller owns it.
 
         Raises DiskFull, and then leaves no directory.
         """
-        directory = self._own.path / uuid4().hex
+        directory = self.path / uuid4().hex
         directory.mkdir()
         try:
             with _room():
@@ -81,7 +76,7 @@ class AdapterReceiver:
         self._directory = directory
         self._manifest = manifest
         self._file = directory / weights_file(manifest)
-        self._writer = ChunkWriter(self._file, manifest)
+        self._writer: ChunkWriter | None = None
         self._waiting: list[Piece] = []
         self._writing: asyncio.Future[None] | None = None
         self._finished = False
@@ -95,21 +90,21 @@ class AdapterReceiver:
             chunks, self._waiting = self._waiting, []
             self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, chunks))
 
-    async def adopt(self, file: Path, sealed: Sealed) -> StagedAdapter:
+    async def adopt(self, file: Path, sealed: Callable[[], Awaitable[pb.Manifest]] | None = None) -> StagedAdapter:
         """Link a file staged by the trainer instead of receiving chunks, and start to verify it.
 
-        `sealed` returns the manifest with its checksums. Raises NotLinked if the file cannot be linked,
-        ChecksumMismatch unless it has the manifest's tensors.
+        `sealed` returns the manifest with its checksums, if they were not known yet. Raises NotLinked if the file
+        cannot be linked, ChecksumMismatch unless it has the manifest's tensors.
         """
         await asyncio.to_thread(self._link, file)
         self._finished = True
-        verifying = asyncio.create_task(_verify_linked(self._file, sealed))
+        verifying = asyncio.create_task(self._verify_linked(sealed))
         return StagedAdapter(self._manifest, self._directory, temporary=True, verifying=verifying)
 
     async def finish(self) -> StagedAdapter:
         """Verify the whole file. Raises as `write`, and ChecksumMismatch if it does not match the manifest."""
         await self._settle()
-        await asyncio.to_thread(self._verify)
+        await asyncio.to_thread(self._write, self._waiting, are_last=True)
         self._finished = True
         return StagedAdapter(self._manifest, self._directory, temporary=True)
 
@@ -119,54 +114,51 @@ class AdapterReceiver:
             return
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
         await asyncio.to_thread(shutil.rmtree, self._directory)
 
     def _link(self, file: Path) -> None:
-        self._writer.close()
-        weights = self._file
-        weights.unlink()
         try:
-            os.link(file, weights, follow_symlinks=False)
+            os.link(file, self._file, follow_symlinks=False)
         except OSError as error:
             # The path is DIRECTORY / run / version / file. If DIRECTORY exists, only the version was removed from it.
             raise NotLinked(is_shared=error.errno == errno.ENOENT and file.parents[2].is_dir()) from error
-        if not stat.S_ISREG(weights.lstat().st_mode) or read_tensor_entries(weights) != list(self._manifest.tensors):
+        is_regular = stat.S_ISREG(self._file.lstat().st_mode)
+        if not is_regular or read_tensor_entries(self._file) != list(self._manifest.tensors):
             raise errors.ChecksumMismatch("the staged file has other tensors than its manifest")
+
+    async def _verify_linked(self, sealed: Callable[[], Awaitable[pb.Manifest]] | None) -> pb.Manifest:
+        """Verify a file that is linked from the trainer's staging directory, and return its manifest.
+
+        The file is the same memory for both, so CRC-32C suffices: it detects damage as well as SHA-256, which the
+        trainer computed over these bytes, in a fraction of the time. Nobody else can write there.
+        """
+        computed = await asyncio.to_thread(crc32c_of, self._file)
+        manifest = await sealed() if sealed is not None else self._manifest
+        if computed != manifest.crc32c:
+            raise errors.ChecksumMismatch("the staged bytes do not match the manifest")
+        return manifest
 
     async def _settle(self) -> None:
         if self._writing is not None:
-            writing, self._writing = self._writing, None
-            await writing
+            await asyncio.shield(self._writing)
+            self._writing = None
 
-    def _write(self, chunks: Sequence[Piece]) -> None:
+    def _write(self, chunks: Sequence[Piece], *, are_last: bool = False) -> None:
         with _room():
+            if self._writer is None:
+                self._writer = ChunkWriter(self._file, self._manifest)
             for chunk in chunks:
                 self._writer.write(chunk)
-
-    def _verify(self) -> None:
-        self._write(self._waiting)
-        with _room():
-            self._writer.finish()
+            if are_last:
+                self._writer.finish()
 
 
 async def _close(making: asyncio.Future[AdapterReceiver]) -> None:
     await asyncio.wait({making})
     if making.exception() is None:
         await making.result().close()
-
-
-async def _verify_linked(weights: Path, sealed: Sealed) -> pb.Manifest:
-    """Verify a file that is linked from the trainer's staging directory, and return its manifest.
-
-    The file is the same memory for both, so CRC-32C suffices: it detects damage as well as SHA-256, which the trainer
-    computed over these bytes, in a fraction of the time. Nobody else can write there.
-    """
-    computed = await asyncio.to_thread(crc32c_of, weights)
-    manifest = await sealed()
-    if computed != manifest.crc32c:
-        raise errors.ChecksumMismatch("the staged bytes are not those of the manifest")
-    return manifest
 
 
 @contextmanager

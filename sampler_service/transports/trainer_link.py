@@ -17,7 +17,7 @@ from paceline.types import ModelRef
 from paceline.weights import Part, fetch_version, read_parts
 from paceline.weights.v1 import weight_service_pb2 as pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
-from sampler_service.transports.version_keys import foreign
+from sampler_service.transports.base import foreign
 
 if TYPE_CHECKING:
     Watch = grpc.aio.StreamStreamCall[pb.WatchVersionsRequest, pb.WatchVersionsResponse]
@@ -43,40 +43,31 @@ class TrainerLink:
 
     async def describe(self, ref: ModelRef, tenant: str) -> pb.Manifest:
         """Return the manifest of what `ref` names now. Raises as `fetch`."""
-        async with self._open(ref, tenant, _DESCRIBE_SECONDS) as parts:
-            return await _first(parts)
+        async with self.fetch(ref, tenant, seconds=_DESCRIBE_SECONDS) as (manifest, _):
+            return manifest
 
     @asynccontextmanager
     async def fetch(
-        self, ref: ModelRef, tenant: str, *, accept_staged_path: bool
+        self, ref: ModelRef, tenant: str, *, accept_staged_path: bool = False, seconds: float | None = None
     ) -> AsyncIterator[tuple[pb.Manifest, AsyncIterator[Part]]]:
         """Yield the manifest of a version or checkpoint, and its chunks or the path of its file in shared memory.
 
         Raises the trainer's error (NotFound, DataLoss, InvalidArgument), TrainerUnavailable for everything else.
         """
-        async with self._open(ref, tenant, self._fetch_timeout, accept_staged_path=accept_staged_path) as parts:
-            yield await _first(parts), parts
-
-    @asynccontextmanager
-    async def _open(
-        self, ref: ModelRef, tenant: str, seconds: float, *, accept_staged_path: bool = False
-    ) -> AsyncIterator[AsyncIterator[Part]]:
         request = pb.FetchVersionRequest(model=model_ref_to_proto(ref), accept_staged_path=accept_staged_path)
-        call = self._fetch_version(request, metadata=peer_metadata(self._credential, tenant), timeout=seconds)
+        metadata = peer_metadata(self._credential, tenant)
+        call = self._fetch_version(request, metadata=metadata, timeout=seconds or self._fetch_timeout)
         try:
-            yield read_parts(call)
+            parts = read_parts(call)
+            first = await anext(parts, None)
+            if not isinstance(first, pb.FetchVersionResponse) or first.WhichOneof("part") != "manifest":
+                raise errors.ChecksumMismatch("the trainer's response does not begin with a manifest")
+            yield first.manifest, parts
         except grpc.aio.AioRpcError as failure:
             raise _translate(failure, ref) from failure
         finally:
             # Abandoning a stream does not cancel it.
             call.cancel()
-
-
-async def _first(parts: AsyncIterator[Part]) -> pb.Manifest:
-    first = await anext(parts, None)
-    if not isinstance(first, pb.FetchVersionResponse) or first.WhichOneof("part") != "manifest":
-        raise errors.ChecksumMismatch("the trainer's answer does not begin with a manifest")
-    return first.manifest
 
 
 def _translate(failure: grpc.aio.AioRpcError, ref: ModelRef) -> errors.PacelineError:

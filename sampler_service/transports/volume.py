@@ -12,9 +12,8 @@ from paceline.layout import CheckpointPath, Volume, opened
 from paceline.types import ModelRef
 from paceline.weights import is_model, read_manifest, verify_adapter, verify_model
 from paceline.weights.v1 import weight_service_pb2 as pb
-from sampler_service.transports.base import ManifestRules, StagedAdapter, check_is, files_of
+from sampler_service.transports.base import ManifestRules, StagedAdapter, absent, check_is, files_of, foreign
 from sampler_service.transports.trainer_link import TrainerLink
-from sampler_service.transports.version_keys import absent, foreign
 
 _POLL_SECONDS = 0.01
 """Polling interval for a version that is being written; the caller bounds the whole wait."""
@@ -25,8 +24,7 @@ class VolumeBridge:
 
     needs_volume = True
 
-    def __init__(self, volume: Volume, trainer: TrainerLink, rules: ManifestRules, name: str = "volume") -> None:
-        self.name = name
+    def __init__(self, volume: Volume, trainer: TrainerLink, rules: ManifestRules) -> None:
         self._volume = volume
         self._trainer = trainer
         self._rules = rules

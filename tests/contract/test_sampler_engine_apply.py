@@ -139,6 +139,37 @@ async def test_a_slot_that_a_running_request_uses_is_not_taken(ways, make_scaled
     await remove(direct, late, again, *running)
 
 
+async def test_adapters_that_arrive_while_another_is_sampled_take_the_free_slot(ways, make_scaled):
+    """One of the two slots belongs to a running request, so each new adapter takes the other one."""
+    direct, _ = ways
+    running, late = make_scaled(), [make_scaled() for _ in range(3)]
+    await add(direct, running)
+    alone = await one(direct, ask(max_tokens=90, seed=3, adapter=running, ignore_eos=True))
+    stream = direct.generate(ask(max_tokens=90, seed=3, adapter=running, ignore_eos=True))
+    tokens = (await anext(stream)).tokens
+    for adapter in late:
+        assert (await direct.add_adapter(adapter)).in_slot
+    tokens += [token async for delta in stream for token in delta.tokens]
+    assert tokens == alone.tokens
+    again = replace(late[-1], adapter_id=next(IDS), name=f"run@{next(IDS)}")
+    await remove(direct, *late[:-1])
+    await add(direct, again)
+    assert await logprobs(direct, late[-1]) == await logprobs(direct, again) != await logprobs(direct, running)
+    await remove(direct, late[-1], again, running)
+
+
+async def test_an_adapter_that_a_worker_cannot_load_ends_no_request(ways, make_scaled):
+    direct, _ = ways
+    broken = make_scaled()
+    (broken.path / "adapter_model.safetensors").unlink()
+    stream = direct.generate(ask(max_tokens=90, ignore_eos=True))
+    tokens = (await anext(stream)).tokens
+    with pytest.raises(Exception, match=r"adapter_model\.safetensors"):
+        await direct._started.llm.collective_rpc("load_adapter", args=(next(IDS), "broken", str(broken.path), True))
+    tokens += [token async for delta in stream for token in delta.tokens]
+    assert len(tokens) == 90
+
+
 async def test_versions_of_a_run_never_share_cached_prefixes(ways, make_scaled):
     first, second = make_scaled(), make_scaled()
     answers = []

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline.weight_sharing import BaseManifest, SharedTensor, claim
-from sampler_service.engine.vllm.worker.cuda_sharing import share_cuda
+from sampler_service.engine.vllm.worker.weight_export import share_cuda
 
 
 def say(text: object) -> None:

@@ -26,7 +26,7 @@ from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import ModelRef
 from paceline.types.v1 import full_pb2, model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
-from sampler_service.agreement.comparison import compare
+from sampler_service.agreement import compare
 from sampler_service.engine.hf import engine as hf_engine
 
 pytest_plugins = ["support.stacks.sampler_fixtures"]

@@ -21,7 +21,7 @@ from paceline.rpc.interceptors import CredentialInterceptor, ErrorInterceptor
 from paceline.types import ModelInfo
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import add_WeightServiceServicer_to_server
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.limits.volume_bytes import VolumeBytes
 from trainer_service.publish.agreements import Agreements
@@ -146,7 +146,7 @@ def test_vllm_serves_what_the_trainer_broadcasts(tmp_path):
     cluster = Cluster.make(tmp_path, make_tiny_llama(tmp_path / "model"), engine="vllm", bridge="collective")
     try:
         cluster.start()
-        wait_for(lambda: "group made" in cluster.trainer.tail(), 200, cluster.trainer.tail)
+        wait_for(lambda: "group formed" in cluster.trainer.tail(), 200, cluster.trainer.tail)
         with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
             training = service.create_lora_training_client(rank=8)
             datum = paceline.Datum.from_completion(PROMPT, COMPLETION)

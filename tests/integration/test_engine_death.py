@@ -149,7 +149,7 @@ async def test_another_base_model_in_the_place_of_the_first_is_not_served(port, 
         make_tiny_llama(model, seed=7)
         await client.engine.stop()
         await asyncio.wait_for(client.readiness.failed.wait(), PATIENCE)
-        assert "are others than the sampler began with" in client.readiness.failure
+        assert "are not those that the sampler started with" in client.readiness.failure
         with pytest.raises(errors.EngineUnavailable):
             await client.sample(base_ref())
 
@@ -160,7 +160,7 @@ async def test_an_engine_that_does_not_come_up_again_fails_the_service(port, tmp
         shutil.rmtree(model)
         await client.engine.stop()
         await asyncio.wait_for(client.readiness.failed.wait(), PATIENCE)
-        assert "the engine died; building it anew 1 times did not help" in client.readiness.failure
+        assert "the engine died; restarting it 1 times did not help" in client.readiness.failure
         assert not await client.is_ready()
         with pytest.raises(errors.EngineUnavailable):
             await client.sample(base_ref())

@@ -29,7 +29,7 @@ from paceline.errors import (
 )
 from paceline.own_directory import OwnDirectory
 from paceline.types import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.messages import SaveState
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -344,7 +344,7 @@ def test_the_engine_ends_when_its_parent_dies_and_its_files_when_the_next_is_mad
     script = (
         "import asyncio, os, signal, sys\n"
         "from trainer_service.engine.options import EngineOptions\n"
-        "from trainer_service.engine.client.process import EngineProcess\n"
+        "from trainer_service.engine.client import EngineProcess\n"
         "async def main():\n"
         "    engine = EngineProcess(EngineOptions(sys.argv[1], 'tiny'))\n"
         "    await engine.start()\n"
@@ -369,7 +369,7 @@ def test_the_engine_ends_when_its_parent_dies_and_its_files_when_the_next_is_mad
 
 def test_the_service_side_imports_no_torch():
     script = (
-        "import sys, trainer_service.engine.client.process, trainer_service.engine.loss.specs\n"
+        "import sys, trainer_service.engine.client, trainer_service.engine.loss.specs\n"
         "print([name for name in ('torch', 'transformers', 'peft') if name in sys.modules])\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

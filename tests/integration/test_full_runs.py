@@ -115,7 +115,7 @@ def test_a_broadcast_model_is_written_into_the_running_engine(cluster, service, 
     training = service.create_full_training_client()
     bridge = {"PACELINE_SAMPLER_BRIDGE": "collective", "PACELINE_SAMPLER_SERVES": "models"}
     with sampler_of(cluster, **bridge, PACELINE_SAMPLER_STAGING_DIR=str(tmp_path)):
-        wait_for(lambda: "group made" in cluster.trainer.log.read_text(), explain=cluster.trainer.tail)
+        wait_for(lambda: "group formed" in cluster.trainer.log.read_text(), explain=cluster.trainer.tail)
         cluster.trainer.log.write_text("")
         engine = descendants("EngineCore", cluster.sampler.process.pid)
         base = service.create_sampling_client().compute_logprobs(PROMPT + COMPLETION).result().logprobs

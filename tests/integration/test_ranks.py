@@ -22,7 +22,7 @@ from tiny_architectures import make_architecture
 
 from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory, Unsupported
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, FullParameters, LoraConfig, PackingMode, Reduction
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.watchdog import Patience

@@ -22,7 +22,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, Datum, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.limits.byte_gate import ByteGate
@@ -130,7 +130,7 @@ async def trainer(engine, tmp_path):
     def spawn(work):
         tasks.append(asyncio.create_task(work))
 
-    publisher = Publisher(engine.save_adapter, registry, hub, volume, tmp_path / "staging", 8, NO_FAILPOINTS, group)
+    publisher = Publisher(engine, registry, hub, volume, tmp_path / "staging", 8, NO_FAILPOINTS, group)
     trainer = Trainer(settings, engine, registry, checkpoints, publisher, start, NO_GUARD, VolumeBytes(volume))
     policy = SnapshotPolicy(commands=SNAPSHOT_AFTER, journal_bytes=1 << 30, seconds=1e9)
     restore_points = RestorePoints(volume, registry, checkpoints)

@@ -6,7 +6,13 @@ import pytest
 from support.models.engine_cases import MAKERS
 from support.models.known_certificates import known_certificates
 
-_CERTIFY = {"test_certificate", "test_models_table", "test_module_groups", "test_fused_layers", "test_weight_sharing"}
+_CERTIFY = {
+    "test_certified_base",
+    "test_models_table",
+    "test_module_groups",
+    "test_fused_layers",
+    "test_weight_sharing",
+}
 """Files that test what an engine finds out about a model when it loads it."""
 
 

@@ -64,7 +64,7 @@ def _read(directory: Path) -> dict[str, datetime]:
         return msgspec.json.decode(text, type=dict[str, datetime])
     except (msgspec.MsgspecError, ValueError) as error:
         # A damaged expiry file must not cause an intact checkpoint to be deleted.
-        _log.warning("a checkpoint's time to live is damaged; it is kept", file=str(_file(directory)), error=str(error))
+        _log.warning("expiry file damaged; the checkpoint is kept", file=str(_file(directory)), error=str(error))
         return {}
 
 

@@ -11,16 +11,16 @@ from one opened directory, and starts over if that directory lost its name meanw
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 from weakref import WeakValueDictionary
-
-import msgspec
 
 from paceline import errors, layout, weights
 from paceline.background import Background, uninterrupted
@@ -38,11 +38,17 @@ from trainer_service.volume.run_file import tenant_of
 Writer = Callable[[Path], Awaitable[None]]
 T = TypeVar("T")
 
+_PART_BYTES = 1 << 20
+
 _log = get_logger(__name__)
 
 
-async def _none_earlier() -> None:
-    pass
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """Announces a file of a download; the parts that follow are its bytes."""
+
+    name: str
+    size_bytes: int
 
 
 class CheckpointStore:
@@ -70,18 +76,18 @@ class CheckpointStore:
         seq_id: int = 0,
         ttl_seconds: int | None,
         overwrite: bool,
-        earlier: Callable[[], Awaitable[None]] = _none_earlier,
+        wait_for_earlier: Callable[[], Awaitable[None]] | None = None,
     ) -> Checkpoint:
         """Have `write` fill a directory and make it the checkpoint `path`, durably and atomically.
 
         A checkpoint that the same command, `seq_id`, made before a crash is returned unchanged; 0 means no command.
-        `earlier` waits for the checkpoints that must exist first, which may have the same name. A save that fails
-        leaves an existing checkpoint of that name unchanged.
+        `wait_for_earlier` waits for the checkpoints that must exist first, which may have the same name. A save that
+        fails leaves an existing checkpoint of that name unchanged.
         Raises CheckpointExists unless `overwrite`, DiskFull, OutOfRange for a TTL of 0.
         """
         expire_time = _expire_time(ttl_seconds)
         final = self._volume.checkpoint(path)
-        if (made := await self.made_by(path, seq_id)) is not None:
+        if (made := await self.find_made_by(path, seq_id)) is not None:
             return made
         _check_free(final, overwrite=overwrite)
         async with AsyncExitStack() as naming:
@@ -97,7 +103,8 @@ class CheckpointStore:
                     base_sha256=base_sha256,
                 )
                 await asyncio.to_thread(_seal, staging, describe, path.kind)
-                await earlier()
+                if wait_for_earlier is not None:
+                    await wait_for_earlier()
                 await naming.enter_async_context(self._lock(path))
                 _check_free(final, overwrite=overwrite)
                 self._failpoints.hit("before_checkpoint")
@@ -105,14 +112,14 @@ class CheckpointStore:
             self._guard.measure(final)
             return await asyncio.to_thread(_describe, path, final)
 
-    async def made_by(self, path: CheckpointPath, seq_id: int) -> Checkpoint | None:
+    async def find_made_by(self, path: CheckpointPath, seq_id: int) -> Checkpoint | None:
         """Return the checkpoint that command `seq_id` made before a crash, or None."""
         final = self._volume.checkpoint(path)
         if seq_id and await asyncio.to_thread(_is_made_by, final, seq_id):
             return await asyncio.to_thread(_describe, path, final)
         return None
 
-    async def take(self, path: CheckpointPath, identity: Identity, target: Path, field: str = "path") -> None:
+    async def link_into(self, path: CheckpointPath, identity: Identity, target: Path, field: str = "path") -> None:
         """Link the files of the caller's checkpoint into an empty directory, or copy them, and verify them.
 
         Raises CheckpointNotFound, ChecksumMismatch if the checkpoint is damaged.
@@ -143,6 +150,25 @@ class CheckpointStore:
         if not is_mine:
             raise errors.CheckpointNotFound("no such checkpoint", field=field)
         return directory
+
+    async def download(
+        self, path: CheckpointPath, identity: Identity, only: str = "", *, with_data: bool = True
+    ) -> AsyncIterator[FileHeader | bytes]:
+        """Yield a FileHeader and then the bytes of each file of the caller's checkpoint, or of the file named `only`.
+
+        All files are from one save, even if the checkpoint is overwritten or deleted meanwhile. Raises
+        CheckpointNotFound, also if the checkpoint has no such file.
+        """
+        directory = self.find(path, identity)
+        with ExitStack() as opened:
+            files = await asyncio.to_thread(_open_all, directory, opened)
+            chosen = {name: file for name, file in files.items() if only in {"", name}}
+            if not chosen:
+                raise errors.CheckpointNotFound(f"has no such file; it has {', '.join(files)}", field="file")
+            for name, file in chosen.items():
+                yield FileHeader(name, (await asyncio.to_thread(os.fstat, file.fileno())).st_size)
+                while with_data and (part := await asyncio.to_thread(file.read, _PART_BYTES)):
+                    yield part
 
     def find_all(self, identity: Identity, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
         """Return the caller's checkpoints in no particular order. Reads many files: do not call on the event loop."""
@@ -249,8 +275,23 @@ def _read_whole(directory: Path, read: Callable[[Path], T]) -> T:
                 raise errors.ChecksumMismatch(message, field="path") from error
 
 
-class _Run(msgspec.Struct, frozen=True):
-    tenant: str
+def _open_all(directory: Path, stack: ExitStack) -> dict[str, BinaryIO]:
+    """Open the files of one save, sorted by name."""
+    while True:
+        files: dict[str, BinaryIO] = {}
+        with ExitStack() as trying:
+            try:
+                with layout.opened(directory) as folder:
+                    for path in sorted(folder.iterdir()):
+                        files[path.name] = trying.enter_context(path.open("rb"))
+                    is_whole = folder.samefile(directory)
+            except FileNotFoundError as error:
+                if directory.exists():
+                    continue  # overwritten meanwhile
+                raise errors.CheckpointNotFound("no such checkpoint", field="path") from error
+            if is_whole:
+                stack.enter_context(trying.pop_all())
+                return files
 
 
 def _owner(run: Path, checkpoint: Path) -> str | None:
@@ -300,14 +341,11 @@ def _verify(directory: Path, kind: CheckpointKind) -> None:
 
 def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
     """Describe a checkpoint, damaged or not. Raises FileNotFoundError if there is none."""
+    make = partial(Checkpoint, path=str(path), run_id=path.run_id, kind=path.kind, name=path.name)
 
     def describe(opened: Path) -> Checkpoint:
         made = summarize(opened)
-        return Checkpoint(
-            path=str(path),
-            run_id=path.run_id,
-            kind=path.kind,
-            name=path.name,
+        return make(
             step=made.step,
             size_bytes=_size_of(opened),
             sha256=made.sha256,
@@ -318,23 +356,10 @@ def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
     try:
         return _read_whole(directory, describe)
     except errors.ChecksumMismatch as damage:
-        return _describe_damaged(path, directory, damage.message)
-
-
-def _describe_damaged(path: CheckpointPath, directory: Path, damage: str) -> Checkpoint:
-    with layout.opened(directory) as opened:
-        changed = datetime.fromtimestamp(opened.stat().st_mtime, UTC)
-        return Checkpoint(
-            path=str(path),
-            run_id=path.run_id,
-            kind=path.kind,
-            name=path.name,
-            step=0,
-            size_bytes=_size_of(opened),
-            sha256="",
-            create_time=changed,
-            damage=damage,
-        )
+        with layout.opened(directory) as opened:
+            changed = datetime.fromtimestamp(opened.stat().st_mtime, UTC)
+            size = _size_of(opened)
+            return make(step=0, size_bytes=size, sha256="", create_time=changed, damage=damage.message)
 
 
 def _size_of(directory: Path) -> int:

@@ -12,9 +12,8 @@ from typing import NoReturn
 
 from transformers.utils import logging as transformers_logging
 
-from trainer_service.engine.distributed.ranks import Ranks, end_with
-from trainer_service.engine.worker.allocator import keep_freed_memory
-from trainer_service.engine.worker.loop import Worker
+from trainer_service.engine.distributed.ranks import Ranks, exit_with
+from trainer_service.engine.worker import Worker, keep_freed_memory
 
 
 def main() -> NoReturn:
@@ -24,7 +23,7 @@ def main() -> NoReturn:
     parser.add_argument("--store", type=Path, help="file by which several ranks find each other")
     arguments = parser.parse_args()
     if arguments.store is not None:
-        end_with(arguments.fd)
+        exit_with(arguments.fd)
     # Ctrl-C reaches the whole process group; the service drains first and then closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -7,9 +7,7 @@ captured the run's state, and is answered when the state is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import logging
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,15 +21,12 @@ from paceline.types import (
     FullParameters,
     LoraConfig,
     ModelInfo,
-    OptimizerParams,
     OptimStepOutput,
     RunParameters,
 )
-from paceline.types.optimizers import optimizer_name
 from paceline.types.training import Array
-from trainer_service.engine.optimizers.specs import make_params, settings_of
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs, TrainerEngine
+from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs
 
 LENGTH_BYTES = 8
 """Size of a frame's length prefix."""
@@ -40,13 +35,7 @@ R = TypeVar("R")
 
 _ARRAY_CODE = 1
 
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """The rest of a command that has captured everything it needs from its run."""
-
-    finish: Callable[[], None]
-    """Finishes the command, in any thread. Raises PacelineError."""
+_log = logging.getLogger(__name__)
 
 
 class CreateRun(msgspec.Struct, frozen=True, tag=True):
@@ -55,20 +44,12 @@ class CreateRun(msgspec.Struct, frozen=True, tag=True):
     run_id: str
     lora: LoraConfig
 
-    def execute(self, engine: TrainerEngine) -> AdapterInfo:
-        """Execute the command."""
-        return engine.create_run(self.run_id, self.lora)
-
 
 class CreateFullRun(msgspec.Struct, frozen=True, tag=True):
     """TrainerEngine.create_run of a full-parameter run."""
 
     run_id: str
     full: FullParameters
-
-    def execute(self, engine: TrainerEngine) -> AdapterInfo:
-        """Execute the command."""
-        return engine.create_run(self.run_id, self.full)
 
 
 def create_run(run_id: str, parameters: RunParameters) -> CreateRun | CreateFullRun:
@@ -82,10 +63,6 @@ class DeleteRun(msgspec.Struct, frozen=True, tag=True):
     """TrainerEngine.delete_run."""
 
     run_id: str
-
-    def execute(self, engine: TrainerEngine) -> None:
-        """Execute the command."""
-        engine.delete_run(self.run_id)
 
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
@@ -103,26 +80,12 @@ class OptimStep(msgspec.Struct, frozen=True, tag=True):
     optimizer: str
     settings: dict[str, bool | int | float]
 
-    @classmethod
-    def of(cls, run_id: str, params: OptimizerParams) -> OptimStep:
-        """Build the command from an optimizer's parameters."""
-        return cls(run_id, optimizer_name(params), settings_of(params))
-
-    def execute(self, engine: TrainerEngine) -> OptimStepOutput:
-        """Execute the command."""
-        return engine.optim_step(self.run_id, make_params(self.optimizer, self.settings))
-
 
 class SaveState(msgspec.Struct, frozen=True, tag=True):
     """TrainerEngine.save_state, in the background."""
 
     run_id: str
     directory: str
-
-    def execute(self, engine: TrainerEngine) -> Unfinished:
-        """Capture the state; the rest may be done while later commands execute."""
-        capture = engine.capture_state(self.run_id)
-        return Unfinished(lambda: capture.write(Path(self.directory)))
 
 
 class SaveAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -132,11 +95,6 @@ class SaveAdapter(msgspec.Struct, frozen=True, tag=True):
     directory: str
     published: PublishedAs | None = None
 
-    def execute(self, engine: TrainerEngine) -> Unfinished:
-        """Capture the weights; the rest may be done while later commands execute."""
-        capture = engine.capture_adapter(self.run_id, self.published)
-        return Unfinished(lambda: capture.write(Path(self.directory)))
-
 
 class LoadState(msgspec.Struct, frozen=True, tag=True):
     """TrainerEngine.load_state."""
@@ -145,14 +103,10 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
     directory: str
     with_optimizer: bool
 
-    def execute(self, engine: TrainerEngine) -> LoadedState:
-        """Execute the command."""
-        return engine.load_state(self.run_id, Path(self.directory), with_optimizer=self.with_optimizer)
-
 
 Command = CreateRun | CreateFullRun | DeleteRun | OptimStep | SaveState | SaveAdapter | LoadState
 AnyCommand = Command | ForwardBackward
-READING = (SaveState, SaveAdapter)
+READ_ONLY = (SaveState, SaveAdapter)
 """Commands that change nothing in the engine; only rank 0 executes them."""
 Overlapping = ForwardBackward | SaveState | SaveAdapter
 """Commands that the engine executes at the same time as others, unless `Request.alone` is set."""
@@ -172,11 +126,6 @@ class Request(msgspec.Struct, frozen=True):
     command: Start | AnyCommand
     alone: bool = False
     """Whether a ForwardBackward shares no pass with other runs, and a save is written before other commands execute."""
-
-    @property
-    def run_id(self) -> str:
-        """The command's run; empty for Start."""
-        return "" if isinstance(self.command, Start) else self.command.run_id
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -200,7 +149,16 @@ class Failure(msgspec.Struct, frozen=True):
         )
 
 
-class Began(msgspec.Struct, frozen=True, tag=True):
+def failure_of(error: Exception, action: str) -> Failure:
+    """Convert an error. An unexpected one is logged, and the Failure carries its id."""
+    if isinstance(error, PacelineError):
+        return Failure.of(error)
+    unforeseen = Internal.unforeseen()
+    _log.error("%s failed, error_id=%s", action, unforeseen.error_id, exc_info=error)
+    return Failure.of(unforeseen)
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
     """The engine starts to execute one command, or those that take part in a pass."""
 
     ids: list[int]
@@ -221,14 +179,14 @@ class Captured(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """A heartbeat of the engine process."""
 
     progress: int
     """Differs from the previous heartbeat's number if the loop has made progress."""
 
 
-Report = Began | Captured | Reply | Beat
+Report = Started | Captured | Reply | Heartbeat
 """Messages that the engine sends."""
 
 
@@ -248,30 +206,22 @@ def decode_report(data: bytes) -> Report:
     return report
 
 
-def frame(payload: bytes) -> bytes:
-    """Prefix a payload with its length."""
+def frame(message: Any) -> bytes:
+    """Encode a message, with the length prefix."""
+    payload = encode(message)
     return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
-
-
-def frames(data: bytes) -> Iterator[bytes]:
-    """Yield the payloads of consecutive frames."""
-    start = 0
-    while start < len(data):
-        begin = start + LENGTH_BYTES
-        start = begin + int.from_bytes(data[start:begin], "little")
-        yield data[begin:start]
 
 
 def _encode_array(value: Any) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"{type(value).__name__} has no wire form.")
+        raise TypeError(f"{type(value).__name__} cannot be serialised.")
     content = (value.dtype.str, value.shape, np.ascontiguousarray(value).data)
     return msgspec.msgpack.Ext(_ARRAY_CODE, msgspec.msgpack.encode(content))
 
 
 def _decode_array(code: int, data: memoryview) -> Array:
     if code != _ARRAY_CODE:
-        raise ValueError(f"extension {code} is not known.")
+        raise ValueError(f"unknown msgpack extension {code}.")
     dtype, shape, content = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], memoryview])
     return np.frombuffer(content, dtype).reshape(shape)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, PacelineError, RunNotFound, Unsupported
+from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, RunNotFound, Unsupported
 from paceline.types import (
     Datum,
     ForwardBackwardOutput,
@@ -21,14 +20,10 @@ from paceline.types import (
     RunParameters,
 )
 from trainer_service.engine.certificate.certified_base import load_certified_base
-from trainer_service.engine.certificate.probe import context_length
-from trainer_service.engine.distributed.ranks import Ranks
-from trainer_service.engine.loss.specs import loss_spec
-from trainer_service.engine.memory import out_of_memory_named
-from trainer_service.engine.microbatch.executor import PassExecutor
-from trainer_service.engine.microbatch.microbatch import ForwardBackwardJob
-from trainer_service.engine.microbatch.packing import Batch, datum_weights
-from trainer_service.engine.microbatch.scheduler import Scheduler
+from trainer_service.engine.certificate.stock import context_length
+from trainer_service.engine.distributed.ranks import Ranks, convert_memory_errors
+from trainer_service.engine.microbatch.job import ForwardBackwardJob
+from trainer_service.engine.microbatch.passes import PassExecutor
 from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_norm
 from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
@@ -52,7 +47,7 @@ class PeftEngine:
         """Load the base model, sharded over `ranks`, which all do the same; without `ranks`, in this process only."""
         self._ranks = ranks or Ranks.alone()
         self._options = options
-        self._device = torch.device(self._ranks.take_device(options.device))
+        self._device = torch.device(self._ranks.claim_device(options.device))
         self._runs: dict[str, EngineRun] = {}
         self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
         self._jobs: list[ForwardBackwardJob] = []
@@ -61,11 +56,7 @@ class PeftEngine:
         self._base_parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self._offloader = make_offloader(options, self._ranks)
         self._executor = PassExecutor(
-            base.sharded, base.routing, base.mode, self._ranks, self._offloader, self._device, options.logprob_chunk
-        )
-        packed = base.mode.is_packed
-        self._scheduler: Scheduler[ForwardBackwardJob] = Scheduler(
-            options.pack_tokens if packed else 1, joint=options.joint_passes and packed, ranks=self._ranks.size
+            base.sharded, base.routing, base.mode, options, self._ranks, self._offloader, self._device
         )
 
     @property
@@ -73,9 +64,14 @@ class PeftEngine:
         """Bytes in memory of the runs' weights, gradients and optimizer states."""
         return sum(run.held_bytes for run in self._runs.values())
 
-    def bring_in(self, run_id: str) -> None:
-        """Load a run into memory if it is offloaded to disk. Raises RunNotFound, OutOfMemory, DiskFull."""
-        self._resident(run_id)
+    def load_run(self, run_id: str) -> EngineRun:
+        """Return a run after loading it into memory if it is offloaded to disk; all ranks call this together.
+
+        Raises RunNotFound, OutOfMemory, DiskFull.
+        """
+        run = self._run(run_id)
+        self._executor.load_runs([run])
+        return run
 
     def describe(self) -> ModelInfo:
         config = self._model.config.get_text_config(decoder=True)
@@ -91,10 +87,10 @@ class PeftEngine:
 
     def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
         if run_id in self._runs:
-            raise InvalidArgument("a run of this id exists.", field="run_id")
+            raise InvalidArgument("a run with this id already exists.", field="run_id")
         if not isinstance(parameters, LoraConfig) and self._ranks.size > 1:
-            raise Unsupported("full-parameter runs need one rank.", field="ranks")
-        with out_of_memory_named():
+            raise Unsupported("full-parameter runs need a single rank.", field="ranks")
+        with convert_memory_errors():
             if isinstance(parameters, LoraConfig):
                 run: EngineRun = self._make_lora_run(run_id, parameters)
             else:
@@ -110,31 +106,21 @@ class PeftEngine:
         if run is None:
             return
         self._offloader.forget(run)
-        self._scheduler.forget(run_id)
+        self._executor.scheduler.forget(run_id)
         if isinstance(run, LoraRun):
             lora_run.remove_adapter(self._model, run_id)
 
     def begin(
         self, run_id: str, data: Sequence[Datum], spec: ForwardBackwardSpec, *, alone: bool = False
     ) -> ForwardBackwardJob:
-        run, loss = self._run(run_id), loss_spec(spec.loss_fn)
-        config = loss.resolve_config(spec.loss_fn_config)
-        weights = datum_weights(data, spec.reduction, spec.reduction_count)
-        batch = Batch(data, loss.required_inputs(config), fills=loss.fills(config), weights=weights)
-        spec = replace(spec, loss_fn_config=config)
-        job = ForwardBackwardJob(run, data, batch, spec, alone=alone or isinstance(run, FullRun))
+        run = self._run(run_id)
+        job = ForwardBackwardJob(run, data, spec, alone=alone or isinstance(run, FullRun))
         self._jobs.append(job)
         return job
 
     def advance(self, announce: Callable[[Sequence[str]], None]) -> list[ForwardBackwardJob]:
-        fitting = self._offloader.fitting([job.run for job in self._jobs])
-        passes = self._scheduler.next_passes(self._jobs[:fitting])
-        if any(passes):
-            self._executor.compute(passes, announce)
-        done = [job for job in self._jobs if job.is_done]
-        self._jobs = [job for job in self._jobs if not job.is_done]
-        for job in done:
-            self._finish(job)
+        done = self._executor.advance(self._jobs, announce)
+        self._jobs = [job for job in self._jobs if job.waiting]
         return done
 
     def forward_backward(
@@ -150,7 +136,7 @@ class PeftEngine:
         return job.output()
 
     def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
-        run, start = self._resident(run_id), time.perf_counter()
+        run, start = self.load_run(run_id), time.perf_counter()
         if not run.has_gradient:
             raise NoGradient("there is no gradient; call forward_backward before optim_step.")
         if run.optimizer is not None:
@@ -163,7 +149,7 @@ class PeftEngine:
             raise
         optimizer = self._ranks.together(lambda: _ready_optimizer(run, params))
         run.before_change()
-        with out_of_memory_named():
+        with convert_memory_errors():
             learning_rate = run.take_step(optimizer, params, norm)
         run.optimizer = optimizer
         run.drop_gradient()
@@ -172,10 +158,11 @@ class PeftEngine:
         return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
 
     def capture_state(self, run_id: str) -> AsyncSave:
-        return state_files.capture(self._resident_here(run_id), self._staging)
+        return state_files.capture(self._resident_on_this_rank(run_id), self._staging)
 
     def capture_adapter(self, run_id: str, published: PublishedAs | None = None) -> AsyncSave:
-        run, dtype = self._resident_here(run_id), getattr(torch, self._options.adapter_dtype or self._options.dtype)
+        run = self._resident_on_this_rank(run_id)
+        dtype = getattr(torch, self._options.adapter_dtype or self._options.dtype)
         if self._options.base_dir and published is not None and isinstance(run, FullRun):
             publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
         return run.capture(run.export(dtype), self._staging)
@@ -187,7 +174,7 @@ class PeftEngine:
         self.capture_adapter(run_id).write(directory)
 
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
-        run = self._resident(run_id)
+        run = self.load_run(run_id)
         if with_optimizer:
             state_files.load(run, directory)
         else:
@@ -197,20 +184,13 @@ class PeftEngine:
 
     def _run(self, run_id: str) -> EngineRun:
         if run_id not in self._runs:
-            raise RunNotFound("the engine holds no such run; create it first.", field="run_id")
+            raise RunNotFound("the engine has no run with this id; create it first.", field="run_id")
         return self._runs[run_id]
 
-    def _resident(self, run_id: str) -> EngineRun:
-        """Return a run after loading it into memory on every rank; all ranks must call this together."""
-        run = self._run(run_id)
-        self._executor.bring_in([run])
-        return run
-
-    def _resident_here(self, run_id: str) -> EngineRun:
+    def _resident_on_this_rank(self, run_id: str) -> EngineRun:
         """Return a run after loading it into memory on this rank only, which is enough for commands that only read."""
         run = self._run(run_id)
-        with out_of_memory_named():
-            self._offloader.use([run])
+        self._executor.load_on_this_rank([run])
         return run
 
     def _make_lora_run(self, run_id: str, lora: LoraConfig) -> LoraRun:
@@ -220,20 +200,10 @@ class PeftEngine:
         base_model = self._options.base_reference
         return lora_run.make_lora_run(self._model, run_id, lora, targets, base_model, self._device)
 
-    def _finish(self, job: ForwardBackwardJob) -> None:
-        try:
-            if job.error is None:
-                self._executor.bring_in([job.run])
-                job.pool(self._ranks)
-                with out_of_memory_named():
-                    job.finish()
-        except PacelineError as error:
-            job.fail(error)
-
 
 def _ready_optimizer(run: EngineRun, params: OptimizerParams) -> AnyOptimizer:
     """Return the run's optimizer, created if it has none, with memory reserved for its next step."""
-    with out_of_memory_named():
+    with convert_memory_errors():
         optimizer = run.optimizer or run.make_optimizer(params)
         optimizer.reserve()
         return optimizer

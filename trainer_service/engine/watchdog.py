@@ -1,14 +1,14 @@
 """Detect an engine that hangs, so that it is killed and replaced as if it had died.
 
 The engine process sends a heartbeat once a second from a thread beside its loop, with a number that the loop increments
-at every turn, command and pass. No sign of life at all means that the process is stopped, or stuck in code that lets no
+at every turn, command and pass. No heartbeat at all means that the process is stopped, or stuck in code that lets no
 thread run. Heartbeats with the same number while requests wait mean that the loop hangs: in a kernel, a lock or a
 collective. A pass may take long, so the second limit is far above the first.
 
-If there are several ranks, each gives its own signs: a stopped rank leaves the others waiting in a collective, alive.
+If there are several ranks, each has heartbeats of its own: a stopped rank leaves the others waiting in a collective.
 
 Time is counted in ticks of this process's event loop. If this process was itself stopped, it receives the engine's
-signs before it has counted to the limit.
+heartbeats before it has counted to the limit.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class Patience:
 DEFAULT_PATIENCE = Patience()
 
 
-class RankSigns:
-    """Signs of life of an engine's ranks: each writes its process id into a file and touches it once a second."""
+class RankHeartbeats:
+    """Heartbeats of an engine's ranks: each writes its process id into a file and touches it once a second."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
-        self._files = [sign_file(directory, rank) for rank in range(ranks)] if ranks > 1 else []
+        self._files = [heartbeat_file(directory, rank) for rank in range(ranks)] if ranks > 1 else []
         self._seen: dict[int, int] = {}
         """Last modification time of each file, by rank, in nanoseconds of its own clock."""
 
     def new(self) -> list[int]:
-        """Return the ranks that have given a sign since the last call."""
+        """Return the ranks that have sent a heartbeat since the last call."""
         touched = {rank: file.stat().st_mtime_ns for rank, file in enumerate(self._files) if file.exists()}
         ranks = [rank for rank, time in touched.items() if self._seen.get(rank) != time]
         self._seen = touched
         return ranks
 
     def processes(self) -> list[int]:
-        """Return the process ids of the ranks that have started to give signs."""
+        """Return the process ids of the ranks that have started."""
         return [int(file.read_text()) for file in self._files if file.exists()]
 
 
-def sign_file(directory: Path, rank: int) -> Path:
-    """Return the path of the file of a rank's signs."""
-    return directory / f"sign-{rank}"
+def heartbeat_file(directory: Path, rank: int) -> Path:
+    """Return the path of a rank's heartbeat file."""
+    return directory / f"heartbeat-{rank}"
 
 
-def write_sign(file: Path, process: int) -> None:
+def write_heartbeat(file: Path, process: int) -> None:
     """Write a rank's process id atomically."""
     staging = file.with_suffix(".new")
     staging.write_text(str(process))
@@ -74,35 +74,35 @@ class Watchdog:
         self._has_beaten = [False] * ranks
         self._progress = -1
 
-    def heard(self) -> None:
+    def note_data(self) -> None:
         """Note that data arrived through the pipe, which rank 0 holds."""
         self._silent[0] = 0.0
 
-    def beat(self, progress: int) -> None:
+    def note_heartbeat(self, progress: int) -> None:
         """Note a heartbeat of rank 0."""
         self._has_beaten[0] = True
         if progress != self._progress:
             self._progress, self._stalled = progress, 0.0
 
-    def moved(self) -> None:
+    def note_progress(self) -> None:
         """Note that the engine's loop made progress."""
         self._stalled = 0.0
 
-    async def watch(self, is_busy: Callable[[], bool], signs: Callable[[], Iterable[int]]) -> str:
+    async def watch(self, is_busy: Callable[[], bool], heartbeats: Callable[[], Iterable[int]]) -> str:
         """Wait until the engine has to be killed, and return why.
 
-        `is_busy` returns whether its loop has work, and `signs` which ranks gave a sign since its last call. Before its
-        first sign a process starts and imports modules, which may take as long as a pass.
+        `is_busy` returns whether its loop has work, and `heartbeats` which ranks sent one since its last call. Before
+        its first heartbeat a process starts and imports modules, which may take as long as a pass.
         """
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             self._stalled = self._stalled + _TICK_SECONDS if is_busy() else 0.0
             self._silent = [silent + _TICK_SECONDS for silent in self._silent]
-            for rank in signs():
+            for rank in heartbeats():
                 self._has_beaten[rank], self._silent[rank] = True, 0.0
             for rank, silent in enumerate(self._silent):
                 limit = self._patience.silence_seconds if self._has_beaten[rank] else self._patience.stall_seconds
                 if silent >= limit:
-                    return f"rank {rank} has given no sign for {limit:g} s"
+                    return f"rank {rank} has sent no heartbeat for {limit:g} s"
             if self._stalled >= self._patience.stall_seconds:
-                return f"its loop has not moved on for {self._patience.stall_seconds:g} s"
+                return f"its loop has made no progress for {self._patience.stall_seconds:g} s"

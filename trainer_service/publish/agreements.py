@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge
@@ -27,7 +27,7 @@ from paceline.log import get_logger
 from paceline.types import Datum, ForwardBackwardSpec, FullParameters, LoraConfig, ModelRef, WeightStorage
 from paceline.types.training import Array
 from paceline.weights.v1 import weight_service_pb2 as pb
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.publish.watch_hub import Watcher
 from trainer_service.runs.record import RunRecord
@@ -98,7 +98,7 @@ class Agreements:
         """Return all agreements of the watching samplers."""
         return [one for _, known in sorted(self._known.items()) for _, one in sorted(known.items())]
 
-    def joined(self, watcher: Watcher) -> None:
+    def on_join(self, watcher: Watcher) -> None:
         """Have a sampler that just joined score tokens with the base model."""
         self._seen[watcher] = _Seen()
         self._spawn(watcher, self._probe_base(watcher))
@@ -150,16 +150,19 @@ class Agreements:
         elif is_refused or version == 1 or run.run_id in seen.comparing or not (seen.agreed or seen.comparing):
             self._compare(watcher, seen, run, version)
 
-    def heard(self, watcher: Watcher, agreement: pb.Agreement) -> None:
+    def record(self, watcher: Watcher, agreement: pb.Agreement) -> None:
         """Record what a sampler measured, unless the run was deleted meanwhile."""
         agreement.sampler_id = watcher.sampler_id
-        run_id = agreement.model.run_id
-        is_base = not run_id
-        if not is_base:
-            seen = self._seen[watcher]
+        run_id, seen = agreement.model.run_id, self._seen[watcher]
+        if run_id:
             if not any(run_id in runs for runs in (seen.agreed, seen.comparing, self._scores)):
                 return
-            self._note(watcher, agreement)
+            if agreement.refusal:
+                seen.agreed.discard(run_id)
+            else:
+                seen.agreed.add(run_id)
+                seen.comparing.pop(run_id, None)
+            seen.unanswered.pop(run_id, None)
         self._known.setdefault(watcher.sampler_id, {})[run_id] = agreement
         facts = {
             "sampler": watcher.sampler_id,
@@ -170,33 +173,23 @@ class Agreements:
             "bound": agreement.bound,
         }
         if agreement.refusal:
-            _log.error("a sampler does not compute what the trainer computes", refusal=agreement.refusal, **facts)
+            _log.error("sampler disagrees with the trainer", refusal=agreement.refusal, **facts)
         else:
-            _log.info("sampler agrees", **facts)
+            _log.info("sampler agrees with the trainer", **facts)
         for statistic in STATISTICS:
-            self._difference.labels(watcher.sampler_id, _kind(is_base=is_base), statistic).set(
-                shown_difference(agreement, statistic)
-            )
+            gauge = self._difference.labels(watcher.sampler_id, "version" if run_id else "base", statistic)
+            gauge.set(shown_difference(agreement, statistic))
 
-    def left(self, watcher: Watcher, *, is_gone: bool) -> None:
+    def on_leave(self, watcher: Watcher, *, is_gone: bool) -> None:
         """Forget a watcher, and the sampler's agreements if no other watcher has its name (`is_gone`)."""
         self._seen.pop(watcher, None)
         for task in [task for task, other in self._tasks.items() if other is watcher]:
             task.cancel()
         if is_gone:
             self._known.pop(watcher.sampler_id, None)
-            for is_base, statistic in product((True, False), STATISTICS):
+            for weights, statistic in product(("base", "version"), STATISTICS):
                 with suppress(KeyError):
-                    self._difference.remove(watcher.sampler_id, _kind(is_base=is_base), statistic)
-
-    def _note(self, watcher: Watcher, agreement: pb.Agreement) -> None:
-        seen, run_id = self._seen[watcher], agreement.model.run_id
-        if agreement.refusal:
-            seen.agreed.discard(run_id)
-        else:
-            seen.agreed.add(run_id)
-            seen.comparing.pop(run_id, None)
-        seen.unanswered.pop(run_id, None)
+                    self._difference.remove(watcher.sampler_id, weights, statistic)
 
     def _compare(self, watcher: Watcher, seen: _Seen, run: RunRecord, version: int) -> None:
         """Have a sampler score a version once; of those that come while the engine is unavailable, only the newest."""
@@ -230,7 +223,8 @@ class Agreements:
             if version is None:  # one agreed, or the run was deleted
                 return
             tokens = self._tokens()
-            logprobs = await self._when_available(lambda: self._score_adapter(tokens, run, version))
+            lora = cast("LoraConfig", run.parameters)  # a whole model is scored by its run
+            logprobs = await self._when_available(lambda: self._score(tokens, lora, self._find(run, version)))
         self._send(watcher, ModelRef(run_id=run.run_id, version=version), tokens, logprobs, self._dtype(run))
 
     def _dtype(self, run: RunRecord) -> str:
@@ -276,11 +270,6 @@ class Agreements:
                 refusal = error
         raise refusal
 
-    async def _score_adapter(self, tokens: Array, run: RunRecord, version: int) -> Array:
-        if not isinstance(run.parameters, LoraConfig):
-            raise errors.Unsupported("a whole model is scored by its run")
-        return await self._score(tokens, run.parameters, self._find(run, version))
-
     async def _score(self, tokens: Array, lora: LoraConfig, directory: Path | None = None) -> Array:
         async with self._scratch(lora) as run_id:
             if directory is not None:
@@ -304,7 +293,3 @@ class Agreements:
         finally:
             with suppress(errors.EngineUnavailable):  # a new engine holds no runs
                 await self._engine.delete_run(run_id)
-
-
-def _kind(*, is_base: bool) -> str:
-    return "base" if is_base else "version"

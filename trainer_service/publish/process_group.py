@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.background import Background
-from paceline.collective import GroupMember, GroupPlace
+from paceline.collective import GroupMember, GroupMembership
 from paceline.errors import PeerLost
 from paceline.log import get_logger
 from paceline.weights.v1 import weight_service_pb2 as pb
@@ -84,7 +84,7 @@ class BroadcastGroup:
                     await self._regroup()
                     delay = _FIRST_DELAY
                 except (PeerLost, OSError) as error:
-                    _log.warning("no group; trying again", error=str(error), seconds=delay)
+                    _log.warning("could not form the group; retrying", error=str(error), seconds=delay)
                     await asyncio.sleep(delay)
                     delay = min(2 * delay, _LAST_DELAY)
                     self._changed.set()
@@ -100,11 +100,14 @@ class BroadcastGroup:
         if not samplers:
             return
         self._generation, self._refused = self._generation + 1, False
-        member = await GroupMember.start(self._place(len(samplers) + 1))
+        options = self._options
+        member = await GroupMember.start(
+            GroupMembership(options.backend, options.listen, self._generation, 0, len(samplers) + 1, options.seconds)
+        )
         try:
             if await self._gather(member, samplers):
                 self._member, self._samplers = member, len(samplers)
-                _log.info("group made", generation=self._generation, samplers=len(samplers))
+                _log.info("group formed", generation=self._generation, samplers=len(samplers))
         finally:
             if self._member is not member:
                 await member.stop()
@@ -129,10 +132,6 @@ class BroadcastGroup:
         finally:
             for task in (joining, changing):
                 task.cancel()
-
-    def _place(self, size: int) -> GroupPlace:
-        options = self._options
-        return GroupPlace(options.backend, options.listen, self._generation, 0, size, options.seconds)
 
     def _invitation(self, rank: int, size: int, port: int) -> pb.Group:
         host, options = self._options.listen.rpartition(":")[0], self._options

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
 
 from paceline import errors, layout, weights
 from paceline.log import get_logger
 from paceline.types import FullParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints.store import staged_directory
-from trainer_service.engine.client.connection import Captured
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.protocol import PublishedAs
 from trainer_service.failpoints import Failpoints
 from trainer_service.limits.free_space import NO_GUARD, DiskGuard
+from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup
 from trainer_service.publish.watch_hub import AckPolicy, WatchHub
 from trainer_service.runs.progress import CommandProgress
@@ -31,26 +31,6 @@ _log = get_logger(__name__)
 
 _NUMBERS_RESERVED = 64
 """Version numbers that one write of run.json reserves, so that not every publish waits for the disk."""
-
-
-class SaveAdapter(Protocol):
-    """The engine's method that saves a run's weights."""
-
-    async def __call__(
-        self, run_id: str, directory: Path, captured: Captured = ..., published: PublishedAs | None = ...
-    ) -> None: ...
-
-
-class Scorer(Protocol):
-    """Scores whole models, for comparison with samplers."""
-
-    async def score(self, run: RunRecord, version: int) -> None:
-        """Record what a run computes with the weights that become a version. Raises EngineUnavailable."""
-        ...
-
-    def forget(self, run_id: str) -> None:
-        """Forget a deleted run."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +49,7 @@ class Publisher:
 
     def __init__(
         self,
-        save_adapter: SaveAdapter,
+        engine: EngineProcess,
         registry: RunRegistry,
         hub: WatchHub,
         volume: layout.Volume,
@@ -78,23 +58,24 @@ class Publisher:
         failpoints: Failpoints,
         group: BroadcastGroup,
         guard: DiskGuard = NO_GUARD,
-        scorer: Scorer | None = None,
+        agreements: Agreements | None = None,
     ) -> None:
-        self._save_adapter = save_adapter
+        """`agreements` has whole models scored for comparison with samplers; None to compare none."""
+        self._engine = engine
         self._failpoints = failpoints
         self._registry = registry
         self._hub = hub
         self._group = group
         self._volume = volume
         self._guard = guard
-        self._scorer = scorer
+        self._agreements = agreements
         # The name is the same after a crash, so that nothing is left behind in memory.
         volume_hash = sha256(str(volume.root.resolve()).encode()).hexdigest()[:16]
         self._staging = staging_root / f"paceline-trainer-{volume_hash}"
         self._keep_versions = keep_versions
         self._persisting: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._left_out: dict[tuple[str, int], Path] = {}
-        """Staging directories of versions that the volume had no room for."""
+        self._unpersisted: set[tuple[str, int]] = set()
+        """Staged versions that the volume had no room for."""
         self._retiring = asyncio.Lock()
         self._manifests: dict[Path, pb.Manifest] = {}
         """Manifests of the staged versions, by directory."""
@@ -129,42 +110,44 @@ class Publisher:
         start = perf_counter()
         version = await self._next_version(run, seq_id)
         run.next_version = version + 1
-        if self._scorer is not None and _is_whole(run):
-            await self._scorer.score(run, version)
+        if self._agreements is not None and _is_whole(run):
+            await self._agreements.score(run, version)
         with run.announcing.enter() as earlier_announced:
-            manifest, directory = await self._stage(run, version, seq_id, progress, self._hub.offer)
+            manifest, directory = await self._stage(run, version, seq_id, progress)
             await earlier_announced.wait()
             self._failpoints.hit("before_announce")
             run.latest_version = progress.version = version
-            expected = self._announce(manifest, directory)
+            expected = self._broadcast(manifest, directory)
         staged = perf_counter()
         persisting = self._persist(run.run_id, version, directory, manifest)
         if durable:
             await asyncio.shield(persisting)
         waiting = policy is not AckPolicy.NONE
         acks = await self._hub.wait((run.run_id, version), policy, expected, ack_seconds) if waiting else ()
-        return Publication(weights.served_model(manifest), acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
+        model = ServedModel(run.base_model, run.run_id, version, sha256=manifest.model.sha256)
+        return Publication(model, acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
 
     def has_made(self, run: RunRecord, seq_id: int) -> bool:
         """Return whether the version that command `seq_id` publishes is on the volume from before a crash."""
-        made = self._volume.version(run.run_id, run.next_version)
+        made = self._final(run.run_id, run.next_version)
         return made.exists() and int(weights.read_manifest(made).seq_id) == seq_id
 
-    async def remake(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
+    async def recreate(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
         """Recreate a version that command `seq_id` published and that is neither staged nor on the volume.
 
         The run's weights are the same as then; `sha256` is the version's original checksum, empty if unknown.
         """
-        newest = max(self._on_volume_numbers(run.run_id), default=0)
-        if self._exists(run.run_id, version) or version <= newest - self._keep_versions:
+        newest = max(self._on_volume(run.run_id), default=0)
+        exists = self._staged(run.run_id, version).exists() or self._final(run.run_id, version).exists()
+        if exists or version <= newest - self._keep_versions:
             return
-        manifest, directory = await self._stage(run, version, seq_id, CommandProgress())
+        manifest, directory = await self._stage(run, version, seq_id, CommandProgress(), is_recreated=True)
         if sha256 not in {"", manifest.model.sha256}:
-            _log.error("version differs from what it was and is dropped", run=run.run_id, version=version)
+            _log.error("recreated version differs from the original; dropped", run=run.run_id, version=version)
             self._manifests.pop(directory, None)
             await asyncio.to_thread(shutil.rmtree, directory)
             return
-        self._announce(manifest, directory)
+        self._broadcast(manifest, directory)
         self._persist(run.run_id, version, directory, manifest)
 
     async def settled(self, run_id: str) -> None:
@@ -172,8 +155,8 @@ class Publisher:
 
         Versions that the volume had no room for are copied again.
         """
-        for key in [key for key in self._left_out if key[0] == run_id]:
-            directory = self._left_out.pop(key)
+        for key in self._take_unpersisted(run_id):
+            directory = self._staged(*key)
             if (manifest := self._manifests.get(directory)) is not None:
                 self._persist(*key, directory, manifest)
         await asyncio.gather(*(task for key, task in self._persisting.items() if key[0] == run_id))
@@ -184,10 +167,10 @@ class Publisher:
         Raises VersionNotFound, or EngineUnavailable while the run is being restored, which may recreate the version.
         """
         number = run.latest_version if version is None else version
-        for directory in (self._staged(run.run_id, number), self._volume.version(run.run_id, number)):
+        for directory in (self._staged(run.run_id, number), self._final(run.run_id, number)):
             if directory in self._manifests or (directory / layout.MANIFEST_FILE).exists():
                 return directory
-        if not run.is_restored and number > max(self._on_volume_numbers(run.run_id), default=0):
+        if not run.is_restored and number > max(self._on_volume(run.run_id), default=0):
             raise errors.EngineUnavailable("the run is being restored, and its newest versions with it; try again")
         message = (
             f"version {number} is not kept; {run.latest_version} is the newest" if number else "none was published"
@@ -198,32 +181,31 @@ class Publisher:
         """Return the manifest of a staged version; None for a directory on the volume."""
         return self._manifests.get(directory)
 
-    async def end_waits(self, run_id: str) -> None:
+    async def cancel_waits(self, run_id: str) -> None:
         """Stop publishes of a run that is about to be deleted from waiting for samplers."""
-        await self._hub.end_waits(run_id)
+        await self._hub.cancel_waits(run_id)
 
     async def forget(self, run: RunRecord) -> None:
         """Drop a run's staged versions and notify the samplers that it was deleted."""
         self._hub.forget_run(run.run_id)
-        if self._scorer is not None:
-            self._scorer.forget(run.run_id)
+        if self._agreements is not None:
+            self._agreements.forget(run.run_id)
         for directory in list(self._manifests):
             if directory.parent.name == run.run_id:
                 self._manifests.pop(directory, None)
-        for key in [key for key in self._left_out if key[0] == run.run_id]:
-            del self._left_out[key]
+        self._take_unpersisted(run.run_id)
         await asyncio.to_thread(shutil.rmtree, self._staging / run.run_id, ignore_errors=True)
 
     def _announce_restored(self, run: RunRecord) -> None:
         """Announce the newest intact version of a restored run that is on the volume; set damaged ones aside."""
-        numbers = sorted(self._on_volume_numbers(run.run_id), reverse=True)
+        numbers = sorted(self._on_volume(run.run_id), reverse=True)
         run.latest_version = max([run.latest_version, *numbers])
         for number in numbers:
-            directory = self._volume.version(run.run_id, number)
+            directory = self._final(run.run_id, number)
             try:
                 manifest = weights.read_manifest(directory)
                 if (manifest.model.run_id, manifest.model.version) != (run.run_id, number):
-                    raise errors.ChecksumMismatch("the manifest is another version's")
+                    raise errors.ChecksumMismatch("the manifest belongs to another version")
             except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch) as error:
                 aside = layout.quarantine(directory)
                 run.damage.append(f"{directory.parent.name}/{aside.name}")
@@ -232,13 +214,13 @@ class Publisher:
             except OSError as error:  # may be temporary
                 _log.error("version cannot be read", run=run.run_id, version=number, error=str(error))
                 continue
-            self._hub.announce(self._announcement(manifest))
+            self._announce(manifest, on_volume=True)
             return
 
     async def _next_version(self, run: RunRecord, seq_id: int) -> int:
         """Return the version number for the run's current weights: one that no other weights ever had."""
         version = run.next_version
-        while (made := self._volume.version(run.run_id, version)).exists():
+        while (made := self._final(run.run_id, version)).exists():
             if weights.read_manifest(made).seq_id == seq_id and await self._is_current(run, made):
                 break
             version += 1
@@ -248,7 +230,7 @@ class Publisher:
         """Return whether a version on the volume holds the run's current weights."""
         directory, known = self._directory(run, 0), weights.read_manifest(made)
         async with staged_directory(directory, durable=False) as staging:
-            await self._save_adapter(run.run_id, staging)
+            await self._engine.save_adapter(run.run_id, staging)
             sha256 = await asyncio.to_thread(weights.hash_file, staging / weights.weights_file(known))
         await asyncio.to_thread(shutil.rmtree, directory)
         return sha256 == known.model.sha256
@@ -259,16 +241,17 @@ class Publisher:
         version: int,
         seq_id: int,
         progress: CommandProgress,
-        offer: Callable[[pb.Staged], None] | None = None,
+        *,
+        is_recreated: bool = False,
     ) -> tuple[pb.Manifest, Path]:
-        """Create a version's files and manifest; `offer` is called for an adapter before its checksums are computed."""
+        """Create a version's files and manifest; samplers are notified of a new adapter before its checksums exist."""
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
         directory, whole = self._directory(run, version), _is_whole(run)
         async with staged_directory(directory, overwrite=whole, durable=whole) as staging:
             # A recreated version may differ from the original: its checksum, not yet known, decides whether it is used.
-            published = PublishedAs(run.run_id, version, run.tenant) if offer is not None else None
-            with nullcontext() if whole else _staging_named():
-                await self._save_adapter(run.run_id, staging, progress.capture, published)
+            published = None if is_recreated else PublishedAs(run.run_id, version, run.tenant)
+            with nullcontext() if whole else _naming_staging_dir():
+                await self._engine.save_adapter(run.run_id, staging, progress.capture, published)
             progress.release()
             draft = await asyncio.to_thread(
                 weights.draft_manifest,
@@ -285,8 +268,9 @@ class Publisher:
                 run.version_limit = version + _NUMBERS_RESERVED
                 await self._registry.persist(run)
         if not whole:
-            if offer is not None:
-                offer(pb.Staged(manifest=draft, staged_path=str(directory / layout.WEIGHTS_FILE)))
+            if not is_recreated:
+                staged_path = str(directory / layout.WEIGHTS_FILE)
+                self._hub.notify_staged(pb.Staged(manifest=draft, staged_path=staged_path))
             # The manifest is written to a file when the version is copied to the volume; nobody reads it before that.
             manifest = self._manifests[directory] = await asyncio.to_thread(weights.seal, directory, draft)
         return manifest, directory
@@ -298,22 +282,28 @@ class Publisher:
         return task
 
     async def _copy(self, key: tuple[str, int], directory: Path, manifest: pb.Manifest) -> None:
-        final = self._volume.version(*key)
+        final = self._final(*key)
         if not final.exists():
             async with staged_directory(final) as staging:
                 await asyncio.to_thread(_copy_files, directory, staging)
                 await asyncio.to_thread(weights.write_manifest, staging, manifest)
         self._guard.measure(final)
         if directory != final:
-            self._hub.announce(self._announcement(manifest))
+            self._announce(manifest, on_volume=True)
         await self._retire(*key)
 
     def _copied(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
         del self._persisting[key]
         if not task.cancelled() and (error := task.exception()):
-            _log.error("version not kept on the volume", run=key[0], version=key[1], error=str(error))
+            _log.error("copying the version to the volume failed", run=key[0], version=key[1], error=str(error))
             if isinstance(error, errors.DiskFull):
-                self._left_out[key] = self._staged(*key)
+                self._unpersisted.add(key)
+
+    def _take_unpersisted(self, run_id: str) -> list[tuple[str, int]]:
+        """Remove and return a run's versions that the volume had no room for."""
+        keys = [key for key in self._unpersisted if key[0] == run_id]
+        self._unpersisted.difference_update(keys)
+        return keys
 
     async def _retire(self, run_id: str, newest: int) -> None:
         """Remove the versions that `newest` makes superfluous; leave what cannot be removed to the next call.
@@ -330,43 +320,45 @@ class Publisher:
         """Remove older staged versions that are on the volume, and versions on the volume that nobody needs."""
         for number in layout.numbered(self._staging / run_id):
             staged = self._staged(run_id, number)
-            if number < newest and self._volume.version(run_id, number).exists():
+            if number < newest and self._final(run_id, number).exists():
                 self._manifests.pop(staged, None)
                 shutil.rmtree(staged, ignore_errors=True)  # the run may be deleted meanwhile
         leased = self._hub.leased()
-        for version in sorted(self._on_volume_numbers(run_id), reverse=True)[self._keep_versions :]:
+        for version in sorted(self._on_volume(run_id), reverse=True)[self._keep_versions :]:
             if (run_id, version) not in leased:
+                final = self._final(run_id, version)
                 with suppress(FileNotFoundError):
-                    layout.remove_directory(self._volume.version(run_id, version))
-                self._guard.measure(self._volume.version(run_id, version))
+                    layout.remove_directory(final)
+                self._guard.measure(final)
                 self._hub.forget_version((run_id, version))
-
-    def _exists(self, run_id: str, version: int) -> bool:
-        return self._staged(run_id, version).exists() or self._volume.version(run_id, version).exists()
 
     def _staged(self, run_id: str, version: int) -> Path:
         return self._staging / run_id / str(version)
 
+    def _final(self, run_id: str, version: int) -> Path:
+        return self._volume.version(run_id, version)
+
     def _directory(self, run: RunRecord, version: int) -> Path:
         """Return where a version is created: in the staging directory, or on the volume if it is a whole model."""
-        run_id = run.run_id
-        return self._volume.version(run_id, version) if _is_whole(run) else self._staged(run_id, version)
+        return self._final(run.run_id, version) if _is_whole(run) else self._staged(run.run_id, version)
 
-    def _on_volume_numbers(self, run_id: str) -> list[int]:
-        return layout.numbered(self._volume.version(run_id, 0).parent)
+    def _on_volume(self, run_id: str) -> list[int]:
+        """Return the numbers of a run's versions on the volume."""
+        return layout.numbered(self._final(run_id, 0).parent)
 
-    def _announce(self, manifest: pb.Manifest, directory: Path) -> Set[str]:
+    def _broadcast(self, manifest: pb.Manifest, directory: Path) -> Set[str]:
         """Broadcast a new version and announce it; a whole model is already on the volume."""
-        whole = weights.is_model(manifest)
-        announcement = self._announcement(manifest) if whole else pb.Announcement(manifest=manifest)
         # There is no await between the two, so that members receive files in the order of the announcements.
-        file = directory / weights.weights_file(manifest)
-        announcement.broadcast_generation = self._group.send(file, manifest.total_size)
-        return self._hub.announce(announcement)
+        generation = self._group.send(directory / weights.weights_file(manifest), manifest.total_size)
+        is_staged = directory.is_relative_to(self._staging)
+        return self._announce(manifest, on_volume=not is_staged, generation=generation)
 
-    def _announcement(self, manifest: pb.Manifest) -> pb.Announcement:
-        directory = self._volume.version(manifest.model.run_id, manifest.model.version)
-        return pb.Announcement(manifest=manifest, volume_path=str(directory.relative_to(self._volume.root)))
+    def _announce(self, manifest: pb.Manifest, *, on_volume: bool, generation: int = 0) -> Set[str]:
+        announcement = pb.Announcement(manifest=manifest, broadcast_generation=generation)
+        if on_volume:
+            final = self._final(manifest.model.run_id, manifest.model.version)
+            announcement.volume_path = str(final.relative_to(self._volume.root))
+        return self._hub.announce(announcement)
 
 
 def _copy_files(source: Path, target: Path) -> None:
@@ -376,7 +368,7 @@ def _copy_files(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _staging_named() -> Iterator[None]:
+def _naming_staging_dir() -> Iterator[None]:
     """Make DiskFull name the staging directory instead of the checkpoint volume."""
     try:
         yield

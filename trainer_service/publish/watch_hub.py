@@ -93,11 +93,11 @@ class WatchHub:
         if older is not None:
             if older.instance and watcher.instance and older.instance != watcher.instance:
                 raise errors.SamplerExists(
-                    f"another sampler watches as {watcher.sampler_id}; give each a name of its own",
+                    f"another sampler has the name {watcher.sampler_id}; give each a name of its own",
                     field="hello.sampler_id",
                 )
-            _log.warning("sampler watches anew; its older watch ends", sampler=watcher.sampler_id)
-            older.outbox.put_nowait(errors.SamplerExists("this sampler watches by a newer call", field="hello"))
+            _log.warning("sampler reconnected; closing its older watch", sampler=watcher.sampler_id)
+            older.outbox.put_nowait(errors.SamplerExists("superseded by a newer watch of this sampler", field="hello"))
         self._watchers[watcher.sampler_id] = watcher
         for announcement in self._newest.values():
             if watcher.needs(served_model(announcement.manifest)):
@@ -105,14 +105,15 @@ class WatchHub:
         _log.info("sampler watches", sampler=watcher.sampler_id, holds=len(watcher.held))
         await self._notify()
 
-    async def leave(self, watcher: Watcher) -> None:
-        """Remove a watcher; its leases end."""
+    async def leave(self, watcher: Watcher) -> bool:
+        """Remove a watcher; its leases end. Return whether no other watcher has its name."""
         if self._watchers.get(watcher.sampler_id) is watcher:
             del self._watchers[watcher.sampler_id]
         _log.info("sampler left", sampler=watcher.sampler_id)
         await self._notify()
+        return watcher.sampler_id not in self._watchers
 
-    def offer(self, staged: pb.Staged) -> None:
+    def notify_staged(self, staged: pb.Staged) -> None:
         """Notify the samplers that share this machine's memory of a version that is about to exist."""
         for watcher in self._watchers.values():
             if watcher.links_staged:
@@ -132,10 +133,11 @@ class WatchHub:
             watcher.announce(announcement)
         return frozenset(self._watchers)
 
-    async def acknowledge(self, watcher: Watcher, ack: pb.Acknowledgement) -> None:
+    async def acknowledge(self, watcher: Watcher, ack: pb.Acknowledgement) -> bool:
         """Record that a version is active in a sampler, if its bytes are the announced ones.
 
         A version that was not announced, such as a pushed one, is the sampler's own: it is only recorded as held.
+        Returns whether the sampler has acknowledged the announced version.
         """
         key = (ack.run_id, ack.version)
         announced = self._announced.get(key)
@@ -144,12 +146,13 @@ class WatchHub:
             reason = errors.ChecksumMismatch.reason
             refusal = pb.Refusal(run_id=ack.run_id, version=ack.version, reason=reason, message=message)
             await self.refuse(watcher, refusal)
-            return
-        watcher.held[key] = ack.sha256
-        if announced is not None:
-            self._acks[key][watcher.sampler_id] = ack
-            self._refusals[key].pop(watcher.sampler_id, None)
-        await self._notify()
+        else:
+            watcher.held[key] = ack.sha256
+            if announced is not None:
+                self._acks[key][watcher.sampler_id] = ack
+                self._refusals[key].pop(watcher.sampler_id, None)
+            await self._notify()
+        return watcher.sampler_id in self._acks.get(key, {})
 
     async def refuse(self, watcher: Watcher, refusal: pb.Refusal) -> None:
         """Record that a sampler could not load a version, or cannot load it yet."""
@@ -169,19 +172,11 @@ class WatchHub:
         """Record that a sampler no longer holds a version."""
         watcher.held.pop(key, None)
 
-    def counts(self, watcher: Watcher, key: VersionKey) -> bool:
-        """Return whether a sampler has acknowledged an announced version."""
-        return watcher.sampler_id in self._acks.get(key, {})
-
-    def is_gone(self, watcher: Watcher) -> bool:
-        """Return whether no sampler of this name is watching."""
-        return watcher.sampler_id not in self._watchers
-
     def leased(self) -> Set[VersionKey]:
         """Return the versions that at least one watcher holds."""
         return frozenset(chain.from_iterable(watcher.held for watcher in self._watchers.values()))
 
-    async def end_waits(self, run_id: str) -> None:
+    async def cancel_waits(self, run_id: str) -> None:
         """Stop waiting for acknowledgements of a run's versions."""
         self._ended.add(run_id)
         await self._notify()

@@ -13,7 +13,7 @@ from paceline.log import get_logger
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import RunState
 from trainer_service.backoff import backoff
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import AnswerRecord, JournalDamagedError
@@ -204,7 +204,7 @@ class Recovery:
         answer = answer_from_record(before)
         # A publish that was not acknowledged in time was refused, but its version exists.
         sha256 = answer.model.sha256 if isinstance(answer, pb.PublishWeightsResponse) else ""
-        await self._publisher.remake(run, before.version, command.seq_id, sha256)
+        await self._publisher.recreate(run, before.version, command.seq_id, sha256)
 
 
 def _changes_state(command: Command, before: AnswerRecord) -> bool:

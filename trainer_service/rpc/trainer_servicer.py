@@ -18,9 +18,8 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from paceline.types import Checkpoint, CheckpointKind, ModelInfo, RunParameters, RunState
 from paceline.weights.v1.weight_service_pb2 import Agreement
-from trainer_service.checkpoints import download
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.client.process import EngineProcess
+from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.loss.specs import LOSS_SPECS
 from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.publish.agreements import Agreements
@@ -169,8 +168,9 @@ class TrainerServicer(TrainerServiceServicer):
     async def DownloadCheckpoint(
         self, request: pb.DownloadCheckpointRequest, context: Context
     ) -> AsyncIterator[pb.DownloadCheckpointResponse]:
-        directory = self._checkpoints.find(CheckpointPath.parse(request.path), current_identity())
-        async for part in download.parts(directory, request.file, with_data=not request.without_data):
+        path = CheckpointPath.parse(request.path)
+        parts = self._checkpoints.download(path, current_identity(), request.file, with_data=not request.without_data)
+        async for part in parts:
             if isinstance(part, bytes):
                 yield pb.DownloadCheckpointResponse(data=part)
             else:

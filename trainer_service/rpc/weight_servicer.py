@@ -56,15 +56,15 @@ class WeightServicer(WeightServiceServicer):
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
         watcher = await self._join(request_iterator, current_identity())
         self._group.changed(watcher)
-        self._agreements.joined(watcher)
+        self._agreements.on_join(watcher)
         listening = asyncio.create_task(self._listen(watcher, request_iterator))
         try:
             async for response in _outbox(watcher, listening):
                 yield response
         finally:
             listening.cancel()
-            await self._hub.leave(watcher)
-            self._agreements.left(watcher, is_gone=self._hub.is_gone(watcher))
+            is_gone = await self._hub.leave(watcher)
+            self._agreements.on_leave(watcher, is_gone=is_gone)
             self._group.changed(watcher)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -129,7 +129,7 @@ class WeightServicer(WeightServiceServicer):
                 case "left_group":
                     self._group.left(watcher, request.left_group)
                 case "agreement":
-                    self._agreements.heard(watcher, request.agreement)
+                    self._agreements.record(watcher, request.agreement)
                 case _:
                     raise errors.InvalidArgument(
                         "only acknowledgement, release, refusal, left_group or agreement may follow the hello",
@@ -137,8 +137,7 @@ class WeightServicer(WeightServiceServicer):
                     )
 
     async def _acknowledge(self, watcher: Watcher, ack: pb.Acknowledgement) -> None:
-        await self._hub.acknowledge(watcher, ack)
-        if self._hub.counts(watcher, (ack.run_id, ack.version)):
+        if await self._hub.acknowledge(watcher, ack):
             with suppress(errors.RunNotFound):  # deleted meanwhile
                 run = self._registry.get(ack.run_id, Identity(PEER_TENANT))
                 self._agreements.acknowledged(watcher, run, ack.version, is_refused=ack.run_refused)

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from paceline import errors
 from paceline.log import get_logger
 from paceline.types import CheckpointKind, RunState
-from trainer_service.engine.client.connection import Captured
+from trainer_service.engine.client import Captured
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.records import AnswerRecord, Facts
 from trainer_service.runs.command import Command

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, InvalidShape, PacelineError
 from paceline.layout import WEIGHTS_FILE
-from sampler_service.engine.adapter_files import check_adapter, read_adapter
-from sampler_service.engine.base_model import linear_shapes
+from sampler_service.engine.model_files import check_adapter, linear_shapes, read_adapter
 from sampler_service.engine.protocol import Adapter
 
 
@@ -35,7 +34,7 @@ class AdapterBank:
             self._inject(adapter)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             self._delete(adapter)
-            raise InvalidArgument("PEFT does not take the adapter's configuration", field="adapter") from error
+            raise InvalidArgument("PEFT refuses the adapter's configuration", field="adapter") from error
         except PacelineError:
             self._delete(adapter)
             raise
@@ -69,7 +68,8 @@ class AdapterBank:
         result: Any = set_peft_model_state_dict(self._model, weights, adapter_name=_key(adapter))
         if result.unexpected_keys:
             raise InvalidShape(
-                f"{result.unexpected_keys[0]} is of a module that adapter_config.json leaves out", field="adapter"
+                f"{result.unexpected_keys[0]} belongs to a module that adapter_config.json does not name",
+                field="adapter",
             )
 
     def _delete(self, adapter: Adapter) -> None:

@@ -16,13 +16,13 @@ from transformers.utils import logging as transformers_logging
 from paceline.errors import EngineUnavailable, Unsupported
 from paceline.types import ModelInfo, StopReason, TopkLogprobs
 from paceline.types.training import Array
-from sampler_service.engine.coalescer import Coalescer, Crowd
+from sampler_service.engine.coalescer import Coalescer, ReaderGroup
 from sampler_service.engine.hf.adapters import AdapterBank
 from sampler_service.engine.hf.batch import Batcher, Job
 from sampler_service.engine.hf.sampling import sequence_logprobs
-from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget, refuse_constraint
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import Adapter, GenerationRequest, LoadTimes, Slots, TextRequest, TokenDelta
+from sampler_service.engine.request_checks import check_loaded, check_tokens, completion_budget, refuse_constraint
 
 
 @dataclass(eq=False, slots=True)
@@ -46,23 +46,18 @@ class _Loaded:
 class HfEngine:
     """Implements SamplerEngine. Only one thread touches the model; everything else stays in the event loop."""
 
+    name = "hf"
+    version = transformers.__version__
+
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
         self._loaded: _Loaded | None = None
         self._waiting: list[_Ticket] = []
         self._running: dict[Job, _Ticket] = {}
-        self._crowd = Crowd()
+        self._readers = ReaderGroup()
         self._wake = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        return "hf"
-
-    @property
-    def version(self) -> str:
-        return transformers.__version__
 
     def describe(self) -> ModelInfo:
         return self._live().info
@@ -106,7 +101,7 @@ class HfEngine:
         budget = completion_budget(info, len(request.prompt), request.params)
         refuse_constraint(request.params)
         score = await self._prompt_score(request)
-        deltas = Coalescer(self._crowd, request.delivery)
+        deltas = Coalescer(self._readers, request.delivery)
         ticket = _Ticket(Job(request, budget), set(range(request.num_samples)), deltas)
         self._waiting.append(ticket)
         self._wake.set()
@@ -149,7 +144,7 @@ class HfEngine:
             except Exception:
                 self._loaded = None
                 for ticket in self._tickets():
-                    ticket.deltas.close(EngineUnavailable("the engine died; it is starting again"))
+                    ticket.deltas.close(EngineUnavailable("the engine died; it is restarting"))
                 raise
             for job, delta in deltas:
                 self._hand_out(job, delta)

@@ -6,29 +6,30 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import torch
 import vllm
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from paceline.errors import EngineUnavailable, InvalidArgument
+from paceline.errors import EngineUnavailable, InvalidArgument, InvalidShape
 from paceline.log import get_logger
 from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types.training import Array
 from paceline.weight_sharing import clear
-from sampler_service.engine.adapter_files import LinearShapes, check_adapter, read_adapter
-from sampler_service.engine.base_model import linear_shapes_of, stored_dtype
-from sampler_service.engine.coalescer import Coalescer, Crowd
-from sampler_service.engine.limits import check_loaded, check_tokens, completion_budget
+from sampler_service.engine.coalescer import Coalescer, ReaderGroup
+from sampler_service.engine.model_files import LinearShapes, check_adapter, linear_shapes_of, read_adapter, stored_dtype
 from sampler_service.engine.options import NO_FLOAT32, Dtype, EngineOptions
 from sampler_service.engine.protocol import (
     Adapter,
@@ -39,24 +40,24 @@ from sampler_service.engine.protocol import (
     TextRequest,
     TokenDelta,
 )
-from sampler_service.engine.vllm.adapters import AdapterLoader
+from sampler_service.engine.request_checks import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.vllm.cpu.kv_cache import clear_new_blocks
-from sampler_service.engine.vllm.grammar import check_grammar, grammar_config
+from sampler_service.engine.vllm.grammar import check_grammar
 from sampler_service.engine.vllm.params import (
     lora_request,
     prompt_input,
     prompt_logprobs,
+    put_tokens,
     sampling_params,
     scoring_params,
     topk_rows,
 )
-from sampler_service.engine.vllm.stock_output import StockLlm
 from sampler_service.engine.vllm.version_check import check_text
 from sampler_service.engine.vllm.worker.weight_export import LOAD_FORMAT, extra_config
 
 if TYPE_CHECKING:
+    from sampler_service.engine.vllm.direct_output import TokenTap
     from sampler_service.engine.vllm.openai_text import TextServer
-    from sampler_service.engine.vllm.output_collector import FedLlm
 
 _log = get_logger(__name__)
 
@@ -74,36 +75,30 @@ CPU_BLOCK_SIZE = 32
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    fed: FedLlm | StockLlm
-    loader: AdapterLoader
+    llm: AsyncLLM
+    tap: TokenTap | None
+    """Takes tokens from vLLM directly; None if they leave by vLLM's own conversion and generators."""
     info: ModelInfo
     linear: LinearShapes
     slots: Slots = field(default_factory=Slots)
-
-    @property
-    def llm(self) -> AsyncLLM:
-        return self.fed.llm
+    served_modules: set[frozenset[str]] = field(default_factory=set)
+    """Sets of modules on which vLLM is known to serve adapters."""
 
 
 class VllmEngine:
     """Implements SamplerEngine."""
 
+    name = "vllm"
+    version = vllm.__version__
+
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._started: _Started | None = None
         self._open: set[str] = set()
-        self._crowd = Crowd()
+        self._readers = ReaderGroup()
         self._adapters: set[int] = set()
         self._text: tuple[AsyncLLM, TextServer] | None = None
         self._making_text = asyncio.Lock()
-
-    @property
-    def name(self) -> str:
-        return "vllm"
-
-    @property
-    def version(self) -> str:
-        return vllm.__version__
 
     def describe(self) -> ModelInfo:
         return self._live().info
@@ -119,7 +114,7 @@ class VllmEngine:
         # Slow work here runs in threads, because models are also loaded while the service is running.
         config = await asyncio.to_thread(engine_args(self._options).create_engine_config)
         if config.use_v2_model_runner:
-            _log.warning("model runner V2 is used, with which nothing here was tested", variable=RUNNER_VARIABLE)
+            _log.warning("using model runner V2, with which nothing here was tested", variable=RUNNER_VARIABLE)
         model = config.model_config
         if model.dtype is torch.float32 and not current_platform.is_cpu():
             raise EngineUnfit(NO_FLOAT32)
@@ -141,18 +136,17 @@ class VllmEngine:
                 # Otherwise vLLM prepares experts for adapters too, and computes them with Triton in every request.
                 config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
-        loader = AdapterLoader(llm, self._options)
-        self._started = _Started(_feeding(llm, self._options), loader, info, linear)
-        sizes = await loader.start()
+        self._started = _Started(llm, _tap(llm, self._options), info, linear)
+        direct = self._options.apply == "direct"
+        sizes: list[int] = await llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
         self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
 
     async def stop(self) -> None:
         if self._started is None:
             return
-        llm, loader = self._started.llm, self._started.loader
+        llm = self._started.llm
         await llm.abort(sorted(self._open))
         self._started = None
-        await loader.close()
         llm.shutdown()
         if self._options.base_dir is not None:
             clear(self._options.base_dir)
@@ -166,9 +160,14 @@ class VllmEngine:
         shapes = await asyncio.to_thread(read_adapter, adapter.path)
         check_adapter(shapes, engine.linear, self._options.max_lora_rank)
         with _translated():
-            times = await engine.loader.load(adapter, frozenset(shapes.modules))
+            await _check_served(engine, frozenset(shapes.modules))
+            start = perf_counter()
+            call = (adapter.adapter_id, adapter.name, str(adapter.path), adapter.in_memory)
+            loaded: list[tuple[float, bool]] = await engine.llm.collective_rpc("load_adapter", args=call)
+        seconds = max(seconds for seconds, _ in loaded)
+        waited = perf_counter() - start - seconds
         self._adapters.add(adapter.adapter_id)
-        return times
+        return LoadTimes(1e3 * waited, 1e3 * seconds, all(in_slot for _, in_slot in loaded))
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         self._adapters.discard(adapter.adapter_id)
@@ -185,8 +184,9 @@ class VllmEngine:
             params = sampling_params(request, budget)
             score = await self._prompt_score(request)
             with self._opened(request.request_id):
-                coalescer = Coalescer(self._crowd, request.delivery)
-                async with engine.fed.generate(request, params, coalescer) as tokens:
+                tokens = Coalescer(self._readers, request.delivery)
+                generate = _generate if engine.tap is None else engine.tap.generate
+                async with generate(engine.llm, request, params, tokens):
                     async for delta in tokens:
                         if score is not None:
                             delta.prompt_logprobs, delta.topk_prompt_logprobs, score = *score, None
@@ -254,19 +254,56 @@ class VllmEngine:
                 async for output in outputs:
                     if output.prompt_logprobs is None:
                         break
-                    return prompt_logprobs(tokens, output.prompt_logprobs), topk_rows(
-                        output.prompt_logprobs, k
-                    ) if k else None
+                    topk = topk_rows(output.prompt_logprobs, k) if k else None
+                    return prompt_logprobs(tokens, output.prompt_logprobs), topk
         raise EngineUnavailable("the engine stopped before the sequence was scored")
 
 
-def _feeding(llm: AsyncLLM, options: EngineOptions) -> FedLlm | StockLlm:
-    if options.outputs == "stock":
-        return StockLlm(llm)
-    # Imported only here: in a vLLM with another output path, what this module imports may not exist.
-    from sampler_service.engine.vllm.output_collector import FedLlm  # noqa: PLC0415
+async def _check_served(engine: _Started, modules: frozenset[str]) -> None:
+    """Refuse an adapter that vLLM would apply only in part. Each set of modules is checked once."""
+    if modules in engine.served_modules:
+        return
+    left_out = await engine.llm.collective_rpc("unmatched_adapter_modules", args=(sorted(modules),))
+    missing = set.intersection(*map(set, left_out))
+    if missing:
+        raise InvalidShape(f"vLLM serves no adapter on {len(missing)} modules, such as {min(missing)}", field="adapter")
+    engine.served_modules.add(modules)
 
-    return FedLlm.of(llm)
+
+def _tap(llm: AsyncLLM, options: EngineOptions) -> TokenTap | None:
+    if options.outputs == "stock":
+        return None
+    # Imported only here: in a vLLM with another output path, what this module imports may not exist.
+    from sampler_service.engine.vllm.direct_output import TokenTap  # noqa: PLC0415
+
+    return TokenTap.install(llm)
+
+
+@asynccontextmanager
+async def _generate(
+    llm: AsyncLLM, request: GenerationRequest, params: SamplingParams, tokens: Coalescer
+) -> AsyncIterator[None]:
+    """Start a request whose tokens go into the coalescer. Leaving early frees it before the engine's next step."""
+    prompt = prompt_input(request.prompt, request.tenant)
+    lora = lora_request(request.adapter) if request.adapter else None
+    outputs = llm.generate(prompt, params, request.request_id, lora_request=lora)
+
+    async def pass_on() -> None:
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    put_tokens(output, request.topk_logprobs, tokens)
+        except Exception as error:  # raised by the reader instead
+            tokens.close(error)
+        else:
+            tokens.close()
+
+    passing = asyncio.create_task(pass_on())
+    try:
+        yield
+    finally:
+        passing.cancel()
+        await asyncio.gather(passing, return_exceptions=True)
 
 
 def engine_args(options: EngineOptions) -> AsyncEngineArgs:
@@ -291,7 +328,8 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
         seed=secrets.randbits(31),
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
-        structured_outputs_config=grammar_config(),
+        # By default vLLM picks a backend that supports the first request, and then uses it for every request.
+        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         max_logprobs=MAX_TOPK,
         enable_log_requests=False,
         disable_log_stats=True,
@@ -350,7 +388,7 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except EngineDeadError as error:
-        raise EngineUnavailable("the engine died; it is starting again") from error
+        raise EngineUnavailable("the engine died; it is restarting") from error
     except VLLMValidationError as error:
         field = error.parameter or ""
-        raise InvalidArgument("vLLM does not take this value; see its documentation", field=field) from error
+        raise InvalidArgument("vLLM refuses this value; see its documentation", field=field) from error

@@ -7,22 +7,13 @@ import json
 import re
 
 from vllm import SamplingParams as VllmSamplingParams
-from vllm.config import StructuredOutputsConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from paceline.errors import InvalidArgument
 from paceline.types import SamplingParams
-from sampler_service.engine.constraints import check_constraint, check_length
-
-
-def grammar_config() -> StructuredOutputsConfig:
-    """Return vLLM's settings, with one backend for all requests.
-
-    By default vLLM picks a backend that supports the first request, and then uses it for every request.
-    """
-    return StructuredOutputsConfig(backend="xgrammar")
+from sampler_service.engine.request_checks import check_constraint, check_length
 
 
 def structured_outputs(params: SamplingParams) -> StructuredOutputsParams | None:

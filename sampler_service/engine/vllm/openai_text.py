@@ -31,8 +31,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from paceline import errors
 from paceline.types import ModelInfo
-from sampler_service.engine.limits import check_tokens
 from sampler_service.engine.protocol import TextEndpoint, TextRequest
+from sampler_service.engine.request_checks import check_tokens
 from sampler_service.engine.vllm.grammar import check_constraint_of
 from sampler_service.engine.vllm.params import lora_request
 
@@ -181,7 +181,7 @@ def _check(output: RequestOutput, request: TextRequest) -> None:
     """Check that no token was sampled from NaN and none was aborted. Raises NonFinite, EngineUnavailable."""
     for completion in output.outputs:
         if completion.finish_reason == "abort":
-            raise errors.EngineUnavailable("the engine stopped before the answer was whole; try again")
+            raise errors.EngineUnavailable("the engine stopped before the answer was complete; try again")
         positions = completion.logprobs or ()
         new = zip(completion.token_ids, positions, strict=False)
         request.see(position[token].logprob for token, position in new if position and token in position)

@@ -11,11 +11,12 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.inputs.engine import TokensInput, tokens_input
 from vllm.logprobs import Logprob
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from paceline.types import StopReason, TopkLogprobs, VersionSpan
 from paceline.types.training import Array
+from sampler_service.engine.coalescer import Coalescer
 from sampler_service.engine.protocol import Adapter, GenerationRequest, TokenDelta, first_seed
 from sampler_service.engine.vllm.grammar import structured_outputs
 
@@ -90,6 +91,14 @@ def token_delta(completion: CompletionOutput, k: int) -> TokenDelta:
         topk_logprobs=topk_rows(positions, k) if k else None,
         version_spans=version_spans(completion),
     )
+
+
+def put_tokens(output: RequestOutput, topk: int, tokens: Coalescer) -> None:
+    """Put a step's tokens, as converted by vLLM, into the coalescer."""
+    for completion in output.outputs:
+        delta = token_delta(completion, topk)
+        delta.prompt_cache_hit_tokens = output.num_cached_tokens or 0
+        tokens.put(delta)
 
 
 def version_spans(completion: CompletionOutput) -> tuple[VersionSpan, ...]:

@@ -71,7 +71,7 @@ class Has:
         thing = _found(self.path)
         fields = {*getattr(thing, "__struct_fields__", ()), *getattr(thing, "__dataclass_fields__", ())}
         missing = [name for name in self.names if name not in fields and not hasattr(thing, name)]
-        return f"it has no {', '.join(missing)}" if missing else ""
+        return f"it lacks {', '.join(missing)}" if missing else ""
 
 
 Internal = Called | Replaced | Has
@@ -176,22 +176,16 @@ def check_vllm(options: EngineOptions) -> None:
     """Check the interfaces that these options use. Raises EngineUnfit, whose message says what to do."""
     for internals, stock in _used(options):
         for internal in internals:
-            if problem := _problem(internal):
+            if difference := _difference(internal):
                 other_way = f", or set {stock} for vLLM's own way" if stock else ""
-                raise EngineUnfit(
-                    f"vLLM {vllm.__version__} has another {internal.path.rpartition(':')[2]} than the one that is "
-                    f"known here ({problem}); install the version that requirements/ pins{other_way}"
-                )
+                raise EngineUnfit(f"{difference}; install the version that requirements/ pins{other_way}")
 
 
 def check_text() -> None:
     """Check the interfaces that serve OpenAI's API; called at its first use. Raises Unsupported."""
     for internal in TEXT:
-        if problem := _problem(internal):
-            raise Unsupported(
-                f"vLLM {vllm.__version__} has another {internal.path.rpartition(':')[2]} than the one that is known "
-                f"here ({problem}); have the operator install the version that requirements/ pins"
-            )
+        if difference := _difference(internal):
+            raise Unsupported(f"{difference}; have the operator install the version that requirements/ pins")
 
 
 def _used(options: EngineOptions) -> Iterator[tuple[Sequence[Internal], str]]:
@@ -206,11 +200,14 @@ def _used(options: EngineOptions) -> Iterator[tuple[Sequence[Internal], str]]:
         yield LENDING, _NO_OTHER_WAY
 
 
-def _problem(internal: Internal) -> str:
+def _difference(internal: Internal) -> str:
+    """Return how an interface differs from the known one, as a clause; empty if it does not."""
     try:
-        return internal.differs()
+        problem = internal.differs()
     except (ImportError, AttributeError) as missing:
-        return str(missing)
+        problem = str(missing)
+    name = internal.path.rpartition(":")[2]
+    return f"vLLM {vllm.__version__} has a different {name} ({problem})" if problem else ""
 
 
 def _found(path: str) -> Any:

@@ -1,7 +1,7 @@
 """Cache certificates: engines of one process that load the same model with the same options share one result.
 
 For tests of what engines do after loading. What a certificate finds, and that every engine of a service has one, is
-covered by test_certificate, test_models_table and the tests of services.
+covered by test_certified_base, test_models_table and the tests of services.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def _key(loading) -> Hashable:
 def known_certificates() -> Iterator[None]:
     """Cache the results of certificates until the block ends."""
     stocks, verdicts = {}, {}
-    measure, certify = certified_base._Loading._measure, certified_base.certify
+    measure, certify = certified_base._Loading._measure, certified_base._Loading._certify
 
     def measure_once(loading, model):
         if (key := _key(loading)) not in stocks:
             stocks[key] = measure(loading, model)
         return stocks[key]
 
-    def certify_once(loading, modes, stock, name, *, last):
+    def certify_once(loading, stock):
         if (key := _key(loading)) not in verdicts:
-            verdicts[key] = certify(loading, modes, stock, name, last=last)
-        loading.use(verdicts[key].mode)
+            verdicts[key] = certify(loading, stock)
+        loading._use(verdicts[key].mode)
         return verdicts[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certified_base._Loading, "_measure", measure_once)
-        patch.setattr(certified_base, "certify", certify_once)
+        patch.setattr(certified_base._Loading, "_certify", certify_once)
         yield

@@ -25,7 +25,7 @@ from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 from paceline.types.v1 import model_pb2, sampling_pb2
 from sampler_service.engine.factory import create_service_engine
 from sampler_service.engine.protocol import SamplerEngine
-from sampler_service.engine.restartable import RebuildingEngine
+from sampler_service.engine.restartable import RestartableEngine
 from sampler_service.service import SamplerService
 from sampler_service.settings import SamplerSettings
 from support.patience import PATIENCE
@@ -136,9 +136,9 @@ async def sampling(
     )
     registry = CollectorRegistry()
     engine = (
-        RebuildingEngine(lambda _: running, chosen.engine_options)
+        RestartableEngine(lambda _: running, chosen.engine_options)
         if running
-        else create_service_engine(chosen.engine, chosen.bridge, chosen.serves, chosen.engine_options)
+        else create_service_engine(chosen.mode, chosen.engine_options)
     )
     service = SamplerService(chosen, engine, registry)
     readiness = Readiness(service.service_names)

@@ -33,7 +33,7 @@ def test_weights_are_written_in_place_by_the_bridge_shared_alone():
 def test_the_engine_hf_lends_no_weights(in_place):
     settings = SamplerSettings(model="tiny", insecure=True, bridge="shared", engine="hf", in_place=in_place)
     with pytest.raises(ValueError, match="engine=vllm"):
-        create_service_engine(settings.engine, settings.bridge, settings.serves, settings.engine_options)
+        create_service_engine(settings.mode, settings.engine_options)
 
 
 def test_a_model_in_parts_is_not_lent():

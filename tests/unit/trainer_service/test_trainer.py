@@ -58,7 +58,7 @@ async def trainer(volume):
     sizes = VolumeBytes(volume)
     registry = RunRegistry(volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD), sizes)
     await registry.restore()
-    publisher = SimpleNamespace(end_waits=nothing, forget=nothing)
+    publisher = SimpleNamespace(cancel_waits=nothing, forget=nothing)
     yield Trainer(settings, Engine(), registry, CheckpointStore(volume), publisher, lambda *_: None, NO_GUARD, sizes)
     await registry.close()
 

@@ -1,11 +1,14 @@
-"""The base model that an engine serves: loaded, prepared for adapters, and run in a mode that passed the check."""
+"""The base model that an engine serves: loaded, and run in a mode that computes what stock transformers computes.
+
+That is measured at every load, before the model is served.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import OutOfMemory, PacelineError, Unsupported
-from paceline.types import Datum, ForwardBackwardSpec, LoraConfig, ModelCertificate
+from paceline.types import ForwardBackwardSpec, LoraConfig, ModelCertificate
 from paceline.types.training import Array
 from trainer_service.engine import messages
-from trainer_service.engine.certificate.certificate import InDoubtError, Results, Verdict, certify
-from trainer_service.engine.certificate.probe import Probe, make_probe
-from trainer_service.engine.certificate.stock import RANK, Stock, Weights, measure_stock
+from trainer_service.engine.certificate.stock import (
+    RANK,
+    Probe,
+    Stock,
+    Weights,
+    make_probe,
+    measure_stock,
+    relative_difference,
+    rms,
+)
 from trainer_service.engine.distributed.ranks import Ranks
 from trainer_service.engine.distributed.sharding import ShardedModel
-from trainer_service.engine.microbatch.executor import PassExecutor
-from trainer_service.engine.microbatch.microbatch import ForwardBackwardJob
-from trainer_service.engine.microbatch.packing import Batch
-from trainer_service.engine.microbatch.scheduler import Scheduler
+from trainer_service.engine.microbatch.job import ForwardBackwardJob
+from trainer_service.engine.microbatch.passes import PassExecutor
 from trainer_service.engine.model.base_model import (
     STOCK_ATTENTION,
     PassMode,
@@ -73,14 +81,17 @@ def load_certified_base(options: EngineOptions, ranks: Ranks, device: torch.devi
     return _Loading(options, ranks, device).certified()
 
 
+class InconclusiveError(Exception):
+    """A few tokens differ; only other tokens can show whether that is chance."""
+
+
 class _Loading:
-    """Implements `certificate.Candidate`."""
+    """A base model that is not certified yet."""
 
     _sharded: ShardedModel
     _routing: Routing
     _executor: PassExecutor
     _offloader: RunOffloader
-    _scheduler: Scheduler[ForwardBackwardJob]
     _probe: Probe
     _rope = ""
     """Module whose rotary frequencies depend on the longest sequence of a pass."""
@@ -101,16 +112,47 @@ class _Loading:
             self._load(fused=True)
             # Rank 0 has measured this; all ranks compare with its numbers.
             stock = messages.decode(self._ranks.share(messages.encode(self._stock)), Stock)
-            start, last = time.perf_counter(), self._seed == _PROBES - 1
+            start = time.perf_counter()
             try:
-                verdict = certify(self, modes_of(self._model), stock, self._options.model_name, last=last)
-            except InDoubtError:
+                verdict = self._certify(stock)
+            except InconclusiveError:
                 self._seed, self._stock = self._seed + 1, None
             else:
                 self._seconds += time.perf_counter() - start
                 return self._certified(verdict, stock)
 
-    def _certified(self, verdict: Verdict, stock: Stock) -> CertifiedBase:
+    def _certify(self, stock: Stock) -> _Verdict:
+        """Switch to the first mode in which the model computes what stock transformers computes.
+
+        Raises Unsupported, with a sentence that names a module, if there is none. Unless this is the last probe, raises
+        InconclusiveError if a mode may have failed by chance.
+        """
+        name, reason, packing = self._options.model_name, "", ""
+        for mode in modes_of(self._model):
+            differences, reason = self._try(mode, stock)
+            if differences is not None and not reason:
+                return _Verdict(mode, differences, "" if mode.is_packed else packing)
+            _log.info("%s cannot run in mode %s: %s (%s).", name, mode, reason, differences or "no results")
+            if differences is not None and differences.only_few_differ(stock) and self._seed < _PROBES - 1:
+                raise InconclusiveError
+            if mode.is_packed:
+                packing = f"{reason}."
+        raise Unsupported(f"{name} cannot be served: {reason}.")
+
+    def _try(self, mode: PassMode, stock: Stock) -> tuple[_Differences | None, str]:
+        """Return how far a mode is from stock transformers (None without results), and why it is rejected, if it is."""
+        try:
+            self._use(mode)
+            if mode.is_packed and self._mixes(mode):
+                return None, self._explain(mode, None)
+            differences = _Differences.between(self._compute(stock), stock)
+        except OutOfMemory:
+            raise  # The machine's fault, not the mode's.
+        except Exception as error:
+            return None, self._explain(mode, error)
+        return differences, "" if differences.within(stock) else self._explain(mode, None)
+
+    def _certified(self, verdict: _Verdict, stock: Stock) -> CertifiedBase:
         mode, differences = verdict.mode, verdict.differences
         certificate = ModelCertificate(
             packing=mode.packing,
@@ -141,7 +183,8 @@ class _Loading:
     def _model(self) -> PreTrainedModel:
         return self._sharded.model
 
-    def use(self, mode: PassMode) -> None:
+    def _use(self, mode: PassMode) -> None:
+        """Switch to a mode for all later passes. Raises Unsupported if the model does not support it."""
         if self._fused and not mode.fused:
             self._load(fused=False)
         if mode.is_packed and self._rope:
@@ -151,21 +194,18 @@ class _Loading:
         use_attention(self._model, mode.attention)
         self._sharded.rehearse(mode)
         self._offloader = RunOffloader(None, Path())
-        self._executor = PassExecutor(
-            self._sharded,
-            self._routing,
-            mode,
-            self._ranks,
-            self._offloader,
-            self._device,
-            self._options.logprob_chunk,
-        )
         tokens = sum(len(datum.model_input) for data in self._probe.values() for datum in data)
-        self._packed, self._mixes = mode.is_packed, False
-        self._scheduler = Scheduler(tokens if mode.is_packed else 1, joint=mode.is_packed, ranks=self._ranks.size)
+        options = replace(self._options, pack_tokens=tokens, joint_passes=True)
+        self._executor = PassExecutor(
+            self._sharded, self._routing, mode, options, self._ranks, self._offloader, self._device
+        )
+        self._packed, self._mixed = mode.is_packed, False
 
-    def mixes(self, mode: PassMode) -> bool:
-        """Differentiate a sequence by an earlier one: if independent, the result is exactly 0, in every dtype."""
+    def _mixes(self, mode: PassMode) -> bool:
+        """Return whether a sequence depends on earlier sequences in its pass.
+
+        Differentiates a sequence by an earlier one: if independent, the result is exactly 0, in every dtype.
+        """
         data = next(iter(self._probe.values()))
         tokens = torch.from_numpy(data[-1].model_input.astype(np.int64)).to(self._device)
         lengths = (len(tokens) // 2, len(tokens) - len(tokens) // 2)
@@ -177,7 +217,7 @@ class _Loading:
             return entered[-1]
 
         def derive() -> bool:
-            hidden = self._sharded.inside(lambda: hidden_states(self._model, mode, tokens[None], positions, lengths))
+            hidden = self._sharded.run_root(lambda: hidden_states(self._model, mode, tokens[None], positions, lengths))
             own = hidden[:, lengths[0] :].float()
             # A plain sum would not do: norms keep it constant.
             (slope,) = torch.autograd.grad((own * torch.arange(own.shape[-1], device=own.device).sin()).sum(), entered)
@@ -185,50 +225,53 @@ class _Loading:
 
         handle = self._model.get_input_embeddings().register_forward_hook(enter)
         try:
-            self._mixes = bool(self._sharded.run(derive, with_gradient=True))
-            return self._mixes
+            self._mixed = bool(self._sharded.run(derive, with_gradient=True))
+            return self._mixed
         finally:
             handle.remove()
 
-    def compute(self, stock: Stock) -> Results:
+    def _compute(self, stock: Stock) -> _Results:
+        """Compute the probe that `stock` was measured with, using the adapters in `stock`."""
         runs: dict[str, LoraRun] = {}
         try:
             for run_id, weights in stock.adapters.items():
                 runs[run_id] = self._make_run(run_id, weights)
-            jobs = {run_id: self._job(run, self._probe[run_id]) for run_id, run in runs.items()}
+            spec = ForwardBackwardSpec("cross_entropy")
+            jobs = [ForwardBackwardJob(run, self._probe[run_id], spec) for run_id, run in runs.items()]
             passes: list[Sequence[str]] = []
-            self._finish(list(jobs.values()), passes.append)
+            logprobs = self._logprobs(jobs, passes.append)
             if self._packed and len(passes) > 1:
                 raise Unsupported("a pass that two runs share fails.")
             first, data = next(iter(runs.values())), next(iter(self._probe.values()))
-            alone = self._job(first, data[-1:], forward_only=True)
-            self._finish([alone], lambda _: None)
-            return Results(
-                {run_id: _logprobs(job) for run_id, job in jobs.items()},
-                {run_id: _gradients(run) for run_id, run in runs.items()},
-                _logprobs(alone)[0],
-            )
+            job = ForwardBackwardJob(first, data[-1:], replace(spec, forward_only=True))
+            ((alone,),) = self._logprobs([job], lambda _: None)
+            gradients = {
+                run_id: {name: _array(parameter.grad) for name, parameter in run.parameters.items()}
+                for run_id, run in runs.items()
+            }
+            return _Results(dict(zip(runs, logprobs, strict=True)), gradients, alone)
         finally:
             for run_id in runs:
                 lora_run.remove_adapter(self._model, run_id)
 
-    def explain(self, mode: PassMode, error: Exception | None) -> str:
+    def _explain(self, mode: PassMode, error: Exception | None) -> str:
+        """Say in a sentence what a mode gets wrong, and in which module. `error` is what it raised, if anything."""
         if isinstance(error, PacelineError):
             self._variant = error.metadata.get(VARIANT, "") or self._variant
         if error is not None:
             return why_failed(error, self._model)
         if mode.fused:
-            return "the fused layers compute otherwise than transformers"
+            return "the fused layers give different results from transformers"
         tokens = np.concatenate([datum.model_input for data in self._probe.values() for datum in data])
         device_tokens = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
-        return why_different(self._model, mode, device_tokens, self._pass, mixes=self._mixes)
+        return why_different(self._model, mode, device_tokens, self._pass, mixes=self._mixed)
 
     def _pass(self, work: Callable[[], object]) -> object:
         """Run a pass without gradients; all ranks run the same one."""
-        return self._sharded.run(lambda: self._sharded.inside(work), with_gradient=False)
+        return self._sharded.run(lambda: self._sharded.run_root(work), with_gradient=False)
 
     def _load(self, *, fused: bool) -> None:
-        for name in ("_sharded", "_execution"):  # They hold the previously loaded model.
+        for name in ("_sharded", "_executor"):  # They hold the previously loaded model.
             self.__dict__.pop(name, None)
         self._sharded = ShardedModel(
             lambda: load_base_model(self._options, fused=fused, examine=self._examine), self._ranks, self._device
@@ -238,7 +281,7 @@ class _Loading:
         try:
             self._routing = lora_run.adapt(self._model)
         except ValueError as error:
-            reason = f"PEFT puts no adapter on it: {first_line(error).rstrip('(')}"
+            reason = f"PEFT cannot add an adapter to it: {first_line(error).rstrip('(')}"
             raise Unsupported(f"{self._options.model_name} cannot be served: {reason}.") from error
 
     def _examine(self, model: PreTrainedModel) -> None:
@@ -277,26 +320,68 @@ class _Loading:
         run.set_weights({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
         return run
 
-    def _job(self, run: LoraRun, data: list[Datum], *, forward_only: bool = False) -> ForwardBackwardJob:
-        spec = ForwardBackwardSpec("cross_entropy", forward_only=forward_only)
-        return ForwardBackwardJob(run, data, Batch(data, ("target_tokens", "weights")), spec)
-
-    def _finish(self, jobs: list[ForwardBackwardJob], announce: Callable[[Sequence[str]], None]) -> None:
-        """Run passes until all jobs are done. Raises the error of a job that failed."""
-        while not all(job.is_done for job in jobs):
-            self._executor.compute(self._scheduler.next_passes(jobs), announce)
-        for job in jobs:
-            job.output()
-            job.pool(self._ranks)
-            job.finish()
+    def _logprobs(
+        self, jobs: Sequence[ForwardBackwardJob], announce: Callable[[Sequence[str]], None]
+    ) -> list[list[Array]]:
+        """Run passes until all jobs are done; return their log-probabilities. Raises the error of a job that failed."""
+        waiting = jobs
+        while waiting:
+            self._executor.advance(waiting, announce)
+            waiting = [job for job in waiting if job.waiting]
+        return [[output["logprobs"] for output in job.output().loss_fn_outputs] for job in jobs]
 
 
-def _logprobs(job: ForwardBackwardJob) -> list[Array]:
-    return [output["logprobs"] for output in job.output().loss_fn_outputs]
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What the engine computes for a probe."""
+
+    logprobs: dict[str, list[Array]]
+    """Run -> log-probabilities of each sequence, computed alongside the other run's."""
+    gradients: dict[str, Weights]
+    alone: Array
+    """Log-probabilities of the first run's last sequence, computed on its own and without gradients."""
 
 
-def _gradients(run: LoraRun) -> Weights:
-    return {name: _array(parameter.grad) for name, parameter in run.parameters.items()}
+@dataclass(frozen=True, slots=True)
+class _Differences:
+    """How far results differ from those of stock transformers."""
+
+    logprob: float
+    gradient: float
+    typical: float
+    """Median absolute difference between log-probabilities."""
+
+    @classmethod
+    def between(cls, results: _Results, stock: Stock) -> _Differences:
+        """Compare all log-probabilities and gradients."""
+        off = [results.alone - next(iter(stock.logprobs.values()))[-1]]
+        for run, sequences in stock.logprobs.items():
+            off += [own - theirs for own, theirs in zip(results.logprobs[run], sequences, strict=True)]
+        names = [(run, name) for run, weights in stock.gradients.items() for name in weights]
+        theirs = [stock.gradients[run][name] for run, name in names]
+        gradient = relative_difference(theirs, [results.gradients[run][name] for run, name in names])
+        return cls(rms(*off), gradient, float(np.median(np.abs(np.concatenate(off)))))
+
+    def within(self, stock: Stock) -> bool:
+        """Return whether rounding explains the differences. It never explains NaN."""
+        return self.logprob <= stock.logprob_bound and self.gradient <= stock.gradient_bound
+
+    def only_few_differ(self, stock: Stock) -> bool:
+        """Return whether most tokens match and a few do not, as happens when rounding selects another expert."""
+        return not self.within(stock) and self.typical <= stock.logprob_bound
+
+    def __str__(self) -> str:
+        return f"log-probabilities differ by {self.logprob:.2g}, gradients by {self.gradient:.2g}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """The mode that a model was certified in."""
+
+    mode: PassMode
+    differences: _Differences
+    reason: str
+    """Why sequences do not share passes; empty if they do."""
 
 
 def _array(gradient: Tensor | None) -> Array:

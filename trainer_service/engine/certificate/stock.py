@@ -1,4 +1,7 @@
-"""What stock transformers computes, one sequence at a time, and how far rounding moves it."""
+"""The probe of the startup check, what stock transformers computes for it, and how far rounding moves that.
+
+The probe is random sequences of two runs. Stock transformers computes them one at a time.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from paceline.errors import Unsupported
 from paceline.types import Datum
 from paceline.types.training import Array
-from trainer_service.engine.certificate.probe import Probe
+
+LENGTHS = {"certificate-1": (72, 16), "certificate-2": (31, 7)}
+"""Run -> tokens in each of its sequences. Few, because each costs time at every start; short and long, because short
+ones fill no block and long ones exceed the windows of small models."""
+
+Probe = dict[str, list[Datum]]
+"""Run -> its sequences."""
 
 RANK = 2
 """Rank and alpha of the adapters that the check puts on every module that can have one."""
@@ -34,6 +43,9 @@ _SLACK = 2.0
 """Two ways to compute the same thing may differ by this many times the measured rounding."""
 _SUMS = 64.0
 """float32 roundings that are always allowed: rounding within sums, whose order differs, is not measured."""
+
+_UNLIMITED = 1 << 20
+_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length")
 
 Weights = dict[str, Array]
 """An adapter's weights or their gradients, float32, by their names in adapter_model.safetensors."""
@@ -64,6 +76,34 @@ class _Sequence:
     """Gradients of A and B, module by module."""
 
 
+def make_probe(config: PretrainedConfig, seed: int) -> Probe:
+    """Draw sequences that a model of `config` accepts, without its special tokens."""
+    generator, text = np.random.default_rng(seed), config.get_text_config(decoder=True)
+    usual = np.setdiff1d(np.arange(text.vocab_size), sorted(_special(config) | _special(text)))
+    longest = context_length(config)
+    return {run: [_draw_datum(generator, min(n, longest), usual) for n in lengths] for run, lengths in LENGTHS.items()}
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Return the length of the longest sequence in tokens; 2^20 for models without a limit."""
+    text = config.get_text_config(decoder=True)
+    limits = (getattr(text, field, None) for field in _CONTEXT_FIELDS)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), _UNLIMITED)
+
+
+def _draw_datum(generator: np.random.Generator, length: int, tokens: Array) -> Datum:
+    drawn = generator.choice(tokens, length + 1)
+    weights = generator.uniform(0.5, 1.5, length).astype(np.float32)
+    return Datum(drawn[:-1].astype(np.int32), {"target_tokens": drawn[1:].astype(np.int64), "weights": weights})
+
+
+def _special(config: Any) -> set[int]:
+    """Return the token ids that the config names, such as those for padding, images and the end of a sequence."""
+    values = [value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index", "_id"))]
+    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return {one for one in flat if isinstance(one, int)}
+
+
 def measure_stock(model: PreTrainedModel, targets: Mapping[str, Sequence[str]], probe: Probe) -> Stock:
     """Compute a probe with a model as transformers built it, with each run's adapter on the modules in `targets`.
 
@@ -74,21 +114,23 @@ def measure_stock(model: PreTrainedModel, targets: Mapping[str, Sequence[str]], 
     adapters = {run: _draw_adapter(model, targets[run], seed) for seed, run in enumerate(probe)}
     results: dict[str, list[_Sequence]] = {}
     exact: list[_Sequence] = []
-    moved: list[_Sequence] = []
+    perturbed: list[_Sequence] = []
     for run, data in probe.items():
         with _adapted(model, adapters[run]) as factors:
             results[run] = [_compute(model, datum, factors) for datum in data]
             few = [place for place in _ROUNDED if place < len(data)]
             exact += [results[run][place] for place in few]
-            with _moved_outputs(model):
-                moved += [_compute(model, data[place], factors) for place in few]
+            with _perturbed_outputs(model):
+                perturbed += [_compute(model, data[place], factors) for place in few]
     logprobs = {run: [own.logprobs for own in sequences] for run, sequences in results.items()}
     if not all(np.isfinite(own).all() for run in logprobs.values() for own in run):
         raise Unsupported(f"{type(model).__name__} gives log-probabilities that are not finite.")
     least = torch.finfo(model.dtype).eps + _SUMS * torch.finfo(torch.float32).eps
     size = rms(*(own for run in logprobs.values() for own in run))
-    off = rms(*(a.logprobs - b.logprobs for a, b in zip(exact, moved, strict=True)))
-    turned = apart([g for a in exact for g in a.gradients], [g for b in moved for g in b.gradients])
+    logprob_error = rms(*(a.logprobs - b.logprobs for a, b in zip(exact, perturbed, strict=True)))
+    gradient_error = relative_difference(
+        [g for a in exact for g in a.gradients], [g for b in perturbed for g in b.gradients]
+    )
     stock = Stock(
         adapters,
         logprobs,
@@ -96,8 +138,8 @@ def measure_stock(model: PreTrainedModel, targets: Mapping[str, Sequence[str]], 
             run: dict(zip(adapters[run], _sums([own.gradients for own in sequences]), strict=True))
             for run, sequences in results.items()
         },
-        _SLACK * off + least * size,
-        _SLACK * turned + least,
+        _SLACK * logprob_error + least * size,
+        _SLACK * gradient_error + least,
     )
     _check_causal(model, probe, stock)
     return stock
@@ -108,7 +150,7 @@ def rms(*arrays: Array) -> float:
     return math.sqrt(np.mean(np.square(np.concatenate(arrays).astype(np.float64))))
 
 
-def apart(ones: Sequence[Array], others: Sequence[Array]) -> float:
+def relative_difference(ones: Sequence[Array], others: Sequence[Array]) -> float:
     """Return the norm of the difference between arrays of the same shapes, relative to the norm of `ones`."""
     norm = _norm(ones)
     off = _norm([one - other for one, other in zip(ones, others, strict=True)])
@@ -160,12 +202,12 @@ def _add_product(_module: nn.Module, inputs: tuple[Tensor], out: Tensor, *, a: T
 
 
 @contextmanager
-def _moved_outputs(model: PreTrainedModel) -> Iterator[None]:
+def _perturbed_outputs(model: PreTrainedModel) -> Iterator[None]:
     """Perturb every module's output at random by up to `_ROUNDINGS` of its dtype."""
     epsilon = torch.finfo(model.dtype).eps / 2 * _ROUNDINGS.get(model.dtype, 1.0)
     generator = torch.Generator(model.device).manual_seed(0)
 
-    def move(value: Any) -> Any:
+    def perturb(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         factor = torch.empty(value.shape, device=value.device).uniform_(-epsilon, epsilon, generator=generator).add_(1)
@@ -173,8 +215,8 @@ def _moved_outputs(model: PreTrainedModel) -> Iterator[None]:
 
     def hook(_module: nn.Module, _inputs: Any, out: Any) -> Any:
         if type(out) is tuple and out:
-            return (move(out[0]), *out[1:])
-        return move(out)
+            return (perturb(out[0]), *out[1:])
+        return perturb(out)
 
     handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
@@ -208,4 +250,4 @@ def _check_causal(model: PreTrainedModel, probe: Probe, stock: Stock) -> None:
     with _adapted(model, stock.adapters[run]):
         part = _logprobs(model, probe[run][place], length).cpu().numpy()
     if rms(part - whole[:length]) > stock.logprob_bound:
-        raise Unsupported(f"{type(model).__name__} is no language model that reads from left to right.")
+        raise Unsupported(f"{type(model).__name__} is not a causal language model.")

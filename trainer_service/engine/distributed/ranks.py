@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from paceline.errors import Unsupported
+from paceline.errors import OutOfMemory, Unsupported
 from trainer_service.engine import messages
-from trainer_service.engine.failures import failure_of
-from trainer_service.engine.watchdog import sign_file, write_sign
+from trainer_service.engine.watchdog import heartbeat_file, write_heartbeat
 
 _TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others. The launcher notices a dead rank long before."""
@@ -49,16 +48,30 @@ def in_step() -> Iterator[None]:
         raise OutOfStepError(f"a collective failed: {error}") from error
 
 
+@contextmanager
+def convert_memory_errors() -> Iterator[None]:
+    """Raise OutOfMemory for every error by which torch reports a failed allocation."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # The CPU allocator raises a plain RuntimeError.
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            raise OutOfMemory("the engine ran out of memory; send fewer or shorter sequences.") from error
+        raise
+
+
 class Ranks:
     """This process among those that make up the engine; a single one needs no process group and no agreement."""
 
-    def __init__(self, rank: int, size: int, sign: Path | None = None) -> None:
-        """Write the process id to `sign`, the heartbeat file of this rank, if the service watches one."""
+    def __init__(self, rank: int, size: int, heartbeat: Path | None = None) -> None:
+        """Write the process id to `heartbeat`, the heartbeat file of this rank, if the service watches one."""
         self.rank = rank
         self.size = size
-        self._sign = sign
-        if sign is not None:
-            write_sign(sign, os.getpid())
+        self.leads = rank == 0
+        """Whether this rank holds the pipe to the service."""
+        self._heartbeat = heartbeat
+        if heartbeat is not None:
+            write_heartbeat(heartbeat, os.getpid())
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -70,21 +83,16 @@ class Ranks:
         """Join the other ranks that torch's elastic launcher started, through the file `store`."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
-        meeting = FileStore(str(store), size)
-        dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=_TIMEOUT)
-        return cls(rank, size, sign_file(store.parent, rank))
+        shared = FileStore(str(store), size)
+        dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=_TIMEOUT)
+        return cls(rank, size, heartbeat_file(store.parent, rank))
 
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    def give_sign(self) -> None:
+    def beat(self) -> None:
         """Touch the heartbeat file. Raises OSError if the service has removed its directory."""
-        if self._sign is not None:
-            self._sign.touch()
+        if self._heartbeat is not None:
+            self._heartbeat.touch()
 
-    def take_device(self, device: str) -> str:
+    def claim_device(self, device: str) -> str:
         """Claim this rank's own device of the kind `device`, a GPU or a share of the CPU's cores; return its name.
 
         Raises Unsupported if there are fewer GPUs than ranks.
@@ -93,7 +101,7 @@ class Ranks:
             return device
         if device.startswith("cuda"):
             if torch.cuda.device_count() < self.size:
-                raise Unsupported(f"{self.size} ranks need a GPU each; set as many as there are.", field="ranks")
+                raise Unsupported(f"{self.size} ranks need a GPU each; set ranks to the number of GPUs.", field="ranks")
             torch.cuda.set_device(self.rank)
             return f"cuda:{self.rank}"
         if sys.platform == "linux":
@@ -114,17 +122,8 @@ class Ranks:
                 dist.broadcast(content, source)
             return content.numpy().tobytes()
 
-    def share_all(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the payloads of rank 0; the others' payloads are ignored."""
-        if self.size == 1:
-            return payloads
-        shared = self.share(b"".join(map(messages.frame, payloads)))
-        return list(messages.frames(shared))
-
     def gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank."""
-        if self.size == 1:
-            return [payload]
+        """Return the payload of each of several ranks, by rank."""
         with in_step():
             lengths = [torch.tensor(0) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor(len(payload)))
@@ -157,7 +156,7 @@ class Ranks:
         try:
             result.append(work())
         except Exception as error:  # Whatever the error is, the others wait for this rank.
-            failure = failure_of(error, "a rank's part")
+            failure = messages.failure_of(error, "a rank's part")
         if failure is not None and catch_up is not None:
             gc.collect()  # Torch's frames are in reference cycles and hold what the part had allocated.
             catch_up()
@@ -171,10 +170,8 @@ class Ranks:
         results = [self.together(work if turn == self.rank else _nothing) for turn in range(self.size)]
         return cast("T", results[self.rank])
 
-    def check_alike(self, outcome: str) -> None:
-        """Check that a command had the same outcome on every rank. Raises OutOfStepError."""
-        if self.size == 1:
-            return
+    def check_same_outcome(self, outcome: str) -> None:
+        """Check that a command had the same outcome on each of several ranks. Raises OutOfStepError."""
         outcomes = {payload.decode() for payload in self.gather(outcome.encode())}
         if len(outcomes) > 1:
             raise OutOfStepError(f"ranks disagree: {', '.join(sorted(outcomes))}")
@@ -189,7 +186,7 @@ class Ranks:
         return messages.decode(self.share(messages.encode(failure), int(lowest)), messages.Failure)
 
 
-def end_with(descriptor: int) -> None:
+def exit_with(descriptor: int) -> None:
     """Exit within a second after the service, at the other end of `descriptor`, or the launcher has ended."""
     threading.Thread(target=_watch, args=(descriptor, os.getppid()), daemon=True).start()
 

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from paceline.errors import OutOfMemory, PacelineError, Unsupported
-from trainer_service.engine.distributed.ranks import Ranks, in_step
-from trainer_service.engine.memory import out_of_memory_named
+from trainer_service.engine.distributed.ranks import Ranks, convert_memory_errors, in_step
 from trainer_service.engine.model.base_model import FASTEST, PassMode, decoder_layers, hidden_states
 from trainer_service.engine.model.diagnosis import why_failed
 
@@ -34,16 +33,16 @@ class ShardedModel:
         self._gathers = _Gathers()
         self._root: Any = None
         self._mode = FASTEST
-        self.entrances: list[Tensor] = []
+        self.layer_inputs: list[Tensor] = []
         """Input of the layers in this pass, if every backward pass must reach it."""
         self.names_modules = False
-        """Whether errors of a pass name the module that raised them: other ranks see only the message."""
+        """Whether errors of a pass on several ranks name the module that raised them: others see only the message."""
         if ranks.size == 1:
             self.model = load()
             return
         mesh = init_device_mesh(device.type, (ranks.size,))
         # In turn, so that host memory holds one whole copy and not one for each rank.
-        self.model = ranks.in_turn(lambda: self._deal(load(), mesh))
+        self.model = ranks.in_turn(lambda: self._shard(load(), mesh))
 
     def rehearse(self, mode: PassMode) -> None:
         """Record the collectives of each kind of pass in a mode, before any can fail; all ranks call this together."""
@@ -58,17 +57,17 @@ class ShardedModel:
         A rank whose `work` is None runs a single token through the model to take part in the collectives.
         """
         if self._root is None:
-            return self._named(work) if work is not None else None
+            return work() if work is not None else None
         own: Callable[[], T | None] = work or (lambda: self._idle(with_gradient))
         self._gathers.begin(with_gradient=with_gradient)
         try:
             return self._ranks.together(lambda: self._named(own), self._catch_up)
         finally:
-            self.entrances.clear()
+            self.layer_inputs.clear()
             # After a pass without backward the weights outside the layers are still gathered.
             self._root.reset_iter_state()
 
-    def inside(self, compute: Callable[[], T]) -> T:
+    def run_root(self, compute: Callable[[], T]) -> T:
         """Run the forward part of a pass, with the output head; return the tensors that its backward part starts from.
 
         The weights outside the layers are gathered only from this call until the pass ends.
@@ -86,13 +85,13 @@ class ShardedModel:
             metadata = error.metadata if isinstance(error, PacelineError) else {}
             raise Unsupported(f"{why_failed(error, self.model)}.", metadata=metadata) from error
 
-    def _deal(self, model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
+    def _shard(self, model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
         """Shard each layer by itself, and everything else, with the head, as one: weights there may be tied."""
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise Unsupported("several ranks need a torch whose FSDPModule has reset_iter_state.", field="ranks")
         layers = decoder_layers(model)
         if not layers:
-            raise Unsupported(f"{type(model).__name__} has no list of layers to deal over ranks.", field="ranks")
+            raise Unsupported(f"{type(model).__name__} has no list of layers to shard over ranks.", field="ranks")
         for part in (*layers, _Root(model)):
             self._root = fully_shard(part, mesh=mesh)
             self._root.set_custom_all_gather(self._gathers)
@@ -102,15 +101,15 @@ class ShardedModel:
     def _enter(self, _embedding: nn.Module, _tokens: Any, hidden: Tensor) -> Tensor:
         # Makes every layer take part in every backward pass, whichever of them a run has adapters in.
         if torch.is_grad_enabled():
-            self.entrances.append(hidden.requires_grad_())
+            self.layer_inputs.append(hidden.requires_grad_())
         return hidden
 
     def _idle(self, with_gradient: bool) -> None:
-        with out_of_memory_named():
+        with convert_memory_errors():
             with torch.set_grad_enabled(with_gradient):
-                total = self.inside(self._pass_token)
+                total = self.run_root(self._pass_token)
             if with_gradient:
-                torch.autograd.grad(total, self.entrances)
+                torch.autograd.grad(total, self.layer_inputs)
 
     def _pass_token(self) -> Tensor:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
@@ -143,7 +142,7 @@ class _Gathers:
         self._plan: list[tuple[int, torch.dtype, torch.device]] = []
         self._group: dist.ProcessGroup | None = None
         self._done = 0
-        self._noting = False
+        self._recording = False
 
     def forget(self) -> None:
         """Discard the records of what passes gather."""
@@ -151,7 +150,7 @@ class _Gathers:
 
     def begin(self, *, with_gradient: bool) -> None:
         """Start a pass; record it if it is the first of its kind."""
-        self._noting = with_gradient not in self._plans
+        self._recording = with_gradient not in self._plans
         self._plan = self._plans.setdefault(with_gradient, [])
         self._done = 0
 
@@ -163,7 +162,7 @@ class _Gathers:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._group = group
-        if self._noting:
+        if self._recording:
             self._plan.append((input_tensor.numel(), input_tensor.dtype, input_tensor.device))
         if output_tensor.device.type == "cpu":
             # gloo counts a collective before it allocates copies of both tensors. If that failed, the collective could

@@ -47,39 +47,46 @@ class LossSpec:
     """Optional inputs of 0 and 1 that select positions; without one, a datum's positions are all selected."""
     multi: frozenset[str] = frozenset()
     """Inputs that may, together, have shape [N, K]: K targets per position."""
+    overrides: tuple[str, ...] = ()
+    """Optional inputs that override the setting of the same name per position."""
+    optional: tuple[str, ...] = (MASK, TEMPERATURE)
+    """All inputs that a datum may omit."""
 
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """Optional inputs that override the setting of the same name per position."""
-        return tuple(name for name in (CLIP_LOW, CLIP_HIGH) if name in self.settings)
 
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """Inputs that a datum may omit."""
-        return (*self.required_with, *self.overrides, *self.masks, MASK, TEMPERATURE)
+@dataclass(frozen=True, slots=True)
+class ResolvedLoss:
+    """What a loss reads under the settings of one request."""
 
-    def resolve_config(self, config: Mapping[str, float]) -> dict[str, float]:
-        """Fill in defaults. Raises UnknownField, NonFinite or OutOfRange, naming the setting."""
-        for name, value in config.items():
-            _check_setting(self, name, value)
-        resolved = {name: setting.default for name, setting in self.settings.items()} | dict(config)
-        low, high = resolved.get(CLIP_LOW, 0.0), resolved.get(CLIP_HIGH, math.inf)
-        if low > high:
-            raise OutOfRange(
-                f"clip_low_threshold {low:g} is above clip_high_threshold {high:g}; swap or change them.",
-                field=f"loss_fn_config.{CLIP_LOW}",
-            )
-        return resolved
+    spec: LossSpec
+    config: dict[str, float]
+    """All settings, with defaults filled in."""
+    required: tuple[str, ...]
+    """Inputs that every datum must have."""
+    defaults: dict[str, float]
+    """Optional inputs that are read -> their values for datums that omit them."""
 
-    def required_inputs(self, config: Mapping[str, float]) -> tuple[str, ...]:
-        """Return the inputs that every datum must have under a resolved `config`."""
-        extra = tuple(name for name, setting in self.required_with.items() if config[setting] > 0)
-        return self.required + extra
 
-    def fills(self, config: Mapping[str, float]) -> dict[str, float]:
-        """Return the optional inputs that are read, each with its value for datums that omit it."""
-        thresholds = {name: config[name] for name in self.overrides}
-        return thresholds | dict.fromkeys((*self.masks, TEMPERATURE), 1.0)
+def resolve_loss(name: str, config: Mapping[str, float]) -> ResolvedLoss:
+    """Look a loss up and fill in its settings.
+
+    Raises UnknownLoss, or UnknownField, NonFinite or OutOfRange, naming the setting.
+    """
+    if name not in LOSS_SPECS:
+        raise UnknownLoss(f"no such loss; choose one of {', '.join(LOSS_SPECS)}.", field="loss_fn")
+    spec = LOSS_SPECS[name]
+    for setting, value in config.items():
+        _check_setting(spec, setting, value)
+    resolved = {key: setting.default for key, setting in spec.settings.items()} | dict(config)
+    low, high = resolved.get(CLIP_LOW, 0.0), resolved.get(CLIP_HIGH, math.inf)
+    if low > high:
+        raise OutOfRange(
+            f"clip_low_threshold {low:g} is above clip_high_threshold {high:g}; swap or change them.",
+            field=f"loss_fn_config.{CLIP_LOW}",
+        )
+    extra = tuple(key for key, setting in spec.required_with.items() if resolved[setting] > 0)
+    thresholds = {key: resolved[key] for key in spec.overrides}
+    defaults = thresholds | dict.fromkeys((*spec.masks, TEMPERATURE), 1.0)
+    return ResolvedLoss(spec, resolved, spec.required + extra, defaults)
 
 
 def _check_setting(spec: LossSpec, name: str, value: float) -> None:
@@ -99,17 +106,18 @@ def _policy_loss(
     required_with: Mapping[str, str] | None = None,
     masks: tuple[str, ...] = (),
 ) -> LossSpec:
-    optional = required_with or {}
+    required_with = required_with or {}
+    overrides = tuple(setting for setting in (CLIP_LOW, CLIP_HIGH) if setting in settings)
     return LossSpec(
         name=name,
         required=("target_tokens", "logprobs", "advantages"),
-        required_with=optional,
+        required_with=required_with,
         settings=settings,
-        finite=frozenset(
-            {"logprobs", "advantages", TEMPERATURE, *optional, *({CLIP_LOW, CLIP_HIGH} & settings.keys())}
-        ),
-        nonpositive=frozenset({"logprobs", *optional}),
+        finite=frozenset({"logprobs", "advantages", TEMPERATURE, *required_with, *overrides}),
+        nonpositive=frozenset({"logprobs", *required_with}),
         masks=masks,
+        overrides=overrides,
+        optional=(*required_with, *overrides, *masks, MASK, TEMPERATURE),
     )
 
 
@@ -143,10 +151,3 @@ LOSS_SPECS: Mapping[str, LossSpec] = {
     )
 }
 """All losses, by name."""
-
-
-def loss_spec(name: str) -> LossSpec:
-    """Look a loss up. Raises UnknownLoss."""
-    if name not in LOSS_SPECS:
-        raise UnknownLoss(f"no such loss; choose one of {', '.join(LOSS_SPECS)}.", field="loss_fn")
-    return LOSS_SPECS[name]

@@ -5,31 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from trainer_service.engine.microbatch.packing import PackedSegment
+from trainer_service.engine.microbatch.job import PackedSegment
 
 
 class Demand(Protocol):
     """A command that waits for passes."""
 
-    @property
-    def run_id(self) -> str:
-        """The run that the command belongs to; a run has at most one demand."""
-        ...
-
-    @property
-    def waiting(self) -> list[PackedSegment]:
-        """Segments that may go into the next pass, longest first; the scheduler removes those that it takes."""
-        ...
-
-    @property
-    def forward_only(self) -> bool:
-        """Whether no gradient is computed; equal for all demands in a pass."""
-        ...
-
-    @property
-    def alone(self) -> bool:
-        """Whether it shares no pass with other demands."""
-        ...
+    run_id: str
+    """The run that the command belongs to; a run has at most one demand."""
+    waiting: list[list[PackedSegment]]
+    """Segments that wait, longest first, in groups that share no pass. The scheduler removes those that it takes."""
+    forward_only: bool
+    """Whether no gradient is computed; equal for all demands in a pass."""
+    alone: bool
+    """Whether it shares no pass with other demands."""
 
 
 D = TypeVar("D", bound=Demand)
@@ -78,7 +67,7 @@ class Scheduler(Generic[D]):
         self._levels.pop(run_id, None)
 
     def _fill(self, sharing: list[D]) -> list[list[tuple[D, list[PackedSegment]]]]:
-        queues = {demand.run_id: demand.waiting for demand in sharing}
+        queues = {demand.run_id: demand.waiting[0] for demand in sharing}
         passes: list[dict[str, tuple[D, list[PackedSegment]]]] = [{} for _ in range(self._ranks)]
         rooms = [self._pack_tokens] * self._ranks
         while sharing:
@@ -90,6 +79,8 @@ class Scheduler(Generic[D]):
             segment = next((each for each in queue if each.length <= room or not taken), None)
             if segment is None:
                 sharing.remove(demand)
+                if not queue:
+                    del demand.waiting[0]
                 continue
             queue.remove(segment)
             taken.setdefault(demand.run_id, (demand, []))[1].append(segment)

@@ -7,22 +7,22 @@ the last slot, so that once all slots are in use, requests to the base model are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe import layer as moe_layer
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sampler_service.engine.vllm.cpu.kv_cache import clear_on
-from sampler_service.engine.vllm.cpu.lora_slots import FEW_ROWS, Expansion, Pair, Slots, lay_out
 
+_FEW_ROWS = 64
+"""Rows up to which reading the weights takes longer than multiplying."""
 _EVERY = slice(None)
 
 Rows = slice | Tensor
@@ -42,6 +42,27 @@ def group_rows(slots: Tensor) -> Groups:
 def _together(rows: Tensor) -> Rows:
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+class Pair(NamedTuple):
+    """A and B of every slot for one part of a layer."""
+
+    a: Tensor | None
+    """[slots, ranks, in]; None if A x is already computed."""
+    b: Tensor
+    """[slots, out, ranks]"""
+
+    def shrink(self, x: Tensor, slots: int | slice) -> Tensor:
+        """Return A x [..., N, ranks] of a slot, or of consecutive ones, each with its own x [N, in] of `x`."""
+        return x if self.a is None else x @ self.a[slots].mT
+
+    def add(self, y: Tensor, x: Tensor, slot: int, scale: float) -> None:
+        """Add B A x of a slot to y in place; y has shape [N, out], x [N, in]."""
+        weight, shrunk = self.b[slot], self.shrink(x, slot)
+        if y.size(0) > _FEW_ROWS and y.dtype == weight.dtype:
+            y.addmm_(shrunk, weight.T, alpha=scale)
+        else:
+            y.add_(shrunk @ weight.T, alpha=scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +98,11 @@ class Padded:
         return cls(taken, gathered, torch.empty_like(places).index_copy_(0, rows, places), None)
 
     def add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
-        """Add B A x of each row's slot to y in place; shapes as in `GroupedPunicaWrapper._add`."""
+        """Add B A x of each row's slot to y in place. Shapes: y [T, out], x [T, in]."""
         count = self.slots.stop - self.slots.start
         placed = x.index_select(0, self.gathered).view(count, -1, x.size(1))
-        delta = pair.product(placed, self.slots).view(-1, y.size(1)).index_select(0, self.places)
+        delta = pair.shrink(placed, self.slots) @ pair.b[self.slots].mT
+        delta = delta.view(-1, y.size(1)).index_select(0, self.places)
         if self.rows is None:
             y.add_(delta, alpha=scale)
         else:
@@ -97,22 +119,17 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._token_groups: Groups = []
-        self._used: list[int] = []
-        """The slots in `_token_groups`."""
         self._sampler_groups: Groups = []
         self._padded: Padded | None = None
         """The padded rows, for batches of few rows and several adapters."""
-        self.between_layers: Callable[[], None] = _nothing
-        """Called before the operators of each linear layer; it may write slots that the batch does not use."""
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         """Read the batch's mapping; called before each step whose mapping differs from the previous one's."""
         super().update_metadata(*args, **kwargs)
         slots = self.token_lora_indices
         self._token_groups = group_rows(slots)
-        self._used = [slot for slot, _ in self._token_groups]
         self._sampler_groups = group_rows(self.sampler_indices)
-        is_small = len(self._token_groups) > 1 and len(slots) <= FEW_ROWS
+        is_small = len(self._token_groups) > 1 and len(slots) <= _FEW_ROWS
         self._padded = Padded.of(slots) if is_small else None
 
     def add_lora_linear(
@@ -129,29 +146,16 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
 
         Shapes: y [T, sum of slices], x [T, in], A [slots, 1, r, in], B [slots, 1, slice, r].
         """
-        self.between_layers()
         if not self._token_groups:
             return
         if y.dim() > 2:
             y, x = y.view(-1, y.size(-1)), x.view(-1, x.size(-1))
-        if isinstance(lora_a_stacked, Slots):
-            pairs = lora_a_stacked.pairs
-        else:
-            parts = zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True)
-            pairs = tuple(Pair(a[:, 0], b[:, 0, :width]) for a, b, width in parts)
-        if len(pairs) == 1:
-            self._add(y, x, pairs[0], scale)
-            return
-        for pair, part in zip(pairs, torch.split(y, [pair.out for pair in pairs], dim=1), strict=True):
-            self._add(part, x, pair, scale)
-
-    def _add(self, y: Tensor, x: Tensor, pair: Pair, scale: float) -> None:
-        """Add B A x to y in place. Shapes: y [T, out], x [T, in]."""
-        pair.prepare(self._used)
-        if self._padded is not None:
-            self._padded.add(y, x, pair, scale)
-        else:
-            _add_groups(y, x, self._token_groups, pair, scale)
+        for part, a, b in zip(torch.split(y, list(output_slices), dim=1), lora_a_stacked, lora_b_stacked, strict=True):
+            pair = Pair(a[:, 0], b[:, 0, : part.size(1)])
+            if self._padded is not None:
+                self._padded.add(part, x, pair, scale)
+            else:
+                _add_groups(part, x, self._token_groups, pair, scale)
 
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
@@ -174,14 +178,10 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         """
         if not add_inputs:
             y.zero_()
-        _add_groups(y, x, self._token_groups, Expansion(lora_b_stacked[:, 0]), 1.0)
+        _add_groups(y, x, self._token_groups, Pair(None, lora_b_stacked[:, 0]), 1.0)
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair | Expansion, scale: float) -> None:
+def _add_groups(y: Tensor, x: Tensor, groups: Groups, pair: Pair, scale: float) -> None:
     """Add the product of each group's rows of x and its slot to the same rows of y in place."""
     for slot, rows in groups:
         if rows == _EVERY:
@@ -213,12 +213,9 @@ class GroupedLoraCpuWorker(CPUWorker):
     """vLLM's CPU worker with these operators; selected through `worker_cls`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model with these operators, which its LoRA layers get from the platform, and lay out its slots."""
+        """Load the model with these operators, which its LoRA layers get from the platform."""
         name = f"{GroupedPunicaWrapper.__module__}.{GroupedPunicaWrapper.__name__}"
         current_platform.get_punica_wrapper = lambda: name  # type: ignore[method-assign]
         with _experts_for_cpus():
             super().load_model(*args, **kwargs)
-        for layer in self.get_model().modules():
-            if isinstance(layer, BaseLinearLayerWithLoRA):
-                layer.lora_a_stacked, layer.lora_b_stacked = lay_out(layer.lora_a_stacked, layer.lora_b_stacked)
         clear_on(self.model_runner)

@@ -7,13 +7,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from sampler_service.engine.vllm.worker.internals import VllmInternals
-from sampler_service.engine.vllm.worker.side_channel import Load, Loaded, MidStepInbox
+from sampler_service.engine.vllm.worker.prompt_logits import score_prompts_by_token
 
 # This import also registers the module's loader with vLLM, in the process that loads the model.
 from sampler_service.engine.vllm.worker.weight_export import write_model
@@ -30,25 +29,20 @@ class WorkerExtension:
     """Method of vLLM's worker."""
     internals: VllmInternals
     slot_writer: SlotWriter | None = None
-    inbox: MidStepInbox | None = None
 
-    def prepare_adapters(self, *, direct: bool, mid_step: str) -> int:
+    def prepare_adapters(self, *, direct: bool) -> int:
         """Prepare for adapters once the model is loaded; return the size of this worker's slots in bytes.
 
-        With `direct`, adapters are copied into slots from now on; otherwise vLLM loads them. If this worker can poll
-        between layers, it also connects to the `side_channel` at address `mid_step`. Raises RuntimeError if this vLLM's
-        internals differ.
+        With `direct`, adapters are copied into slots from now on; otherwise vLLM loads them. Raises RuntimeError if
+        this vLLM's internals differ.
         """
         self.internals = VllmInternals(self.model_runner, direct=direct)
-        self.internals.score_prompts_by_token()
+        score_prompts_by_token(self.model_runner, self.internals.layers.values())
         if direct:
             # Imported only here: in a vLLM that manages adapters differently, what this module imports may not exist.
             from sampler_service.engine.vllm.worker.slots import SlotWriter  # noqa: PLC0415
 
             self.slot_writer = SlotWriter(self.internals)
-            if self.internals.can_look_aside:
-                self.inbox = MidStepInbox(mid_step, self._load_mid_step)
-                self.internals.look_aside(self.inbox.look)
         return self.internals.slot_bytes
 
     def unmatched_adapter_modules(self, modules: list[str]) -> list[str]:
@@ -60,32 +54,19 @@ class WorkerExtension:
         served = {part for name in self.internals.layers for part in packed.get(name, [name])}
         return [name for name in modules if rename(name) not in served]
 
-    def load_adapter(self, *values: Any) -> Loaded:
-        """Make an adapter usable from the next step on; `values` are the fields of a Load.
+    def load_adapter(self, adapter_id: int, name: str, directory: str, in_memory: bool) -> tuple[float, bool]:
+        """Make an adapter usable from the next step on; return the seconds that took, and whether it is in a slot.
 
         Adapters on a mixture's experts are always loaded by vLLM itself, which has its own layouts for them.
         """
-        load, start = Load(*values), perf_counter()
-        if self.inbox is not None:
-            self.inbox.called(load.call)
-        if self.slot_writer is not None and self.slot_writer.takes(Path(load.directory)):
-            return self._write_slot(self.slot_writer, load)
-        self.model_runner.add_lora(LoRARequest(load.name, load.adapter_id, load.directory))
-        return Loaded(perf_counter() - start, in_slot=True)
-
-    def _load_mid_step(self, load: Load) -> Loaded | None:
-        """Load an adapter between two layers. This is safe: the step's requests do not use the slot that is written."""
-        if self.slot_writer is None or not self.slot_writer.takes(Path(load.directory)):
-            return None
-        with torch.inference_mode(mode=False), torch.no_grad():
-            return self._write_slot(self.slot_writer, load)
-
-    @staticmethod
-    def _write_slot(writer: SlotWriter, load: Load) -> Loaded:
-        start = perf_counter()
-        with gpu_sync_allowed():
-            in_slot = writer.add(load.adapter_id, Path(load.directory), in_memory=load.in_memory)
-        return Loaded(perf_counter() - start, in_slot)
+        start, path = perf_counter(), Path(directory)
+        layout = self.slot_writer.layout(path) if self.slot_writer is not None else None
+        if self.slot_writer is not None and layout is not None:
+            with gpu_sync_allowed():
+                in_slot = self.slot_writer.add(adapter_id, path, layout, in_memory=in_memory)
+            return perf_counter() - start, in_slot
+        self.model_runner.add_lora(LoRARequest(name, adapter_id, directory))
+        return perf_counter() - start, True
 
     def change_model(self, directory: str) -> None:
         """Overwrite the weights with those of a model of the same shape.

@@ -15,16 +15,13 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from sampler_service.engine.protocol import EngineUnfit
-from sampler_service.engine.vllm.cpu.lora_slots import Slots
-from sampler_service.engine.vllm.worker.prompt_logits import PromptLogits
 
 _MANAGER = "lora_manager._adapter_manager"
-_EVERY_WAY = (f"{_MANAGER}.model", f"{_MANAGER}.modules", f"{_MANAGER}.packed_modules")
+_ALWAYS = (f"{_MANAGER}.model", f"{_MANAGER}.modules", f"{_MANAGER}.packed_modules")
 _DIRECT = (
     "lora_manager.max_position_embeddings",
     f"{_MANAGER}.capacity",
@@ -51,50 +48,32 @@ class VllmInternals:
 
     def __init__(self, model_runner: Any, *, direct: bool) -> None:
         """Check for the attributes in use; `direct` adds those for slots. Raises EngineUnfit if any are missing."""
-        missing = [path for path in (_EVERY_WAY + _DIRECT if direct else _EVERY_WAY) if not _has(model_runner, path)]
+        missing = [path for path in (_ALWAYS + _DIRECT if direct else _ALWAYS) if not _has(model_runner, path)]
         for either in (_RUNNING, _SCORING) if direct else (_SCORING,):
             missing += [] if any(_has(model_runner, path) for path in either) else [" or ".join(either)]
         if missing:
             raise EngineUnfit(
-                f"vLLM {vllm.__version__} keeps adapters in another way: its model runner has no {', '.join(missing)}; "
-                "install the version that requirements/ pins, or, where that helps, set PACELINE_SAMPLER_APPLY=stock"
+                f"vLLM {vllm.__version__} manages adapters in an unknown way: its model runner has no "
+                f"{', '.join(missing)}; install the version that requirements/ pins, or, where that helps, set "
+                "PACELINE_SAMPLER_APPLY=stock"
             )
         self._runner = model_runner
         self._manager = model_runner.lora_manager._adapter_manager
-
-    @property
-    def layers(self) -> Mapping[str, Any]:
+        self.layers: Mapping[str, Any] = self._manager.modules
         """Layers that can have adapters, by vLLM's name."""
-        layers: Mapping[str, Any] = self._manager.modules
-        return layers
-
-    def score_prompts_by_token(self) -> None:
-        """Make prompts be scored with the adapter of each token's own request, if the output head may have adapters."""
-        heads = [layer for layer in self.layers.values() if isinstance(layer, LogitsProcessorWithLoRA)]
-        for layer in heads:
-            PromptLogits(self._runner, layer.punica_wrapper)
+        self.packed: Mapping[str, Sequence[str]] = self._manager.packed_modules
+        """The names of the modules that vLLM packed into a layer, by the layer's name."""
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        self.rename: Callable[[str], str] = mapper.get_rename_mapper()._map_name if mapper else str
+        """Function that maps Hugging Face's name of a module to vLLM's."""
 
     @property
     def slot_bytes(self) -> int:
-        """Size of the slots' matrices in all layers, in bytes."""
+        """Size of the memory that holds the slots' matrices in all layers, in bytes."""
         names = ("lora_a_stacked", "lora_b_stacked")
         stacks = [getattr(layer, name, ()) for layer in self.layers.values() for name in names]
-        laid_out = {pair for stack in stacks if isinstance(stack, Slots) for pair in stack.pairs}
-        others = [stack for stack in stacks if not isinstance(stack, Slots)]
-        plain = sum(matrix.nbytes for stack in others for matrix in stack if isinstance(matrix, torch.Tensor))
-        return plain + sum(pair.nbytes for pair in laid_out)
-
-    @property
-    def packed(self) -> Mapping[str, Sequence[str]]:
-        """The names of the modules that vLLM packed into a layer, by the layer's name."""
-        packed: Mapping[str, Sequence[str]] = self._manager.packed_modules
-        return packed
-
-    @property
-    def rename(self) -> Callable[[str], str]:
-        """Function that maps Hugging Face's name of a module to vLLM's."""
-        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
-        return mapper.get_rename_mapper()._map_name if mapper else str
+        storages = [one.untyped_storage() for stack in stacks for one in stack if isinstance(one, torch.Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def device(self) -> torch.device:
@@ -106,16 +85,6 @@ class VllmInternals:
         """Data type of the slots."""
         dtype: torch.dtype = self._manager.lora_config.lora_dtype
         return dtype
-
-    @property
-    def can_look_aside(self) -> bool:
-        """Whether the layers' operators call back during a step, as those for CPUs do."""
-        return all(_has(layer, "punica_wrapper.between_layers") for layer in self.layers.values())
-
-    def look_aside(self, look: Callable[[], None]) -> None:
-        """Call `look` between layers from now on."""
-        for layer in self.layers.values():
-            layer.punica_wrapper.between_layers = look
 
     def read_config(self, directory: Path) -> PEFTHelper:
         """Read an adapter's configuration as vLLM does. Raises ValueError if vLLM does not support such adapters."""

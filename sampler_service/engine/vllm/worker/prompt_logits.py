@@ -7,10 +7,18 @@ in a batch with an adapter on the head would be scored with another request's ad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from vllm.lora.layers import LogitsProcessorWithLoRA
+
+
+def score_prompts_by_token(model_runner: Any, layers: Iterable[Any]) -> None:
+    """Make prompts be scored with the adapter of each token's own request, if the output head may have adapters."""
+    for layer in layers:
+        if isinstance(layer, LogitsProcessorWithLoRA):
+            PromptLogits(model_runner, layer.punica_wrapper)
 
 
 class PromptLogits:

@@ -29,9 +29,8 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from paceline.layout import MODEL_FILE
-from paceline.weight_sharing import SEGMENT, BaseManifest, SharedStorage, SharedTensor, claim
+from paceline.weight_sharing import SEGMENT, BaseManifest, CudaStorage, SharedStorage, SharedTensor, claim
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.vllm.worker.cuda_sharing import share_cuda
 
 LOAD_FORMAT = "paceline_lent"
 """vLLM's load_format for lending a model; `extra_config` builds its model_loader_extra_config."""
@@ -131,6 +130,18 @@ class _Places:
         offset = int(view.storage_offset()) * view.element_size()
         dtype = str(view.dtype).removeprefix("torch.")
         return SharedTensor(name, dtype, tuple(view.shape), view.stride(), index, offset)
+
+
+def share_cuda(tensor: Tensor) -> SharedStorage:
+    """Describe the GPU memory of a tensor for another process on the same GPU.
+
+    The values are those that torch.multiprocessing pickles and sends (torch/multiprocessing/reductions.py).
+    """
+    storage = tensor.untyped_storage()
+    _, handle, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    cuda = CudaStorage(uuid, handle, offset, counter, counter_offset, event, event_sync)
+    return SharedStorage(size, cuda=cuda)
 
 
 def keep_plain(model: nn.Module) -> None:

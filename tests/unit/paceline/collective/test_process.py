@@ -13,11 +13,11 @@ import pytest
 import torch.distributed as dist
 
 from paceline.collective.member import SharedGpuError, meet
-from paceline.collective.process import GroupMember, GroupPlace
+from paceline.collective.process import GroupMember, GroupMembership
 
 
 def place(rank, size):
-    return GroupPlace("nccl", "127.0.0.1:0", 1, rank, size, 5.0)
+    return GroupMembership("nccl", "127.0.0.1:0", 1, rank, size, 5.0)
 
 
 def met(*gpus):

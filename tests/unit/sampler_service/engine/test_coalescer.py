@@ -10,9 +10,9 @@ import pytest
 
 from paceline.errors import EngineUnavailable
 from paceline.types import ServedModel, StopReason, TopkLogprobs
-from sampler_service.engine.coalescer import Coalescer, Crowd
+from sampler_service.engine.coalescer import Coalescer, ReaderGroup
 from sampler_service.engine.protocol import Delivery, TokenDelta
-from sampler_service.requests.reply import collect, complete
+from sampler_service.sampling import collect, complete
 
 
 def delta(index, *tokens, stop=None):
@@ -76,9 +76,9 @@ async def test_the_engine_has_done_with_a_request_before_its_reader_has():
     assert [each.tokens async for each in coalescer] == [[1]]
 
 
-async def behind(crowd=None):
+async def behind(readers=None):
     """Return a coalescer whose reader was woken but had to wait for a busy event loop, and the reader's next read."""
-    coalescer = Coalescer(crowd)
+    coalescer = Coalescer(readers)
     coalescer.put(delta(0, 1))
     reader = aiter(coalescer)
     time.sleep(0.005)  # noqa: ASYNC251 - that is the point
@@ -107,9 +107,9 @@ async def test_the_end_of_a_completion_is_not_held_back():
 
 
 async def test_while_one_reader_had_to_wait_others_leave_their_next_tokens_too_but_not_their_first_ones():
-    crowd = Crowd()
-    other = Coalescer(crowd)
-    await behind(crowd)
+    readers = ReaderGroup()
+    other = Coalescer(readers)
+    await behind(readers)
     for expected in (True, False):
         reading = asyncio.ensure_future(anext(other))
         await asyncio.sleep(0)

@@ -28,11 +28,10 @@ from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import Adapter
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.adapters import RegistryLimits, VersionRegistry
+from sampler_service.stores.base import VersionResolver
 from sampler_service.stores.disk import DiskTier
-from sampler_service.stores.resolver import VersionResolver
-from sampler_service.transports.base import ManifestRules, StagedAdapter
+from sampler_service.transports.base import ManifestRules, StagedAdapter, VersionKey
 from sampler_service.transports.trainer_link import TrainerLink
-from sampler_service.transports.version_keys import VersionKey
 from sampler_service.transports.volume import VolumeBridge
 
 RUN = new_run_id()

@@ -9,11 +9,10 @@ from support.models.tiny_models import make_tiny_llama
 from support.stacks.weight_stack import BASE, TENANT, make_version
 
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, Volume, new_run_id
-from paceline.weights import read_manifest, served_model
+from paceline.weights import read_manifest
 from sampler_service.stores.disk import DiskTier
 from sampler_service.transports.base import StagedAdapter
 from sampler_service.transports.staging import StagingArea
-from sampler_service.transports.version_keys import VersionKey
 
 RUN = new_run_id()
 
@@ -64,17 +63,13 @@ class Released(list[int]):
         self.append(staged.manifest.model.version)
 
 
-def key_of(staged: StagedAdapter) -> VersionKey:
-    return VersionKey.of(served_model(staged.manifest))
-
-
 async def test_it_waits_in_memory_until_it_is_written_and_on_disk_from_then_on(stage, scratch):
     tier, one, released = DiskTier(scratch, 2), stage(1), Released()
     content = (one.directory / WEIGHTS_FILE).read_bytes()
     await tier.put(one, released)
-    assert tier.find(key_of(one)) is one
+    assert tier.find(one.key) is one
     await tier.close()
-    written = tier.take(key_of(one))
+    written = tier.take(one.key, TENANT)
     assert not written.in_memory
     assert not one.directory.exists()
     assert (written.directory / WEIGHTS_FILE).read_bytes() == content
@@ -86,7 +81,7 @@ async def test_it_waits_in_memory_until_it_is_written_and_on_disk_from_then_on(s
 async def test_one_that_is_taken_back_before_it_is_written_comes_from_memory(stage, scratch, tmp_path):
     tier, one, released = DiskTier(scratch, 2), stage(1), Released()
     await tier.put(one, released)
-    taken = tier.take(key_of(one))
+    taken = tier.take(one.key, TENANT)
     await tier.close()
     assert taken.directory == one.directory
     assert (one.directory / WEIGHTS_FILE).exists()
@@ -110,7 +105,7 @@ async def test_a_tenant_with_many_takes_no_place_from_one_with_few(stage, scratc
         await tier.put(stage(version, tenant), released)
     await tier.close()
     assert released == [2, 3]
-    assert [served.version for served in tier] == [1, 4]
+    assert [staged.served.version for staged in tier] == [1, 4]
 
 
 async def test_one_that_cannot_be_written_goes(stage, scratch, tmp_path):

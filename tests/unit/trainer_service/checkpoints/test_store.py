@@ -62,11 +62,11 @@ def expiry_times(store: CheckpointStore) -> dict[str, datetime | None]:
     return {checkpoint.name: checkpoint.expire_time for checkpoint in store.find_all(OWNER)}
 
 
-@pytest.mark.parametrize("verb", ["take", "delete", "set_ttl"])
+@pytest.mark.parametrize("verb", ["link_into", "delete", "set_ttl"])
 async def test_a_checkpoint_that_is_gone_is_not_found(store, volume, tmp_path, verb):
     path = await save(store, "going")
     shutil.rmtree(volume.checkpoint(path))
-    arguments = {"take": (tmp_path,), "delete": (), "set_ttl": (60,)}
+    arguments = {"link_into": (tmp_path,), "delete": (), "set_ttl": (60,)}
     with pytest.raises(errors.CheckpointNotFound):
         await getattr(store, verb)(path, OWNER, *arguments[verb])
 
@@ -110,7 +110,7 @@ async def test_what_is_taken_while_it_is_overwritten_is_one_save(store, tmp_path
     for number in itertools.takewhile(lambda _: not overwriting.done(), itertools.count()):
         target = tmp_path / f"taken-{number}"
         target.mkdir()
-        await store.take(path, OWNER, target)
+        await store.link_into(path, OWNER, target)
         manifest = weights.read_manifest(target)
         assert weights.hash_file(target / WEIGHTS_FILE) == manifest.model.sha256
         if kind is CheckpointKind.STATE:
@@ -205,7 +205,7 @@ async def test_a_damaged_checkpoint_is_shown_to_its_owner_and_can_be_deleted_and
         with pytest.raises(errors.CheckpointNotFound):
             await verb(paths[0], Identity("another"), *([60] if verb == store.set_ttl else []))
     with pytest.raises(errors.ChecksumMismatch):
-        await store.take(paths[0], OWNER, target)
+        await store.link_into(paths[0], OWNER, target)
     with pytest.raises(errors.ChecksumMismatch):
         await store.set_ttl(paths[0], OWNER, 60)
     await store.delete(paths[0], OWNER)

@@ -55,7 +55,7 @@ def test_what_has_a_stock_way_is_refused_unless_that_is_chosen(owner, name, sett
         monkeypatch.delattr(owner, name)
     else:
         monkeypatch.setattr(owner, name, other)
-    sentence = rf"vLLM {vllm.__version__} has another {owner.__name__}.{name} .*requirements/ pins, or set "
+    sentence = rf"vLLM {vllm.__version__} has a different {owner.__name__}.{name} .*requirements/ pins, or set "
     with pytest.raises(EngineUnfit, match=rf"{sentence}PACELINE_SAMPLER_{setting.upper()}=stock"):
         create_engine("vllm", OPTIONS)
     check_vllm(replace(OPTIONS, **{setting: "stock"}))
@@ -65,7 +65,7 @@ def test_what_has_a_stock_way_is_refused_unless_that_is_chosen(owner, name, sett
 def test_what_has_none_says_which_vllm_to_install(owner, name, monkeypatch):
     monkeypatch.setattr(owner, name, other)
     for options in (OPTIONS, replace(OPTIONS, apply="stock", outputs="stock")):
-        with pytest.raises(EngineUnfit, match=rf"{vllm.__version__} has another {owner.__name__}.{name} .*pins$"):
+        with pytest.raises(EngineUnfit, match=rf"{vllm.__version__} has a different {owner.__name__}.{name} .*pins$"):
             check_vllm(options)
 
 
@@ -102,5 +102,5 @@ def test_the_model_runner_is_the_one_that_was_tested_unless_another_is_asked_for
 def test_what_text_is_served_by_is_known_or_refused_in_a_sentence(monkeypatch):
     check_text()
     monkeypatch.setattr(OpenAIServingModels, "model_name", other)
-    with pytest.raises(Unsupported, match=r"another OpenAIServingModels\.model_name .* install the version"):
+    with pytest.raises(Unsupported, match=r"a different OpenAIServingModels\.model_name .* install the version"):
         check_text()

@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import NonFinite, OutOfRange, UnknownField, UnknownLoss
 from trainer_service.engine.loss.losses import LOSSES, SEQUENCE_LENGTHS
-from trainer_service.engine.loss.specs import LOSS_SPECS, loss_spec
+from trainer_service.engine.loss.specs import LOSS_SPECS, resolve_loss
 
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "grpo")
 CLIPPING_LOSSES = ("ppo", "cispo", "gspo", "grpo")
@@ -88,7 +88,7 @@ def own_thresholds(size, seed=1):
 
 def evaluate(name, lp, inputs, config=None):
     """Return (loss per token, derivative, means) as float64 arrays."""
-    resolved = loss_spec(name).resolve_config(config or {})
+    resolved = resolve_loss(name, config or {}).config
     learner = torch.tensor(lp, dtype=torch.float32, requires_grad=True)
     tensors = {key: torch.tensor(values, dtype=torch.float32) for key, values in inputs.items()}
     tensors[SEQUENCE_LENGTHS] = torch.tensor(inputs.get(SEQUENCE_LENGTHS, [len(lp)]))
@@ -125,7 +125,7 @@ def one(name, ratio, advantage, config=None):
 def test_loss_and_gradient_equal_the_closed_form(name, config):
     lp, inputs = batch()
     loss, derivative, _ = evaluate(name, lp, inputs, config)
-    expected_loss, expected_derivative = closed_form(name, lp, inputs, loss_spec(name).resolve_config(config))
+    expected_loss, expected_derivative = closed_form(name, lp, inputs, resolve_loss(name, config).config)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(derivative, expected_derivative, rtol=1e-5, atol=1e-6)
 
@@ -137,7 +137,7 @@ def test_thresholds_by_position_take_the_place_of_the_settings(name, given):
     inputs |= {key: values for key, values in own_thresholds(len(lp)).items() if key in given}
     config = {**NARROW, "kl_coef": 0.2} if name == "grpo" else NARROW
     loss, derivative, _ = evaluate(name, lp, inputs, config)
-    expected_loss, expected_derivative = closed_form(name, lp, inputs, loss_spec(name).resolve_config(config))
+    expected_loss, expected_derivative = closed_form(name, lp, inputs, resolve_loss(name, config).config)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(derivative, expected_derivative, rtol=1e-5, atol=1e-6)
     assert not np.allclose(loss, evaluate(name, *batch(), config)[0]), "the settings alone would do"
@@ -190,11 +190,11 @@ def test_grpo_without_kl_is_ppo_and_reads_no_reference():
 
 
 def test_defaults_are_the_documented_ones():
-    assert loss_spec("ppo").resolve_config({}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    assert loss_spec("cispo").resolve_config({}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
-    assert loss_spec("dro").resolve_config({}) == {"beta": 0.05}
-    assert loss_spec("gspo").resolve_config({}) == {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004}
-    assert loss_spec("grpo").resolve_config({}) == {
+    assert resolve_loss("ppo", {}).config == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert resolve_loss("cispo", {}).config == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    assert resolve_loss("dro", {}).config == {"beta": 0.05}
+    assert resolve_loss("gspo", {}).config == {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004}
+    assert resolve_loss("grpo", {}).config == {
         "clip_low_threshold": 0.8,
         "clip_high_threshold": 1.2,
         "kl_coef": 0.0,
@@ -229,7 +229,7 @@ def test_clip_with_positive_advantage(name):
 @pytest.mark.parametrize("name", ["ppo", "gspo", "grpo"])
 def test_a_clipped_ratio_that_overflows_has_the_loss_of_the_bound_and_no_gradient(name):
     lp, inputs = np.array([-1.0]), {"logprobs": np.array([-90.0]), "advantages": np.array([2.0])}
-    bound = loss_spec(name).resolve_config({})["clip_high_threshold"]
+    bound = resolve_loss(name, {}).config["clip_high_threshold"]
     loss, derivative, _ = evaluate(name, lp, inputs)
     assert (loss[0], derivative[0]) == (pytest.approx(-2 * bound), 0.0)
 
@@ -307,15 +307,14 @@ def test_every_spec_has_a_function_and_the_other_way_round():
 
 
 def test_reference_logprobs_are_required_only_with_a_kl_coefficient():
-    spec = loss_spec("grpo")
-    assert "reference_logprobs" in spec.optional
-    assert "reference_logprobs" not in spec.required_inputs(spec.resolve_config({}))
-    assert "reference_logprobs" in spec.required_inputs(spec.resolve_config({"kl_coef": 0.1}))
+    assert "reference_logprobs" in LOSS_SPECS["grpo"].optional
+    assert "reference_logprobs" not in resolve_loss("grpo", {}).required
+    assert "reference_logprobs" in resolve_loss("grpo", {"kl_coef": 0.1}).required
 
 
 def test_unknown_loss_and_bad_settings_are_named():
     with pytest.raises(UnknownLoss) as unknown:
-        loss_spec("reinforce")
+        resolve_loss("reinforce", {})
     assert unknown.value.field == "loss_fn"
     for config, error in [
         ({"epsilon": 0.2}, UnknownField),
@@ -324,5 +323,5 @@ def test_unknown_loss_and_bad_settings_are_named():
         ({"clip_low_threshold": 1.3}, OutOfRange),
     ]:
         with pytest.raises(error) as caught:
-            loss_spec("ppo").resolve_config(config)
+            resolve_loss("ppo", config)
         assert caught.value.field == f"loss_fn_config.{next(iter(config))}"

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from trainer_service.engine.microbatch.packing import PackedSegment
+from trainer_service.engine.microbatch.job import PackedSegment
 from trainer_service.engine.microbatch.scheduler import Scheduler
 
 PACK = 4096
@@ -18,14 +18,15 @@ PACK = 4096
 @dataclass
 class Demand:
     run_id: str
-    waiting: list[PackedSegment] = field(default_factory=list)
+    waiting: list[list[PackedSegment]] = field(default_factory=list)
     forward_only: bool = False
     alone: bool = False
 
 
 def demand(run_id, *lengths, **kind):
     segments = [PackedSegment(index, length, np.arange(length)) for index, length in enumerate(lengths)]
-    return Demand(run_id, sorted(segments, key=lambda segment: -segment.length), **kind)
+    groups = [sorted(segments, key=lambda segment: -segment.length)] if segments else []
+    return Demand(run_id, groups, **kind)
 
 
 def tokens(share):
@@ -132,7 +133,7 @@ def test_the_same_demands_in_the_same_order_give_the_same_passes():
 def test_ranks_get_passes_alike_in_size_and_no_pass_is_too_long():
     random, scheduler, served = Random(0), Scheduler(PACK, ranks=4), []
     demands = [demand("one", *(random.randint(1, PACK // 4) for _ in range(200))), demand("other", *[2 * PACK] * 3)]
-    expected = sum(segment.length for each in demands for segment in each.waiting)
+    expected = sum(segment.length for each in demands for group in each.waiting for segment in group)
     while any(passes := scheduler.next_passes(demands)):
         loads = [sum(map(tokens, shares)) for shares in passes]
         assert all(

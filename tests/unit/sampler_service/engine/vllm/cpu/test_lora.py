@@ -7,7 +7,6 @@ import torch
 from vllm.lora.layers import LoRAMapping
 
 from sampler_service.engine.vllm.cpu.lora import GroupedPunicaWrapper
-from sampler_service.engine.vllm.cpu.lora_slots import _packed_pair, lay_out
 
 SLOTS, RANK, INPUT, SLICES = 3, 4, 64, (64, 32, 32)
 SLOT_IDS: list[int | None] = [11, 12, 13]
@@ -41,16 +40,13 @@ def expected(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
 
 
 @pytest.mark.parametrize("rank", [RANK, 40], ids=["few ranks", "many ranks"])
-@pytest.mark.parametrize("laid_out", [True, False], ids=["laid out", "as they come"])
 @pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "decode"])
 @pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-def test_each_row_gets_its_own_adapter_and_base_rows_none(mapping, prefill, dtype, tolerance, laid_out, rank):
+def test_each_row_gets_its_own_adapter_and_base_rows_none(mapping, prefill, dtype, tolerance, rank):
     x, y = random(7, INPUT, dtype=dtype), random(7, sum(SLICES), dtype=dtype)
     a = tuple(random(SLOTS, 1, rank, INPUT, dtype=dtype) / 8 for _ in SLICES)
     b = tuple(random(SLOTS, 1, width, rank, dtype=dtype) / rank**0.5 for width in SLICES)
-    if laid_out:
-        a, b = lay_out(a, b)
     parts = [expected(part, x, a[i], b[i], mapping) for i, part in enumerate(y.split(SLICES, dim=1))]
     base_rows = [row for row, adapter in enumerate(mapping) if not adapter]
     untouched = y[base_rows].clone()
@@ -85,15 +81,13 @@ def test_a_scale_multiplies_what_is_added():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("laid_out", [True, False], ids=["laid out", "as they come"])
-def test_an_adapter_that_is_not_finite_harms_its_own_rows_alone(laid_out, dtype):
+def test_an_adapter_that_is_not_finite_harms_its_own_rows_alone(dtype):
     mapping = [11, 13, 0, 12, 11, 13, 12]
     x, y = random(7, INPUT, dtype=dtype), random(7, 32, dtype=dtype)
     a, b = random(SLOTS, 1, RANK, INPUT, dtype=dtype) / 8, random(SLOTS, 1, 32, RANK, dtype=dtype)
     a[1], b[1] = torch.nan, torch.inf
     wanted = expected(y, x, a, b, mapping)
-    stacks = lay_out([a], [b]) if laid_out else ((a,), (b,))
-    wrapper(mapping, prefill=False).add_lora_linear(y, x, *stacks, 1.0, (32,))
+    wrapper(mapping, prefill=False).add_lora_linear(y, x, (a,), (b,), 1.0, (32,))
     others = [row for row, adapter in enumerate(mapping) if adapter != 12]
     torch.testing.assert_close(y[others].double(), wanted[others], rtol=3e-2, atol=3e-2)
     assert not y[[3, 6]].isfinite().any()
@@ -102,7 +96,7 @@ def test_an_adapter_that_is_not_finite_harms_its_own_rows_alone(laid_out, dtype)
 @pytest.mark.parametrize("mapping", [[12] * 7, [11, 0, 13, 13, 0, 12, 11], [12] * 70], ids=["one", "several", "many"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_written_to_a_slot_counts_from_the_next_product_on(mapping, dtype):
-    a, b = lay_out([torch.zeros(SLOTS, 1, RANK, INPUT, dtype=dtype)], [torch.zeros(SLOTS, 1, 32, RANK, dtype=dtype)])
+    a, b = (torch.zeros(SLOTS, 1, RANK, INPUT, dtype=dtype),), (torch.zeros(SLOTS, 1, 32, RANK, dtype=dtype),)
     x, y = random(len(mapping), INPUT, dtype=dtype), random(len(mapping), 32, dtype=dtype)
     kept, rows, punica = (
         a[0][1, 0],
@@ -123,25 +117,3 @@ def test_what_is_written_to_a_slot_counts_from_the_next_product_on(mapping, dtyp
     torch.testing.assert_close(change(), x[rows].double() @ new_a.double().T @ new_b.double().T, rtol=3e-2, atol=5e-2)
     b[0][1] = 0
     assert not change().any()
-
-
-def test_writes_that_do_not_go_by_slot_are_seen_too():
-    """On CPUs with AMX a slot has a packed copy, which must notice these writes to know that it is stale."""
-    pair, ((a, b),) = _packed_pair([torch.zeros(SLOTS, 1, 32, 64, dtype=torch.bfloat16)], [_packable_b()])
-    every = range(SLOTS)
-    for write, slots in (
-        (lambda: a[1].fill_(1), [1]),
-        (lambda: a.narrow(0, 2, 1).fill_(2), [2]),
-        (lambda: a.fill_(3), every),
-        (lambda: torch._foreach_zero_([b]), every),
-        (lambda: b.fill_(4), every),
-    ):
-        write()
-        pair.prepare(every)
-        for slot in slots:
-            assert pair._a[slot].sum() == a[slot].sum()
-            assert pair._b[slot].sum() == b[slot].sum()
-
-
-def _packable_b() -> torch.Tensor:
-    return torch.zeros(SLOTS, 1, 32, 32, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A vLLM that stores adapters in another way is refused when the engine starts."""
+"""A vLLM that manages adapters in an unknown way is refused when the engine starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import vllm
 
-from sampler_service.engine.vllm.worker.internals import _DIRECT, _EVERY_WAY, _RUNNING, _SCORING, VllmInternals
+from sampler_service.engine.vllm.worker.internals import _ALWAYS, _DIRECT, _RUNNING, _SCORING, VllmInternals
 
 
 def runner(*paths: str) -> SimpleNamespace:
@@ -23,12 +23,12 @@ def runner(*paths: str) -> SimpleNamespace:
 
 @pytest.mark.parametrize(("running", "scoring"), list(zip(_RUNNING, _SCORING, strict=True)))
 def test_either_of_the_model_runners_is_known(running, scoring):
-    VllmInternals(runner(*_EVERY_WAY, *_DIRECT, running, scoring), direct=True)
+    VllmInternals(runner(*_ALWAYS, *_DIRECT, running, scoring), direct=True)
 
 
 @pytest.mark.parametrize("gone", _DIRECT)
 def test_what_slots_need_is_missed_by_name_and_only_by_them(gone):
-    without = runner(*_EVERY_WAY, *(path for path in _DIRECT if path != gone), _RUNNING[0], _SCORING[0])
+    without = runner(*_ALWAYS, *(path for path in _DIRECT if path != gone), _RUNNING[0], _SCORING[0])
     VllmInternals(without, direct=False)
     with pytest.raises(RuntimeError, match=rf"{vllm.__version__}.*no {gone}; install"):
         VllmInternals(without, direct=True)
@@ -36,9 +36,9 @@ def test_what_slots_need_is_missed_by_name_and_only_by_them(gone):
 
 def test_a_model_runner_that_does_not_say_which_adapters_run_is_refused():
     with pytest.raises(RuntimeError, match=" or ".join(_RUNNING)):
-        VllmInternals(runner(*_EVERY_WAY, *_DIRECT, _SCORING[0]), direct=True)
+        VllmInternals(runner(*_ALWAYS, *_DIRECT, _SCORING[0]), direct=True)
     with pytest.raises(RuntimeError, match=" or ".join(_SCORING)):
-        VllmInternals(runner(*_EVERY_WAY, *_DIRECT, _RUNNING[0]), direct=False)
+        VllmInternals(runner(*_ALWAYS, *_DIRECT, _RUNNING[0]), direct=False)
 
 
 def test_what_loading_by_vllm_needs_is_missed_too():

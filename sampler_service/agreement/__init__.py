@@ -1,1 +1,0 @@
-"""Comparison of this sampler's log-probabilities with its trainer's."""

@@ -1,0 +1,134 @@
+"""What the files of adapters and base models say about them. Headers and configurations are read, but no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
+from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
+from paceline.weights import parse_adapter_config, read_header, read_tensor_entries
+
+_PREFIX = "base_model.model."
+_SIDES = (".lora_A.weight", ".lora_B.weight")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+LinearShapes = Mapping[str, tuple[int, int]]
+"""Name of every linear module of a base model -> (out features, in features)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShapes:
+    """Shapes of an adapter in PEFT's layout."""
+
+    modules: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    """Module name in the base model -> shapes of A ([r, in]) and B ([out, r])."""
+    rank: int
+    """Largest rank, of the tensors and of the configuration."""
+
+
+def read_adapter(directory: Path) -> AdapterShapes:
+    """Read an adapter's configuration and tensor names. All versions of a run share them, so they are parsed once.
+
+    Raises InvalidArgument if it is not plain LoRA or its configuration is invalid, InvalidShape if a module lacks one
+    of its two matrices, and as `read_tensor_entries` if the file does not match its header.
+    """
+    read_tensor_entries(directory / WEIGHTS_FILE)
+    header, config = read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes()
+    return _parse(header, config)
+
+
+@lru_cache(maxsize=16)
+def _parse(header: bytes, config_text: bytes) -> AdapterShapes:
+    tensors, config = json.loads(header), parse_adapter_config(config_text)
+    _check_config(config.settings)
+    tensors.pop("__metadata__", None)
+    halves: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]] = ({}, {})
+    for name, tensor in tensors.items():
+        side = next((i for i, suffix in enumerate(_SIDES) if name.endswith(suffix)), None)
+        if side is None or not name.startswith(_PREFIX):
+            raise InvalidShape(
+                f"tensor {name} is not the lora_A or lora_B of a linear module; leave it out", field="adapter"
+            )
+        if len(tensor["shape"]) != 2:
+            raise InvalidShape(f"tensor {name} is not a matrix; save the adapter again", field="adapter")
+        halves[side][name.removeprefix(_PREFIX).removesuffix(_SIDES[side])] = tuple(tensor["shape"])
+    if not halves[0] or halves[0].keys() != halves[1].keys():
+        raise InvalidShape("the adapter needs modules, each with a lora_A and a lora_B", field="adapter")
+    ranks = [shape[0] for shape in halves[0].values()]
+    rank = max(*ranks, config.largest_rank)
+    return AdapterShapes({module: (shape, halves[1][module]) for module, shape in halves[0].items()}, rank)
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise InvalidArgument(f"peft_type is {config.get('peft_type')}; only LORA is served", field="adapter")
+    unserved = [name for name in ("use_dora", "modules_to_save", "lora_bias") if config.get(name)]
+    if config.get("bias", "none") != "none":
+        unserved.append("bias")
+    if unserved:
+        raise InvalidArgument(f"adapters with {', '.join(unserved)} are not served", field="adapter")
+
+
+def check_adapter(adapter: AdapterShapes, linear: LinearShapes, max_rank: int) -> None:
+    """Refuse an adapter that could not be applied in full.
+
+    Raises RankTooLarge, or InvalidShape if a module does not exist in the base model or has a different shape there.
+    """
+    if adapter.rank > max_rank:
+        raise RankTooLarge(f"rank {adapter.rank}; this sampler takes at most {max_rank}", field="adapter")
+    unknown = sorted(adapter.modules.keys() - linear.keys())
+    if unknown:
+        raise InvalidShape(f"{len(unknown)} modules are not in the base model, such as {unknown[0]}", field="adapter")
+    for module, (a, b) in adapter.modules.items():
+        if (b[0], a[-1]) != linear[module] or a[0] != b[-1]:
+            raise InvalidShape(
+                f"{module} has shapes {list(a)} and {list(b)}; the base model's is {list(linear[module])}",
+                field="adapter",
+            )
+
+
+def linear_shapes(model: PreTrainedModel) -> LinearShapes:
+    """Return (out, in) of every linear module, by name."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return {name: (layer.out_features, layer.in_features) for name, layer in layers}
+
+
+def linear_shapes_of(model_path: Path) -> LinearShapes:
+    """Return the same for a model on disk. Its modules are built on the meta device; no weights are read."""
+    return linear_shapes(_skeleton(model_path))
+
+
+def parameter_shapes_of(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters by name, without parameters tied to another."""
+    model = _skeleton(model_path)
+    model.tie_weights()
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def stored_dtype(model_path: Path) -> torch.dtype | None:
+    """Return the dtype that transformers uses for `auto`: the configuration's, or that of the first weight.
+
+    None if neither specifies one.
+    """
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    stored: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
+    if stored is not None:
+        return stored
+    headers = (json.loads(read_header(file)) for file in sorted(model_path.glob("*.safetensors")))
+    facts = (facts for header in headers for name, facts in header.items() if name != "__metadata__")
+    return next((_DTYPES[one["dtype"]] for one in facts if one["dtype"] in _DTYPES), None)
+
+
+def _skeleton(model_path: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    return model

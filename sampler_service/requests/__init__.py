@@ -1,1 +1,0 @@
-"""Sampling requests and replies: decoding, validation, encoding."""

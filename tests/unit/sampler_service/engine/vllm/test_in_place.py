@@ -1,0 +1,57 @@
+"""Which models can replace vLLM's in place; a file of another shape is refused beforehand."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.models.tiny_models import make_tiny_llama
+
+from paceline.errors import EngineUnavailable, ModelNotLoadable
+from paceline.layout import MODEL_FILE
+from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.vllm.in_place import ReplaceableVllmEngine
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def base(request, tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("base"), tied=request.param)
+
+
+@pytest.fixture
+def engine(base):
+    return ReplaceableVllmEngine(EngineOptions(base, "tiny"))
+
+
+def _without(tensors, name):
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+OTHERS = {
+    "a parameter is missing": lambda tensors: _without(tensors, NORM),
+    "one too many": lambda tensors: {**tensors, "model.layers.0.extra.weight": tensors[NORM].clone()},
+    "another shape": lambda tensors: {**tensors, NORM: tensors[NORM][:-1].clone()},
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+async def test_a_file_of_another_shape_is_refused(engine, base, tmp_path, change):
+    save_file(change(load_file(base / MODEL_FILE)), tmp_path / MODEL_FILE)
+    with pytest.raises(ModelNotLoadable, match="not as in the base model"):
+        await engine.change_model(tmp_path)
+
+
+async def test_a_file_that_is_none_is_refused(engine, tmp_path):
+    with pytest.raises(ModelNotLoadable):
+        await engine.change_model(tmp_path)
+    (tmp_path / MODEL_FILE).write_bytes(b"{}")
+    with pytest.raises(ModelNotLoadable):
+        await engine.change_model(tmp_path)
+
+
+async def test_the_base_models_own_shape_is_taken_as_far_as_there_is_an_engine(engine, base, tmp_path):
+    tensors = load_file(base / MODEL_FILE)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # even if it is tied
+    save_file(tensors, tmp_path / MODEL_FILE)
+    with pytest.raises(EngineUnavailable):
+        await engine.change_model(tmp_path)

@@ -1,0 +1,165 @@
+"""What a sampler refuses before it does anything."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline import errors
+from paceline.layout import new_run_id
+from paceline.types import ModelInfo, ModelRef, SamplingParams
+from sampler_service.validation import RequestLimits, SampleRequest, check_adapter_ref, check_ref, check_sample
+
+MODEL = ModelInfo("tiny", max_context_length=32, vocab_size=100, dtype="float32", max_lora_rank=8, num_layers=2)
+LIMITS = RequestLimits(MODEL, max_num_samples=4, max_topk=5, max_unread_tokens=100)
+RUN = new_run_id()
+
+
+def request(length=8, **fields):
+    return SampleRequest(ModelRef(), np.arange(length, dtype=np.int32), SamplingParams(), **fields)
+
+
+def with_params(**fields):
+    return replace(request(), params=SamplingParams(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 24},
+        {"temperature": 0.0},
+        {"temperature": float(np.float32(0.01))},
+        {"temperature": 2.0},
+        {"top_p": 1e-3, "top_k": 100, "min_p": 1.0},
+        {"seed": 2**64 - 1},
+        {"stop": ("\n",), "stop_token_ids": (0, 99)},
+        {"min_tokens": 24},
+        {"min_tokens": 3, "max_tokens": 3},
+        {"regex": "[a-z]{2,9}", "stop": ("\n",), "max_tokens": 4},
+        {"json_schema": '{"type": "object", "properties": {"not": {"enum": ["if"]}, "a": {"$ref": "#/$defs/a"}}}'},
+        {"json_schema": '{"$defs": {"a": {"type": "string", "minLength": 1}}, "anyOf": [{"const": {"not": 1}}]}'},
+    ],
+)
+def test_what_can_be_honoured_is_taken(fields):
+    check_sample(with_params(**fields), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "field"),
+    [
+        ({"max_tokens": 0}, errors.OutOfRange, "params.max_tokens"),
+        ({"max_tokens": 25}, errors.SequenceTooLong, "params.max_tokens"),
+        ({"min_tokens": 25}, errors.OutOfRange, "params.min_tokens"),
+        ({"min_tokens": 4, "max_tokens": 3}, errors.OutOfRange, "params.min_tokens"),
+        ({"temperature": -0.1}, errors.OutOfRange, "params.temperature"),
+        ({"temperature": 2.1}, errors.OutOfRange, "params.temperature"),
+        ({"temperature": 0.005}, errors.OutOfRange, "params.temperature"),
+        ({"temperature": math.nan}, errors.NonFinite, "params.temperature"),
+        ({"temperature": math.inf}, errors.NonFinite, "params.temperature"),
+        ({"top_p": 0.0}, errors.OutOfRange, "params.top_p"),
+        ({"top_p": 1.1}, errors.OutOfRange, "params.top_p"),
+        ({"top_p": math.nan}, errors.NonFinite, "params.top_p"),
+        ({"min_p": -0.1}, errors.OutOfRange, "params.min_p"),
+        ({"min_p": 1.1}, errors.OutOfRange, "params.min_p"),
+        ({"min_p": math.nan}, errors.NonFinite, "params.min_p"),
+        ({"top_k": 101}, errors.OutOfRange, "params.top_k"),
+        ({"seed": 2**64}, errors.OutOfRange, "params.seed"),
+        ({"stop": ("",)}, errors.OutOfRange, "params.stop[0]"),
+        ({"stop": ("a", "b" * 2000)}, errors.OutOfRange, "params.stop[1]"),
+        ({"stop": ("a",) * 65}, errors.OutOfRange, "params.stop"),
+        ({"stop_token_ids": (3, 100)}, errors.TokenOutOfRange, "params.stop_token_ids[1]"),
+        ({"json_schema": "{}", "regex": "a"}, errors.InvalidArgument, "params.regex"),
+        ({"regex": "a" * 70_000}, errors.OutOfRange, "params.regex"),
+        ({"json_schema": "{}" + " " * 70_000}, errors.OutOfRange, "params.json_schema"),
+        ({"regex": "a+", "ignore_eos": True}, errors.InvalidArgument, "params.ignore_eos"),
+        ({"json_schema": "{}", "min_tokens": 1}, errors.InvalidArgument, "params.min_tokens"),
+    ],
+)
+def test_parameters_that_cannot_be_honoured_are_refused(fields, error, field):
+    with pytest.raises(error) as failure:
+        check_sample(with_params(**fields), LIMITS)
+    assert failure.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must be a JSON object"),
+        ("true", "must be a JSON object"),
+        ('{"items":' * 6000, "nested too deeply"),
+        ('{"items":' * 128 + "[]" + "}" * 128, "nested too deeply"),
+        ('{"enum":' + "[" * 128 + "]" * 128 + "}", "nested too deeply"),
+        ('{"not": {"type": "string"}}', "has not, which is not enforced"),
+        ('{"properties": {"a": {"anyOf": [{"if": {}, "then": {}}]}}}', "has if, which is not enforced"),
+        ('{"type": "object", "patternProperties": {"a": {"dependentRequired": {}}}}', "dependentRequired"),
+        ('{"items": {"minimum": 3}}', "has minimum without a type"),
+        ('{"$ref": "https://example.org/schema"}', "not a path within the schema"),
+        ('{"$defs": {"a": {"$ref": "#a"}}}', "not a path within the schema"),
+        ('{"$ref": 3}', "not a path within the schema"),
+    ],
+)
+def test_a_schema_that_would_not_be_enforced_whole_is_refused(schema, what):
+    with pytest.raises(errors.InvalidArgument, match=what) as failure:
+        check_sample(with_params(json_schema=schema), LIMITS)
+    assert failure.value.field == "params.json_schema"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"items":' * 127 + "{}" + "}" * 127,
+        '{"const": "' + "[{" * 200 + '\\\\\\"' + "[{" * 200 + '"}',
+    ],
+    ids=["as deep as may be", "brackets in strings"],
+)
+def test_a_schema_that_is_not_too_deep_is_taken(schema):
+    check_sample(with_params(json_schema=schema), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "field"),
+    [
+        (request(num_samples=0), errors.OutOfRange, "num_samples"),
+        (request(num_samples=5), errors.OutOfRange, "num_samples"),
+        (request(topk_logprobs=6), errors.OutOfRange, "topk_logprobs"),
+        (request(topk_prompt_logprobs=6), errors.OutOfRange, "topk_prompt_logprobs"),
+        (request(length=32), errors.SequenceTooLong, "prompt"),
+        (replace(request(), prompt=np.array([-1], np.int64)), errors.TokenOutOfRange, "prompt"),
+        (replace(request(), prompt=np.array([100], np.int64)), errors.TokenOutOfRange, "prompt"),
+        (replace(request(), prompt=np.array([2**40], np.int64)), errors.TokenOutOfRange, "prompt"),
+        (replace(request(), ref=ModelRef(base="another")), errors.ModelNotFound, "model.base.name"),
+    ],
+)
+def test_requests_beyond_the_limits_are_refused(changed, error, field):
+    with pytest.raises(error) as failure:
+        check_sample(changed, LIMITS)
+    assert failure.value.field == field
+
+
+def test_a_prompt_may_leave_room_for_a_single_token():
+    check_sample(request(length=31), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("ref", "error"),
+    [
+        (ModelRef(run_id="../../etc"), errors.RunNotFound),
+        (ModelRef(run_id="run-1"), errors.RunNotFound),
+        (ModelRef(checkpoint=f"paceline://{RUN}/sampler/../x"), errors.InvalidPath),
+        (ModelRef(checkpoint="/etc/passwd"), errors.InvalidPath),
+        (ModelRef(checkpoint=f"paceline://{RUN}/state/best"), errors.InvalidPath),
+    ],
+)
+def test_names_that_are_no_names_reach_no_path(ref, error):
+    with pytest.raises(error):
+        check_ref(ref, MODEL)
+
+
+def test_the_base_model_is_no_adapter():
+    check_adapter_ref(ModelRef(run_id=RUN), MODEL)
+    with pytest.raises(errors.InvalidArgument):
+        check_adapter_ref(ModelRef(base="tiny"), MODEL)

@@ -1,1 +1,0 @@
-"""The service's side of the engine process."""

@@ -1,1 +1,0 @@
-"""The engine process: its loop and its end of the pipe."""
