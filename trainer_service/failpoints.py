@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import NoReturn
+from collections.abc import Callable
 
 SERVICE_POINTS = (
     "before_append",
@@ -41,38 +41,31 @@ class Failpoints:
     """Counts how often each point is passed and kills the process where the specification says so."""
 
     def __init__(self, spec: str) -> None:
-        self._left: dict[str, int] = {}
+        self.left: dict[str, int] = {}
+        """How often each point is still to be passed; the last time kills the process."""
         self._always: set[str] = set()
         for part in filter(None, spec.split(",")):
             name, _, count = part.partition(":")
             if not (name in SERVICE_POINTS or name.startswith("engine_")) or not count.rstrip("+").isdigit():
-                raise ValueError(f"{part!r} is not of the form name:count; names: {', '.join(SERVICE_POINTS)}")
-            self._left[name] = int(count.rstrip("+"))
+                raise ValueError(f"{part!r} does not have the form name:count; names: {', '.join(SERVICE_POINTS)}")
+            self.left[name] = int(count.rstrip("+"))
             if count.endswith("+"):
                 self._always.add(part)
+        self.hit: Callable[[str], object] = self._count_down if self.left else self.left.get
+        """Pass a point, or kill the process there if it is due."""
 
     @property
     def lasting(self) -> str:
         """The points that also apply to engines started later."""
         return ",".join(sorted(self._always))
 
-    def is_next(self, name: str) -> bool:
-        """Return whether the next pass of this point kills the process."""
-        return self._left.get(name, 0) == 1
-
-    def hit(self, name: str) -> None:
-        """Pass a point, or kill the process there if it is due."""
-        if name not in self._left:
+    def _count_down(self, name: str) -> None:
+        if name not in self.left:
             return
-        self._left[name] -= 1
-        if self._left[name] == 0:
-            die()
+        self.left[name] -= 1
+        if self.left[name] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError("a process outlived its SIGKILL")
 
 
 NO_FAILPOINTS = Failpoints("")
-
-
-def die() -> NoReturn:
-    """Kill this process at once."""
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("a process outlived its SIGKILL")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from paceline.rpc.identity import Identity
 from paceline.types import Quota
 from paceline.waiting_bytes import WaitingBytes
-from trainer_service.limits import volume_bytes
-from trainer_service.limits.volume_bytes import VolumeBytes
+from trainer_service.limits import disk_guard
+from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.runs.registry import RunRegistry
 
 RUNS = "runs"
@@ -18,20 +18,20 @@ RUNS = "runs"
 class Quotas:
     """Reports quotas. They are enforced where usage is counted."""
 
-    def __init__(self, max_runs: int, registry: RunRegistry, volume: VolumeBytes, waiting: WaitingBytes) -> None:
+    def __init__(self, max_runs: int, registry: RunRegistry, guard: DiskGuard, waiting: WaitingBytes) -> None:
         self._max_runs = max_runs
         self._registry = registry
-        self._volume = volume
+        self._guard = guard
         self._waiting = waiting
 
     def of(self, tenant: str) -> Sequence[Quota]:
         """Return a tenant's quotas."""
         return (
             Quota(RUNS, len(self._registry.owned_by(Identity(tenant))) if tenant else 0, self._max_runs),
-            Quota(volume_bytes.QUOTA, self._volume.used(tenant), self._volume.limit),
+            Quota(disk_guard.QUOTA, self._guard.used(tenant), self._guard.limit),
             Quota(self._waiting.quota.name, self._waiting.used(tenant), self._waiting.tenant_limit),
         )
 
     def tenants(self) -> list[str]:
         """Return the tenants that use anything; names may repeat."""
-        return [*self._registry.tenants(), *self._volume.tenants(), *self._waiting.tenants()]
+        return [*self._registry.tenants(), *self._guard.tenants(), *self._waiting.tenants()]

@@ -6,12 +6,15 @@ import asyncio
 import fcntl
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from paceline import errors, layout
 from paceline.background import Background
@@ -21,42 +24,39 @@ from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.quota_metrics import QuotaMetrics
 from paceline.rpc.server import Readiness
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
-from paceline.types import ModelCertificate, ModelInfo, RunState
+from paceline.types import ModelCertificate, ModelInfo, PackingMode, RunState
 from paceline.waiting_bytes import WaitingBytes
+from paceline.weight_sharing import is_lent, read_base
 from trainer_service.backoff import backoff
-from trainer_service.certificate_metrics import CertificateMetrics
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.commands import CommandExecutor, SnapshotPolicy
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.watchdog import Patience
 from trainer_service.failpoints import Failpoints
-from trainer_service.hardware import choose_options
-from trainer_service.limits.byte_gate import ByteGate
-from trainer_service.limits.free_space import DiskGuard
-from trainer_service.limits.volume_bytes import VolumeBytes
+from trainer_service.limits.disk_guard import DiskGuard
+from trainer_service.limits.gates import ByteGate
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
 from trainer_service.publish.watch_hub import WatchHub
 from trainer_service.quotas import Quotas
-from trainer_service.recovery.recovery import Recovery
-from trainer_service.recovery.restore_point import RestorePoints
-from trainer_service.rpc.command_handlers import Commands
+from trainer_service.recovery import Recovery, RestorePoints
 from trainer_service.rpc.trainer_servicer import TrainerServicer
 from trainer_service.rpc.weight_servicer import WeightServicer
-from trainer_service.runs.executor import SnapshotPolicy
+from trainer_service.run_lifecycle import RunLifecycle
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
 from trainer_service.settings import TrainerSettings
-from trainer_service.text.tokenizer_files import read_tokenizer_files
-from trainer_service.trainer import Trainer
-from trainer_service.volume.format import check_volume
-from trainer_service.weight_sharing import LentBase
+from trainer_service.text import read_tokenizer_files
+from trainer_service.volume_files import check_volume
 
 _log = get_logger(__name__)
 
-_RESTART_SECONDS, _MOST_RESTART_SECONDS = 1.0, 30.0
+_RESTART_SECONDS, _MAX_RESTART_SECONDS = 1.0, 30.0
 """Delay between attempts to restart the engine: initial and maximum."""
+_POLL_SECONDS = 0.5
+"""Interval at which the sampler's lock is polled: a lock that is released by its holder's death causes no event."""
 
 
 class TrainerService:
@@ -70,11 +70,10 @@ class TrainerService:
         self._volume = layout.Volume(settings.checkpoint_dir)
         failpoints = Failpoints(settings.failpoints)
         waiting_bytes = WaitingBytes(settings.max_waiting_bytes, settings.max_waiting_bytes_per_tenant)
-        volume_bytes = VolumeBytes(self._volume, settings.max_volume_bytes_per_tenant)
-        guard = DiskGuard(settings.min_free_bytes, volume_bytes)
+        guard = DiskGuard(settings.min_free_bytes, self._volume, settings.max_volume_bytes_per_tenant)
         storage = RunStorage(self._volume, settings, failpoints, waiting_bytes, guard)
-        self._registry = RunRegistry(self._volume, storage, volume_bytes)
-        self._quotas = Quotas(settings.max_runs_per_tenant, self._registry, volume_bytes, waiting_bytes)
+        self._registry = RunRegistry(self._volume, storage, guard)
+        self._quotas = Quotas(settings.max_runs_per_tenant, self._registry, guard, waiting_bytes)
         QuotaMetrics(self.name, self._quotas.tenants, self._quotas.of, metrics)
         self._checkpoints = CheckpointStore(self._volume, failpoints, guard)
         self._restore_points = RestorePoints(self._volume, self._registry, self._checkpoints)
@@ -82,12 +81,12 @@ class TrainerService:
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
         self._group = BroadcastGroup(group, self._hub)
         self._engine = EngineProcess(
-            choose_options(settings),
+            settings.engine_options(),
             on_exit=self._engine_exited,
             patience=Patience(settings.engine_silence_seconds, settings.engine_stall_seconds),
         )
         CertificateMetrics(self._engine.describe, metrics)
-        self._base = LentBase(settings.base_dir)
+        self._base = SharedBaseWatch(settings.base_dir)
         self._agreements = Agreements(self._engine, self._find_version, metrics)
         self._publisher = Publisher(
             self._engine,
@@ -101,17 +100,9 @@ class TrainerService:
             guard,
             self._agreements,
         )
-        self._trainer = Trainer(
-            settings,
-            self._engine,
-            self._registry,
-            self._checkpoints,
-            self._publisher,
-            self._start_run,
-            guard,
-            volume_bytes,
+        self._commands = CommandExecutor(
+            settings, self._engine, self._registry, self._checkpoints, self._publisher, guard
         )
-        self._commands = Commands(self._trainer)
         self._background = Background("the trainer's own work failed")
         self._recovery = Recovery(
             self._engine,
@@ -124,6 +115,14 @@ class TrainerService:
             self._background.spawn,
             self._restore_points,
             self._registry,
+        )
+        self._lifecycle = RunLifecycle(
+            settings.max_runs_per_tenant,
+            self._engine,
+            self._registry,
+            self._checkpoints,
+            self._publisher,
+            self._recovery.start,
         )
         self._readiness: Readiness | None = None
         self._lock: int | None = None
@@ -154,14 +153,14 @@ class TrainerService:
         # Read once, at startup: resolving a model's name may query the hub, which no caller may trigger.
         self._tokenizer_files = await asyncio.to_thread(read_tokenizer_files, self._settings.model)
         self._background.spawn(self._watch_base())
-        self._background.spawn(self._recovery.recover_all(self._registry))
-        self._background.spawn(self._trainer.expire_checkpoints())
+        self._background.spawn(self._recovery.recover_all())
+        self._background.spawn(self._expire_checkpoints())
         self._background.spawn(self._group.run())
 
     def register(self, server: grpc.aio.Server) -> None:
         trainer = TrainerServicer(
             self._settings,
-            self._trainer,
+            self._lifecycle,
             self._commands,
             self._engine,
             self._registry,
@@ -209,12 +208,9 @@ class TrainerService:
         if found is not None and found.reason:
             _log.warning("sequences do not share passes", model=model.name, reason=found.reason)
 
-    def _start_run(self, run: RunRecord, engines_lost: int) -> None:
-        self._recovery.start(run, engines_lost)
-
     def _engine_exited(self, status: int) -> None:
         _log.error("engine died", status=status)
-        self._engine_lost("the engine died; it starts again, and the run comes back")
+        self._engine_lost("the engine died; it is restarting, and the run will be restored")
 
     def _engine_lost(self, message: str) -> None:
         self._registry.hold_all(errors.EngineUnavailable(message))
@@ -225,18 +221,20 @@ class TrainerService:
     async def _watch_base(self) -> None:
         """Stop the engine when the sampler that lends its base weights ends; restart it on the next one's weights."""
         while True:
-            await self._base.gone()
+            await self._base.wait_gone()
             if self._restarting:
                 await asyncio.sleep(_RESTART_SECONDS)
                 continue
             _log.error("the sampler that lends the base weights is gone; the engine waits for the next one")
             await self._engine.close()
-            self._engine_lost("the sampler that lends the base weights is away; the run comes back when it does")
+            self._engine_lost(
+                "the sampler that lends the base weights is gone; the run will be restored with the next one"
+            )
 
     async def _load_engine(self, load: Callable[[], Awaitable[ModelInfo]]) -> ModelInfo:
         """Start the engine process once base weights are available for it."""
         while True:
-            await self._base.available()
+            await self._base.wait_available()
             with suppress(errors.BaseUnavailable):
                 return await load()
 
@@ -248,7 +246,7 @@ class TrainerService:
         self._restarting = False
         self._log_ready(model)
         await self._readiness.set(True)
-        await self._recovery.recover_all(self._registry)
+        await self._recovery.recover_all()
 
     async def _restarted(self) -> ModelInfo:
         """Restart the engine, retrying without limit: the cause of a failure may be temporary."""
@@ -256,10 +254,88 @@ class TrainerService:
             try:
                 return await self._load_engine(self._engine.restart)
             except Exception as error:
-                seconds = backoff(failures, _RESTART_SECONDS, _MOST_RESTART_SECONDS)
-                _log.warning("engine not started; trying again", error=repr(error), failures=failures, seconds=seconds)
+                seconds = backoff(failures, _RESTART_SECONDS, _MAX_RESTART_SECONDS)
+                _log.warning("engine not started; retrying", error=repr(error), failures=failures, seconds=seconds)
             await asyncio.sleep(seconds)
-        raise AssertionError("counting came to an end")
+        raise AssertionError("unreachable")
+
+    async def _expire_checkpoints(self) -> None:
+        """Delete checkpoints past their time to live, in an endless loop."""
+        while True:
+            await asyncio.sleep(self._settings.expiry_check_seconds)
+            try:
+                for path in await self._checkpoints.delete_expired(datetime.now(UTC)):
+                    _log.info("checkpoint expired", path=path)
+            except OSError as error:  # affects the whole volume, for example no free descriptors
+                _log.error("expiring checkpoints failed; retrying", error=str(error))
+
+
+class SharedBaseWatch:
+    """Tracks the weights that the engine was started on. Without a directory it has its own, which never disappear."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._generation = ""
+        self._is_borrowed = False
+
+    async def wait_available(self) -> None:
+        """Wait until there are weights to start the engine on. Raises BaseMismatch if the directory is not usable."""
+        waited = False
+        while self._directory is not None:
+            try:
+                manifest = await asyncio.to_thread(read_base, self._directory)
+                self._generation, self._is_borrowed = manifest.generation, not manifest.writable
+                return
+            except errors.BaseUnavailable as error:
+                if not waited:
+                    _log.warning("waiting for base weights", reason=error.reason, error=error.message)
+                waited = True
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def wait_gone(self) -> None:
+        """Wait until the weights that `wait_available` found last, which the engine uses, are gone or replaced."""
+        while not self._is_borrowed or await self._is_available():  # noqa: ASYNC110 - file locks must be polled
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _is_available(self) -> bool:
+        return self._directory is None or await asyncio.to_thread(is_lent, self._directory, self._generation)
+
+
+class CertificateMetrics(Collector):
+    """Reads at each scrape the certificate that GetServerInfo returns; empty until an engine has loaded a model."""
+
+    def __init__(self, describe: Callable[[], ModelInfo], registry: CollectorRegistry) -> None:
+        """`describe` returns the loaded model, and raises EngineUnavailable while there is none."""
+        self._describe = describe
+        registry.register(self)
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        yield from _families(None)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        try:
+            certificate = self._describe().certificate
+        except errors.EngineUnavailable:
+            return
+        yield from _families(certificate)
+
+
+def _families(found: ModelCertificate | None) -> Iterator[GaugeMetricFamily]:
+    prefix = "paceline_trainer_certificate"
+    difference = GaugeMetricFamily(
+        f"{prefix}_difference", "Difference between this engine and stock transformers", labels=("of",)
+    )
+    bound = GaugeMetricFamily(f"{prefix}_bound", "Upper bound on that difference from rounding", labels=("of",))
+    seconds = GaugeMetricFamily(f"{prefix}_seconds", "Time that the check took at the last load")
+    packs = GaugeMetricFamily(f"{prefix}_packs", "1 if sequences share passes, else 0", labels=("attention",))
+    if found is not None:
+        difference.add_metric(("logprobs",), found.logprob_difference)
+        difference.add_metric(("gradients",), found.gradient_difference)
+        bound.add_metric(("logprobs",), found.logprob_bound)
+        bound.add_metric(("gradients",), found.gradient_bound)
+        seconds.add_metric((), found.seconds)
+        packs.add_metric((found.attention,), float(found.packing is PackingMode.PACKED))
+    yield from (difference, bound, seconds, packs)
 
 
 def _facts(certificate: ModelCertificate) -> dict[str, str | float]:

@@ -9,7 +9,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from paceline.machine import count_gpus
 from paceline.settings import Address, BackendSettings
+from trainer_service.engine.options import Dtype, EngineOptions
 
 
 class TrainerSettings(BackendSettings):
@@ -134,3 +136,33 @@ class TrainerSettings(BackendSettings):
     def served_name(self) -> str:
         """The base model's name for clients."""
         return self.model_name or self.model.rstrip("/").rpartition("/")[2]
+
+    def engine_options(self) -> EngineOptions:
+        """Return the engine's options; settings with the value `auto` are resolved from this machine's hardware."""
+        # The service process never touches CUDA, so this only reads files.
+        device = self.device if self.device != "auto" else "cuda" if count_gpus() else "cpu"
+        return EngineOptions(
+            model_path=self.model,
+            model_name=self.served_name,
+            dtype=self.dtype if self.dtype != "auto" else _find_dtype(device),
+            device=device,
+            base_dir="" if self.base_dir is None else str(self.base_dir),
+            ranks=self.ranks,
+            pack_tokens=self.pack_tokens,
+            joint_passes=self.joint_passes,
+            logprob_chunk=self.logprob_chunk,
+            activation_checkpointing=self.activation_checkpointing,
+            compile=self.compile,
+            max_lora_rank=self.max_lora_rank,
+            run_memory_bytes=None if self.run_memory_gib is None else int(self.run_memory_gib * (1 << 30)),
+            scratch_dir=str(self.scratch_dir / f"engine-{self.volume_id}"),
+            failpoints=self.failpoints,
+        )
+
+
+def _find_dtype(device: str) -> Dtype:
+    if device != "cpu":
+        return "bfloat16"
+    cpuinfo = Path("/proc/cpuinfo")
+    # Without AMX, bfloat16 products on a CPU are no faster than float32 ones, and less exact.
+    return "bfloat16" if cpuinfo.exists() and " amx_bf16" in cpuinfo.read_text() else "float32"

@@ -27,10 +27,10 @@ from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import Failpoints
+from trainer_service.journal.format import Facts
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
-from trainer_service.journal.records import Facts
-from trainer_service.limits.free_space import DiskGuard
+from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.runs.command import Command, answer_to_record
 
 BUDGET = 0.05
@@ -57,7 +57,7 @@ async def main() -> None:
         async with EngineProcess(EngineOptions(str(make_model(default_directory())), "bench")) as engine:
             await engine.create_run("run", LoraConfig(rank=16))
             parts = [await step(engine, journal, data, number) for number in range(options.steps + 1)][1:]
-        await journal.close()
+        await journal.flush()
     shares = [spent / total for spent, total in parts]
     tokens = sum(len(datum.model_input) for datum in data)
     print(

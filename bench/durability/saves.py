@@ -32,14 +32,12 @@ from trainer_service.checkpoints.store import staged_directory
 from trainer_service.engine.client import Captured, EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS
+from trainer_service.journal.format import Facts
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
-from trainer_service.journal.records import Facts
-from trainer_service.limits.free_space import DiskGuard
-from trainer_service.runs.answers import Answers
-from trainer_service.runs.command import Command
-from trainer_service.runs.progress import CommandProgress
-from trainer_service.runs.sequencer import Sequencer
+from trainer_service.limits.disk_guard import DiskGuard
+from trainer_service.runs.command import Answers, Command
+from trainer_service.runs.sequencer import CommandProgress, Sequencer
 
 BUDGET = 5.0
 ADAM = AdamParams(learning_rate=1e-4)

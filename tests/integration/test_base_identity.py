@@ -24,7 +24,7 @@ from paceline.types.v1 import lora_pb2
 from paceline.weights import read_manifest, write_manifest
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
-from trainer_service.volume.run_file import read_run_file, write_run_file
+from trainer_service.volume_files import read_run_file, write_run_file
 
 pytest_plugins = ["support.stacks.sampler_fixtures"]
 pytestmark = pytest.mark.services

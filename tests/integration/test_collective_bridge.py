@@ -23,7 +23,7 @@ from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import add_WeightServiceServicer_to_server
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.options import EngineOptions
-from trainer_service.limits.volume_bytes import VolumeBytes
+from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.watch_hub import AckPolicy, WatchHub
@@ -46,7 +46,7 @@ class GroupTrainer(WeightServicer):
         self.versions = Trainer(volume)
         engine = EngineProcess(EngineOptions("", BASE))
         agreements = Agreements(engine, lambda run, version: volume.version(run.run_id, version), CollectorRegistry())
-        model, runs = ModelInfo(BASE, 512, 260, "float32", 8, 2), RunRegistry(volume, None, VolumeBytes(volume))
+        model, runs = ModelInfo(BASE, 512, 260, "float32", 8, 2), RunRegistry(volume, None, DiskGuard(volume=volume))
         super().__init__(self.hub, self.group, None, runs, None, lambda: model, agreements)
 
     async def FetchVersion(self, request, context):  # noqa: N802

@@ -22,25 +22,22 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, Datum, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.commands import CommandExecutor, SnapshotPolicy
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS
-from trainer_service.limits.byte_gate import ByteGate
-from trainer_service.limits.free_space import NO_GUARD, DiskGuard
-from trainer_service.limits.volume_bytes import VolumeBytes
+from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
+from trainer_service.limits.gates import ByteGate
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
-from trainer_service.publish.watch_hub import AckPolicy, Watcher, WatchHub
-from trainer_service.recovery.recovery import Recovery
-from trainer_service.recovery.restore_point import RestorePoints
-from trainer_service.rpc.command_handlers import Commands
+from trainer_service.publish.watch_hub import Watcher, WatchHub
+from trainer_service.recovery import Recovery, RestorePoints
+from trainer_service.run_lifecycle import RunLifecycle
 from trainer_service.runs.command import Command
-from trainer_service.runs.executor import SnapshotPolicy
-from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.sequencer import CommandProgress
 from trainer_service.runs.storage import RunStorage
 from trainer_service.settings import TrainerSettings
-from trainer_service.trainer import Trainer
 
 TEAM = "team"
 SNAPSHOT_AFTER = 4
@@ -121,17 +118,15 @@ async def trainer(engine, tmp_path):
     settings = TrainerSettings(model="tiny", checkpoint_dir=tmp_path / "volume", min_free_bytes=0, insecure=True)
     volume = layout.Volume(settings.checkpoint_dir)
     storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD)
-    registry, checkpoints, hub = RunRegistry(volume, storage, VolumeBytes(volume)), CheckpointStore(volume), WatchHub()
+    registry = RunRegistry(volume, storage, DiskGuard(volume=volume))
+    checkpoints, hub = CheckpointStore(volume), WatchHub()
     group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", 10), hub)
-
-    def start(run, engines_lost):
-        recovery.start(run, engines_lost)
 
     def spawn(work):
         tasks.append(asyncio.create_task(work))
 
     publisher = Publisher(engine, registry, hub, volume, tmp_path / "staging", 8, NO_FAILPOINTS, group)
-    trainer = Trainer(settings, engine, registry, checkpoints, publisher, start, NO_GUARD, VolumeBytes(volume))
+    executor = CommandExecutor(settings, engine, registry, checkpoints, publisher, NO_GUARD)
     policy = SnapshotPolicy(commands=SNAPSHOT_AFTER, journal_bytes=1 << 30, seconds=1e9)
     restore_points = RestorePoints(volume, registry, checkpoints)
     tasks = []
@@ -139,7 +134,7 @@ async def trainer(engine, tmp_path):
         engine,
         storage,
         publisher,
-        Commands(trainer),
+        executor,
         policy,
         ByteGate(0),
         NO_FAILPOINTS,
@@ -147,12 +142,13 @@ async def trainer(engine, tmp_path):
         restore_points,
         registry,
     )
+    lifecycle = RunLifecycle(64, engine, registry, checkpoints, publisher, recovery.start)
     await registry.restore()
     publisher.start()
-    run = await trainer.create_run(Identity(TEAM), "request", b"digest", "", LoraConfig(rank=4, alpha=8), {})
+    run = await lifecycle.create_run(Identity(TEAM), "request", b"digest", "", LoraConfig(rank=4, alpha=8), {})
     slow = SlowCopy(publisher, run)
     yield SimpleNamespace(
-        hub=hub, commander=Commander(run, volume), slow=slow, publisher=publisher, run=run, trainer=trainer
+        hub=hub, commander=Commander(run, volume), slow=slow, publisher=publisher, run=run, executor=executor
     )
     slow.go_on()
     await registry.close()
@@ -233,19 +229,21 @@ async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(t
 async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_executes_again_on_a_full_disk(
     trainer, monkeypatch
 ):
-    run, progress = trainer.run, CommandProgress()
-    saved = {"seq_id": 7, "ttl_seconds": None, "overwrite": True, "progress": progress}
-    made = await trainer.trainer.save_checkpoint(run, "made", CheckpointKind.STATE, **saved)
+    async def execute(request):
+        return await trainer.executor.execute(trainer.run, Command.of(request, TEAM), CommandProgress())
+
+    saving = {"run_id": trainer.run.run_id, "name": "made", "kind": CheckpointKind.STATE.value, "overwrite": True}
+    made = await execute(pb.SaveCheckpointRequest(seq_id=7, **saving))
     trainer.slow.go_on()
-    publishing = {"seq_id": 8, "durable": True, "policy": AckPolicy.NONE, "ack_seconds": 1.0, "progress": progress}
-    version = (await trainer.trainer.publish(run, **publishing)).model.version
-    run.next_version = version
+    publishing = pb.PublishWeightsRequest(run_id=trainer.run.run_id, seq_id=8, durable=True)
+    version = (await execute(publishing)).model.version
+    trainer.run.next_version = version
     trainer.publisher.start()
-    monkeypatch.setattr(trainer.trainer, "_guard", DiskGuard(1 << 60))
-    assert await trainer.trainer.save_checkpoint(run, "made", CheckpointKind.STATE, **saved) == made
-    assert (await trainer.trainer.publish(run, **publishing)).model.version == version
+    monkeypatch.setattr(trainer.executor, "_guard", DiskGuard(1 << 60))
+    assert await execute(pb.SaveCheckpointRequest(seq_id=7, **saving)) == made
+    assert (await execute(publishing)).model.version == version
     with pytest.raises(errors.DiskFull):
-        await trainer.trainer.save_checkpoint(run, "made", CheckpointKind.STATE, **saved | {"seq_id": 9})
+        await execute(pb.SaveCheckpointRequest(seq_id=9, **saving))
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -262,10 +260,7 @@ async def test_a_checkpoint_that_was_kept_for_a_replay_is_verified_when_it_is_lo
     else:
         weights.unlink()
     with pytest.raises(errors.ChecksumMismatch):
-        await trainer.trainer.load_checkpoint(
-            trainer.run,
-            Identity(TEAM),
-            layout.CheckpointPath.parse(path),
-            seq_id=commander.seq_id,
-            with_optimizer=True,
+        request = pb.LoadCheckpointRequest(
+            run_id=trainer.run.run_id, seq_id=commander.seq_id, path=path, with_optimizer=True
         )
+        await trainer.executor.execute(trainer.run, Command.of(request, TEAM), CommandProgress())

@@ -32,8 +32,8 @@ from paceline.weights.summary import summarize
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints import expiry
 from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
-from trainer_service.limits.free_space import NO_GUARD, DiskGuard
-from trainer_service.volume.run_file import tenant_of
+from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
+from trainer_service.volume_files import tenant_of
 
 Writer = Callable[[Path], Awaitable[None]]
 T = TypeVar("T")

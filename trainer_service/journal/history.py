@@ -1,4 +1,9 @@
-"""Read a run's journal."""
+"""Read a run's journal, and its index.
+
+The index is journal.json beside the journal's directory: what must be known even if the journal cannot be read. It
+names the newest segment, so that its loss is detected, and reserves seq_ids ahead, so that a seq_id that may have been
+accepted is never accepted again after the journal was lost.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,68 @@ from pathlib import Path
 
 import msgspec
 
-from trainer_service.journal.frames import UNIT, Header, Segment, SegmentName, check_magic, decode_segment
-from trainer_service.journal.records import (
+from paceline import layout
+from paceline.log import get_logger
+from trainer_service.journal.format import (
+    UNIT,
     AnswerRecord,
     AttemptRecord,
     CommandRecord,
+    Header,
     JournalDamagedError,
     RebaseRecord,
+    Segment,
+    SegmentName,
+    check_magic,
+    decode_segment,
 )
+from trainer_service.volume_files import DamagedFileError, decode_checked, write_checked
 
+RESERVED = 1024
+"""Number of seq_ids that one write of the index reserves."""
 _NAME = re.compile(r"(\d{20})(?:-(\d{4,}))?\.journal")
+
+_log = get_logger(__name__)
+
+
+class Index(msgspec.Struct, frozen=True):
+    """The content of journal.json."""
+
+    base: int
+    generation: int
+    limit: int
+    """seq_ids up to this one may have been accepted."""
+
+    @property
+    def newest(self) -> SegmentName:
+        """Name of the newest segment."""
+        return SegmentName(self.base, self.generation)
+
+
+def index_path(directory: Path) -> Path:
+    """Return the path of the index of the journal in `directory`."""
+    return directory.with_suffix(".json")
+
+
+def read_index(directory: Path) -> Index | None:
+    """Read a journal's index. Return None if there is none, as in format 1, or if it was damaged and set aside.
+
+    Raises UnknownFormatError.
+    """
+    path = index_path(directory)
+    if not path.exists():
+        return None
+    try:
+        return decode_checked(path.read_bytes(), Index, path.name)
+    except DamagedFileError as error:
+        aside = layout.quarantine(path)
+        _log.error("journal's index damaged and set aside", path=str(path), aside=aside.name, error=str(error))
+        return None
+
+
+def write_index(directory: Path, newest: SegmentName, limit: int) -> None:
+    """Write a journal's index durably. Raises DiskFull."""
+    write_checked(index_path(directory), Index(newest.base, newest.generation, limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +214,7 @@ def _up_to_successor(name: SegmentName, path: Path, segment: Segment, size: int,
         segment.is_damaged |= segment.good_bytes != size
         return segment
     if successor.header.previous != name:
-        raise JournalDamagedError(f"the segment before {name} is not the one that it goes on from")
+        raise JournalDamagedError(f"the segment before {name} is not the one that it continues")
     limit = successor.header.previous_bytes
     part = segment if limit == size else decode_segment(path.read_bytes()[:limit])
     part.is_damaged |= part.good_bytes != limit

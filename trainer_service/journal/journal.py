@@ -21,19 +21,26 @@ from pathlib import Path
 from paceline import errors, layout
 from paceline.log import get_logger
 from trainer_service.backoff import backoff
-from trainer_service.failpoints import Failpoints, die
-from trainer_service.journal.frames import UNIT, Header, SegmentName, encode_frame
-from trainer_service.journal.history import End, History, read_history, segment_path, segments
-from trainer_service.journal.index import RESERVED, read_index, write_index
-from trainer_service.journal.records import CommandRecord, Record, encode
-from trainer_service.limits.free_space import DiskGuard
+from trainer_service.failpoints import Failpoints
+from trainer_service.journal.format import UNIT, CommandRecord, Header, Record, SegmentName, encode_frame, encode_record
+from trainer_service.journal.history import (
+    RESERVED,
+    End,
+    History,
+    read_history,
+    read_index,
+    segment_path,
+    segments,
+    write_index,
+)
+from trainer_service.limits.disk_guard import DiskGuard
 
 _log = get_logger(__name__)
 
-_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 30.0
+_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 30.0
 """Delay between attempts to write records that must be durable: after the first failure, and at most."""
 _FULL_RETRY_SECONDS = 5.0
-_MOST_UNSYNCED_BYTES = 8 << 20
+_MAX_UNSYNCED_BYTES = 8 << 20
 """Answers that need no sync are synced once they add up to this many bytes, because they stay in memory until then."""
 
 
@@ -47,10 +54,11 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenSegment:
     """The segment being written."""
 
     name: SegmentName
+    path: Path
     header: Header
     length: int
     durable: int = 0
@@ -80,12 +88,12 @@ class RunJournal:
         self._guard = guard
         index = read_index(directory)
         self._limit = index.limit if index else 0
-        self._segment: _Open | None = None
+        self._segment: _OpenSegment | None = None
         self._previous: tuple[SegmentName, int] | None = None
         """The predecessor of the next segment to be created, and its number of valid bytes."""
-        self._go_on_from(past.end)
+        self._resume_at(past.end)
         self._queue: list[_Entry] = []
-        self._again: list[bytes] = []
+        self._rewrite: list[bytes] = []
         """Payloads of an abandoned segment, to be written first."""
         self._writing: asyncio.Task[None] | None = None
         self.appended_bytes = 0
@@ -108,45 +116,42 @@ class RunJournal:
         written = asyncio.get_running_loop().create_future()
         written.add_done_callback(lambda done: done.cancelled() or done.exception())
         command = record.seq_id if isinstance(record, CommandRecord) else 0
-        self._queue.append(_Entry(encode(record), sync, command, written))
+        self._queue.append(_Entry(encode_record(record), sync, command, written))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_queue())
         return written
 
     async def rotate(self) -> None:
         """Continue in a new segment, which starts with the first command that is not in the old one."""
-        await self._settled()
+        await self.flush()
         if self._segment is not None and self._last_written + 1 == self._segment.name.base:
             return
         await self._between_writes(self._rotate)
 
-    async def begin_anew(self) -> str:
+    async def start_over(self) -> str:
         """Set the damaged journal aside and start a new one at the next command; return the old one's new name."""
         aside: list[str] = []
-        await self._settled()
-        await self._between_writes(lambda: aside.append(self._begin_anew()))
+        await self.flush()
+        await self._between_writes(lambda: aside.append(self._start_over()))
         return aside[0]
 
     async def drop(self, seq_id: int) -> None:
         """Remove the segments in which every command is at or below `seq_id`."""
         await asyncio.to_thread(self._drop, seq_id)
 
-    async def close(self) -> None:
+    async def flush(self) -> None:
         """Wait until the queue is written."""
-        await self._settled()
-
-    async def _settled(self) -> None:
         while self._writing is not None and not self._writing.done():
             await asyncio.wait({self._writing})
 
     async def _between_writes(self, work: Callable[[], None]) -> None:
-        self._writing = asyncio.create_task(self._in_thread(work))
+        async def in_thread() -> None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+        self._writing = asyncio.create_task(in_thread())
         await self._writing
         if self._queue:
             self._writing = asyncio.create_task(self._write_queue())
-
-    async def _in_thread(self, work: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _write_queue(self) -> None:
         loop = asyncio.get_running_loop()
@@ -171,19 +176,19 @@ class RunJournal:
             if not any(entry.sync for entry in self._queue):
                 return
             failures += 1
-            await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
+            await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MAX_RETRY_SECONDS))
 
     def _write(self, batch: list[_Entry]) -> None:
         payload = b"".join(entry.data for entry in batch)
         if any(entry.command for entry in batch):
-            self._guard.check(self._directory, len(payload), _FULL_RETRY_SECONDS)
+            self._guard.check_free(self._directory, len(payload), _FULL_RETRY_SECONDS)
         last = max([self._last_written, *(entry.command for entry in batch)])
         must_sync = any(entry.sync for entry in batch)
         self._failpoints.hit("before_append")
         try:
             self._append(payload, last, must_sync=must_sync)
         except _SyncFailedError as failure:
-            _log.error("journal not synced; going on in a new segment", path=str(failure.path), error=str(failure))
+            _log.error("journal not synced; continuing in a new segment", path=str(failure.path), error=str(failure))
             self._append(payload, last, must_sync=must_sync)
         self._last_written = last
         self.appended_bytes += len(payload)
@@ -193,20 +198,19 @@ class RunJournal:
         segment = self._segment or self._new_segment(self._last_written + 1)
         if last > self._limit:
             self._reserve(segment.name, last)
-        whole = b"".join([*self._again, payload])
-        must_sync = must_sync or bool(self._again)
+        whole = b"".join([*self._rewrite, payload])
+        must_sync = must_sync or bool(self._rewrite)
         frame = encode_frame(segment.header, segment.length, segment.durable, last, whole)
-        path = segment_path(self._directory, segment.name)
-        file = os.open(path, os.O_WRONLY)
+        file = os.open(segment.path, os.O_WRONLY)
         try:
-            self._put(file, frame, segment)
+            self._write_frame(file, frame, segment)
             unsynced = sum(map(len, segment.unsynced)) + len(whole)
-            if must_sync or unsynced > _MOST_UNSYNCED_BYTES:
+            if must_sync or unsynced > _MAX_UNSYNCED_BYTES:
                 try:
                     os.fdatasync(file)
                 except OSError as error:
-                    self._give_up(segment)
-                    raise _SyncFailedError(path, error) from error
+                    self._abandon(segment)
+                    raise _SyncFailedError(segment.path, error) from error
                 segment.length += len(frame)
                 segment.durable = segment.kept = segment.length
                 segment.unsynced.clear()
@@ -216,13 +220,12 @@ class RunJournal:
                 segment.unsynced.append(whole)
         finally:
             os.close(file)
-            self._guard.measure(path)
-        self._again.clear()
+            self._guard.measure(segment.path)
+        self._rewrite.clear()
 
-    def _put(self, file: int, frame: bytes, segment: _Open) -> None:
-        if self._failpoints.is_next("mid_append"):
+    def _write_frame(self, file: int, frame: bytes, segment: _OpenSegment) -> None:
+        if self._failpoints.left.get("mid_append") == 1:  # the process dies below
             os.pwrite(file, frame[: len(frame) // 2], segment.length)
-            die()
         self._failpoints.hit("mid_append")
         try:
             os.lseek(file, segment.length, os.SEEK_SET)
@@ -231,23 +234,24 @@ class RunJournal:
             try:
                 os.ftruncate(file, segment.length)
             except OSError:
-                self._give_up(segment)
+                self._abandon(segment)
             raise
         self._failpoints.hit("after_append")
 
-    def _give_up(self, segment: _Open) -> None:
-        self._again = [*segment.unsynced, *self._again]
+    def _abandon(self, segment: _OpenSegment) -> None:
+        self._rewrite = [*segment.unsynced, *self._rewrite]
         self._previous, self._segment = (segment.name, segment.kept), None
 
-    def _new_segment(self, base: int) -> _Open:
+    def _new_segment(self, base: int) -> _OpenSegment:
         """Durably create the segment after the last one; a file with a segment's name is complete."""
         header = Header.new(*(self._previous or (None, 0)))
         used = [name.generation for name in segments(self._directory) if name.base == base]
         name = SegmentName(base, max(used, default=-1) + 1)
-        layout.write_file(segment_path(self._directory, name), header.encode())
-        self._guard.measure(segment_path(self._directory, name))
+        path = segment_path(self._directory, name)
+        layout.write_file(path, header.encode())
+        self._guard.measure(path)
         self._reserve(name, self._last_written)
-        self._segment = _Open(name, header, UNIT, durable=UNIT)
+        self._segment = _OpenSegment(name, path, header, UNIT, durable=UNIT)
         return self._segment
 
     def _reserve(self, newest: SegmentName, last: int) -> None:
@@ -280,10 +284,12 @@ class RunJournal:
             self._new_segment(self._last_written + 1)
         except (OSError, errors.DiskFull) as error:
             self._segment = segment
-            _log.warning("journal goes on in its old segment", directory=str(self._directory), error=str(error))
+            _log.warning(
+                "journal not rotated; continuing in the old segment", directory=str(self._directory), error=str(error)
+            )
 
-    def _sync(self, segment: _Open) -> None:
-        file = os.open(segment_path(self._directory, segment.name), os.O_WRONLY)
+    def _sync(self, segment: _OpenSegment) -> None:
+        file = os.open(segment.path, os.O_WRONLY)
         try:
             os.fdatasync(file)
         finally:
@@ -291,20 +297,21 @@ class RunJournal:
         segment.durable = segment.kept = segment.length
         segment.unsynced.clear()
 
-    def _begin_anew(self) -> str:
+    def _start_over(self) -> str:
         aside = layout.quarantine(self._directory)
         self.make(self._directory, max(self._last_written + 1, 2))
         past = read_history(self._directory)
-        self._go_on_from(past.end)
+        self._resume_at(past.end)
         self._last_written = past.last_seq_id
         self._limit = self._last_written + RESERVED
-        self._again.clear()
+        self._rewrite.clear()
         return aside.name
 
-    def _go_on_from(self, end: End | None) -> None:
+    def _resume_at(self, end: End | None) -> None:
         self._segment = self._previous = None
         if end is not None and end.header is not None and end.good_bytes == end.size:
-            self._segment = _Open(end.name, end.header, end.size, kept=end.size)
+            path = segment_path(self._directory, end.name)
+            self._segment = _OpenSegment(end.name, path, end.header, end.size, kept=end.size)
         elif end is not None:
             self._previous = (end.name, end.good_bytes)
 

@@ -19,20 +19,21 @@ from paceline.weights import find_damaged, write_sums
 from paceline.weights.manifest import SUMS_FILE
 from trainer_service.checkpoints.store import staged_directory
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal import format1
-from trainer_service.journal.records import (
+from trainer_service.journal.format import (
     AnswerRecord,
     Facts,
     JournalDamagedError,
     Record,
     decode_records,
+    decode_segment,
     encode_records,
 )
-from trainer_service.limits.free_space import DiskGuard
-from trainer_service.volume.checked_file import UnknownFormatError
+from trainer_service.limits.disk_guard import DiskGuard
+from trainer_service.volume_files import UnknownFormatError
 
 _ANSWERS, _FACTS = "answers", "facts.json"
-_MAGIC = b"PACEANS2"
+_MAGIC, _MAGIC1 = b"PACEANS2", b"PACEJNL1"
+"""Format 1 wrote answers as a segment of a journal."""
 _KEPT = 2
 """Number of snapshots kept per run, so that damage to the newest costs only a longer replay."""
 OWN_FILES = frozenset({_ANSWERS, _FACTS, SUMS_FILE})
@@ -67,7 +68,7 @@ class SnapshotStore:
 
         Raises UnknownFormatError, or OSError if one cannot be read at the moment, which does not mean it is damaged.
         """
-        for seq_id in sorted(self._numbers(self._root), reverse=True):
+        for seq_id in sorted(layout.numbered(self._root), reverse=True):
             directory = self._root / str(seq_id)
             try:
                 return self._read(seq_id, directory)
@@ -97,7 +98,7 @@ class SnapshotStore:
 
         Raises the error of `write`, or DiskFull.
         """
-        self._guard.check(self._directory, size)
+        self._guard.check_free(self._directory, size)
         async with staged_directory(self._root / str(seq_id)) as staging:
             facts, answers = await write(staging)
             await asyncio.to_thread(_seal, staging, facts, answers)
@@ -107,9 +108,9 @@ class SnapshotStore:
 
     def drop_old(self) -> int:
         """Remove old snapshots and the pinned checkpoints they needed; return the seq_id of the oldest one kept."""
-        kept = sorted(self._numbers(self._root))[-_KEPT:]
-        old = [self._root / str(number) for number in self._numbers(self._root) if number < kept[0]]
-        old += [self._loads / str(number) for number in self._numbers(self._loads) if number <= kept[0]]
+        kept = sorted(layout.numbered(self._root))[-_KEPT:]
+        old = [self._root / str(number) for number in layout.numbered(self._root) if number < kept[0]]
+        old += [self._loads / str(number) for number in layout.numbered(self._loads) if number <= kept[0]]
         for directory in old:
             layout.remove_directory(directory)
             self._guard.measure(directory)
@@ -132,10 +133,6 @@ class SnapshotStore:
         directory = self._loads / str(seq_id)
         return directory if directory.exists() else None
 
-    @staticmethod
-    def _numbers(folder: Path) -> list[int]:
-        return layout.numbered(folder)
-
 
 def _seal(directory: Path, facts: Facts, answers: list[AnswerRecord]) -> None:
     (directory / _FACTS).write_bytes(msgspec.json.encode(facts))
@@ -146,8 +143,8 @@ def _seal(directory: Path, facts: Facts, answers: list[AnswerRecord]) -> None:
 def _decode_answers(data: bytes) -> list[Record]:
     """Decode answers whose checksum was already verified."""
     magic = data[: len(_MAGIC)]
-    if magic == format1.MAGIC:
-        return format1.decode(data).records
+    if magic == _MAGIC1:
+        return decode_segment(data).records
     if magic != _MAGIC:
-        raise UnknownFormatError(f"answers of format {magic!r}")
+        raise UnknownFormatError(f"answers have unknown format {magic!r}")
     return decode_records(data[len(_MAGIC) :])

@@ -19,13 +19,13 @@ from trainer_service.checkpoints.store import staged_directory
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.protocol import PublishedAs
 from trainer_service.failpoints import Failpoints
-from trainer_service.limits.free_space import NO_GUARD, DiskGuard
+from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup
 from trainer_service.publish.watch_hub import AckPolicy, WatchHub
-from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.sequencer import CommandProgress
 
 _log = get_logger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any, Protocol, cast
 
 import grpc
@@ -19,18 +20,18 @@ from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from paceline.types import Checkpoint, CheckpointKind, ModelInfo, RunParameters, RunState
 from paceline.weights.v1.weight_service_pb2 import Agreement
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.commands import CommandExecutor
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.loss.specs import LOSS_SPECS
 from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.publish.agreements import Agreements
 from trainer_service.quotas import Quotas
-from trainer_service.rpc.command_handlers import Commands
+from trainer_service.run_lifecycle import RunLifecycle
 from trainer_service.runs.command import Command, request_digest
 from trainer_service.runs.record import RunRecord
-from trainer_service.runs.registry import RunRegistry, lost
+from trainer_service.runs.registry import RunRegistry
 from trainer_service.settings import TrainerSettings
-from trainer_service.text.conversations import ConversationRenderer
-from trainer_service.trainer import Trainer
+from trainer_service.text import ConversationRenderer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,8 +51,8 @@ class TrainerServicer(TrainerServiceServicer):
     def __init__(
         self,
         settings: TrainerSettings,
-        trainer: Trainer,
-        commands: Commands,
+        lifecycle: RunLifecycle,
+        commands: CommandExecutor,
         engine: EngineProcess,
         registry: RunRegistry,
         checkpoints: CheckpointStore,
@@ -60,7 +61,7 @@ class TrainerServicer(TrainerServiceServicer):
         tokenizer_files: Mapping[str, bytes],
     ) -> None:
         self._settings = settings
-        self._trainer = trainer
+        self._lifecycle = lifecycle
         self._commands = commands
         self._engine = engine
         self._registry = registry
@@ -103,7 +104,7 @@ class TrainerServicer(TrainerServiceServicer):
             parameters = CheckpointPath.parse(request.like_checkpoint, "like_checkpoint")
         else:
             parameters = codec.parameters_from_proto(request)
-        record = await self._trainer.create_run(
+        record = await self._lifecycle.create_run(
             current_identity(),
             request.request_id,
             request_digest(type(request).__name__, request.SerializeToString(deterministic=True)),
@@ -118,7 +119,7 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def AttachRun(self, request: pb.AttachRunRequest, context: Context) -> pb.AttachRunResponse:
         run = self._run(request.run_id)
-        attachment = await self._trainer.attach(run, request.request_id)
+        attachment = await self._lifecycle.attach(run, request.request_id)
         return pb.AttachRunResponse(run=run_to_proto(run.public()), attachment=attachment)
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
@@ -127,7 +128,7 @@ class TrainerServicer(TrainerServiceServicer):
         return pb.ListRunsResponse(runs=[run_to_proto(run.public()) for run in page], next_page_token=token)
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
-        await self._trainer.delete_run(self._run(request.run_id), delete_checkpoints=request.delete_checkpoints)
+        await self._lifecycle.delete_run(self._run(request.run_id), delete_checkpoints=request.delete_checkpoints)
         return pb.DeleteRunResponse()
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
@@ -140,7 +141,7 @@ class TrainerServicer(TrainerServiceServicer):
         return cast("pb.SaveCheckpointResponse", await self._in_order(request))
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
-        return cast("pb.LoadCheckpointResponse", await self._in_order(request, restores=True))
+        return cast("pb.LoadCheckpointResponse", await self._in_order(request))
 
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
         run_id = check_run_id(request.run_id) if request.run_id else ""
@@ -194,7 +195,7 @@ class TrainerServicer(TrainerServiceServicer):
     def _run(self, run_id: str) -> RunRecord:
         return self._registry.get(run_id, current_identity())
 
-    async def _in_order(self, request: _RunCommand, *, restores: bool = False) -> Message:
+    async def _in_order(self, request: _RunCommand) -> Message:
         """Execute a run's command at its turn.
 
         A lost run accepts only a command that restores it, at any seq_id not yet executed.
@@ -202,14 +203,12 @@ class TrainerServicer(TrainerServiceServicer):
         identity = current_identity()
         run = self._registry.get(request.run_id, identity)
         command = Command.of(request, identity.tenant)
-        run.sequencer.check_client(command)
         if run.state is RunState.LOST:
-            if not restores:
-                raise lost(run)
-            await run.sequencer.rebase(request.seq_id)
-        if not run.sequencer.knows(command.seq_id):
-            command = self._commands.checked(run, command)
-        return await run.sequencer.execute(command)
+            run.sequencer.check_client(command)
+            if command.method != "LoadCheckpoint":
+                raise run.lost_error()
+            await run.sequencer.rebase(command.seq_id)
+        return await run.sequencer.execute(command, partial(self._commands.check, run))
 
 
 def _checkpoint_key(checkpoint: Checkpoint) -> str:

@@ -1,25 +1,28 @@
-"""A run's command: its content, its tenant and its journal records."""
+"""A run's commands and their answers, decoded, and as records of the journal."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
+import msgspec
 from google.protobuf.message import Message
 
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.engine.messages import Failure
-from trainer_service.journal.records import AnswerRecord, CommandRecord, Facts
+from trainer_service.journal.format import AnswerRecord, CommandRecord, Facts
+
+_KEPT_BYTES = 64 << 20
+"""Bytes of answers kept per run; the newest is kept whatever its size."""
+_KEPT_DIGESTS = 10_000
+"""Digests kept per run, to tell a repeated command from a reused seq_id after its answer was dropped."""
 
 Answer = Message | errors.PacelineError
 """Answer of a command: a reply or an error."""
-
-_REPLIES: dict[str, Any] = {
-    method: getattr(pb, f"{method}Response")
-    for method in ("ForwardBackward", "OptimStep", "SaveCheckpoint", "LoadCheckpoint", "PublishWeights")
-}
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -31,6 +34,8 @@ class Command:
     """Name of its RPC."""
     tenant: str
     """The caller's tenant; empty for a service."""
+    attachment: int
+    """Number of the attached client that sent the command; 0 if that client did not attach."""
     request: Any
     """Message of the RPC; without its content if the command was refused on arrival."""
     size: int
@@ -40,30 +45,33 @@ class Command:
     refusal: errors.PacelineError | None = None
     """Error that a command refused on arrival answers at its turn; its content is not kept."""
 
-    @property
-    def attachment(self) -> int:
-        """Number of the attached client that sent the command; 0 if that client did not attach."""
-        return int(self.request.attachment)
-
     @classmethod
     def of(cls, request: Any, tenant: str) -> Command:
         """Build a command from its request, whose type is named after the RPC."""
         payload = request.SerializeToString(deterministic=True)
         method = type(request).__name__.removesuffix("Request")
-        return cls(request.seq_id, method, tenant, request, len(payload), request_digest(f"{method}Request", payload))
+        digest = request_digest(f"{method}Request", payload)
+        return cls(request.seq_id, method, tenant, request.attachment, request, len(payload), digest)
 
     @classmethod
     def from_record(cls, record: CommandRecord) -> Command:
         """Read a command from its journal record."""
         request = getattr(pb, f"{record.method}Request").FromString(record.request)
-        digest = record.digest or request_digest(f"{record.method}Request", record.request)
-        refusal = record.refusal.error() if record.refusal else None
-        return cls(record.seq_id, record.method, record.tenant, request, len(record.request), digest, refusal)
+        return cls(
+            seq_id=record.seq_id,
+            method=record.method,
+            tenant=record.tenant,
+            attachment=request.attachment,
+            request=request,
+            size=len(record.request),
+            digest=record.digest or request_digest(f"{record.method}Request", record.request),
+            refusal=record.refusal.error() if record.refusal else None,
+        )
 
     def refused(self, error: errors.PacelineError) -> Command:
         """Return the command refused on arrival: the error and its place in the run's order, without its content."""
         request = type(self.request)(run_id=self.request.run_id, seq_id=self.seq_id, attachment=self.attachment)
-        return Command(self.seq_id, self.method, self.tenant, request, self.size, self.digest, error)
+        return replace(self, request=request, refusal=error)
 
     def to_record(self) -> CommandRecord:
         """Return the journal record."""
@@ -71,6 +79,62 @@ class Command:
         if self.refusal is None:
             return CommandRecord(self.seq_id, self.method, self.tenant, payload)
         return CommandRecord(self.seq_id, self.method, self.tenant, payload, Failure.of(self.refusal), self.digest)
+
+
+class Answers:
+    """The newest answers of a run, kept so that a repeated command gets its first answer."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[int, AnswerRecord] = OrderedDict()
+        self._reply_bytes: OrderedDict[int, int] = OrderedDict()
+        """Sizes of the replies that are kept, by seq_id."""
+        self._kept_bytes = 0
+
+    def __iter__(self) -> Iterator[AnswerRecord]:
+        return iter(list(self._records.values()))
+
+    def keep(self, record: AnswerRecord) -> None:
+        """Keep an answer and drop the oldest ones beyond the limits."""
+        seq_id = record.seq_id
+        self._drop_reply(seq_id)
+        self._records[seq_id] = record
+        self._reply_bytes[seq_id] = len(record.reply or b"")
+        self._kept_bytes += self._reply_bytes[seq_id]
+        while self._kept_bytes > _KEPT_BYTES and len(self._reply_bytes) > 1:
+            self._drop_reply(next(iter(self._reply_bytes)))
+        while len(self._records) > _KEPT_DIGESTS:
+            oldest = next(iter(self._records))
+            self._drop_reply(oldest)
+            del self._records[oldest]
+
+    def knows(self, seq_id: int, digest: bytes) -> bool:
+        """Return whether this exact command was executed, as far as answers are still remembered."""
+        record = self._records.get(seq_id)
+        return record is not None and record.digest == digest
+
+    def facts(self, seq_id: int) -> Facts | None:
+        """Return the facts that the journal keeps with an answer; None if the answer is not known."""
+        record = self._records.get(seq_id)
+        return None if record is None else record.facts
+
+    def repeat(self, seq_id: int, digest: bytes, last_seq_id: int) -> Answer:
+        """Return the answer of an executed command. Raises SeqIdReused, SeqIdExpired."""
+        record = self._records.get(seq_id)
+        if record is not None:
+            check_digest(digest, record.digest)
+        answer = None if record is None else answer_from_record(record)
+        if answer is None:
+            raise errors.SeqIdExpired(
+                f"was executed, but its answer is no longer kept; continue at {last_seq_id + 1}",
+                field="seq_id",
+                metadata={"last_seq_id": str(last_seq_id)},
+            )
+        return answer
+
+    def _drop_reply(self, seq_id: int) -> None:
+        if seq_id in self._reply_bytes:
+            self._kept_bytes -= self._reply_bytes.pop(seq_id)
+            self._records[seq_id] = msgspec.structs.replace(self._records[seq_id], reply=None)
 
 
 def answer_to_record(command: Command, answer: Answer, facts: Facts, version: int = 0) -> AnswerRecord:
@@ -86,14 +150,14 @@ def answer_from_record(record: AnswerRecord) -> Answer | None:
         return record.failure.error()
     if record.reply is None:
         return None
-    reply: Message = _REPLIES[record.method].FromString(record.reply)
+    reply: Message = getattr(pb, f"{record.method}Response").FromString(record.reply)
     return reply
 
 
-def poisoned(deaths: int) -> errors.PoisonedCommand:
-    """Return the answer of a command during which the engine died too often."""
-    message = f"the engine died {deaths} time(s) while it executed this; it is not tried again"
-    return errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": str(deaths)})
+def check_digest(given: bytes, known: bytes) -> None:
+    """Raise SeqIdReused unless both digests are of the same command."""
+    if given != known:
+        raise errors.SeqIdReused("was used with another payload; take the next one", field="seq_id")
 
 
 def request_digest(message: str, payload: bytes) -> bytes:

@@ -3,82 +3,127 @@
 A single rename decides. If the checkpoints are deleted too, the run's folder is renamed to `.deleted-<run_id>`; if they
 are kept, run.json is renamed to deleted.json. Neither needs disk space. The remaining steps free space, and after a
 crash the next startup repeats all of them: remove the files, store the request, remove the last trace.
+
+The request is the CreateRun that created the run: repeating it must not create another run.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from paceline import errors, layout
 from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
-from trainer_service.volume.checked_file import DamagedFileError
-from trainer_service.volume.run_file import COPY_FILE, decode_run_file, read_run_file
+from trainer_service.volume_files import (
+    COPY_FILE,
+    DamagedFileError,
+    decode_checked,
+    decode_run_file,
+    read_run_file,
+    write_checked,
+)
 
+_REQUESTS_FILE = "deleted-runs.json"
+_KEPT_REQUESTS = 1_000
+"""Newest requests kept per tenant."""
 _PREFIX = ".deleted-"
-_KEPT = frozenset({"state", "sampler", DELETED_FILE, COPY_FILE})
+_KEPT_FILES = frozenset({"state", "sampler", DELETED_FILE, COPY_FILE})
 """Names that remain of a run whose checkpoints are kept; the copy of its file only until all else is done."""
-
-Remember = Callable[[str, str, str], None]
-"""Stores a tenant, its request_id and the request's digest durably."""
 
 _log = get_logger(__name__)
 
 
-def delete_files(folder: Path, remember: Remember, *, keep_checkpoints: bool) -> None:
-    """Delete a run's files. If this raises, the run is deleted all the same, unless the first rename raised OSError."""
-    if keep_checkpoints:
-        (folder / RUN_FILE).rename(folder / DELETED_FILE)
-        layout.sync_directory(folder)
-    else:
-        gone = folder.with_name(_PREFIX + folder.name)
-        folder.rename(gone)
-        layout.sync_directory(folder.parent)
-        folder = gone
-    finish(folder, remember)
+class _Request(msgspec.Struct, frozen=True):
+    tenant: str
+    request_id: str
+    digest: str
 
 
-def finish_all(runs: Path, remember: Remember) -> None:
-    """Finish the deletions that a crash interrupted."""
-    for folder in sorted(runs.iterdir()):
-        interrupted = folder.name.startswith(_PREFIX) or (
-            (folder / DELETED_FILE).exists() and (folder / COPY_FILE).exists()
-        )
-        if interrupted:
-            finish(folder, remember)
+class DeletedRuns:
+    """Deletes runs; keeps the CreateRun requests of deleted ones, stored on the volume."""
 
+    def __init__(self, root: Path) -> None:
+        self._path = root / _REQUESTS_FILE
+        self._requests: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-def finish(folder: Path, remember: Remember) -> None:
-    """Remove what remains of a deleted run. What fails is retried at the next startup."""
-    try:
-        _finish(folder, remember)
-    except (OSError, errors.DiskFull) as error:
-        _log.warning(
-            "a deleted run's files are not all removed; the next start does", folder=str(folder), error=str(error)
-        )
+    def read(self) -> None:
+        """Read the requests from the volume. Raises UnknownFormatError."""
+        if not self._path.exists():
+            return
+        text = self._path.read_bytes()
+        try:
+            if text.startswith(b"["):  # format 1
+                known = msgspec.json.decode(text, type=list[_Request])
+            else:
+                known = decode_checked(text, list[_Request], _REQUESTS_FILE)
+        except (DamagedFileError, msgspec.MsgspecError) as error:
+            aside = layout.quarantine(self._path)
+            _log.error("requests of deleted runs damaged and set aside", aside=aside.name, error=str(error))
+            return
+        self._requests.update({(request.tenant, request.request_id): request.digest for request in known})
 
+    def add(self, tenant: str, request_id: str, digest: str) -> None:
+        """Store a request durably. Raises DiskFull."""
+        self._requests[tenant, request_id] = digest
+        of_tenant = [key for key in self._requests if key[0] == tenant]
+        for oldest in of_tenant[:-_KEPT_REQUESTS]:
+            del self._requests[oldest]
+        self.write()
 
-def _finish(folder: Path, remember: Remember) -> None:
-    all_goes = folder.name.startswith(_PREFIX)
-    kept = {RUN_FILE, COPY_FILE} if all_goes else _KEPT
-    for path in folder.iterdir():
-        if path.name not in kept:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    try:
-        facts = _facts(folder)
-        remember(facts["tenant"], facts["request_id"], facts["request_digest"])
-    except (DamagedFileError, FileNotFoundError, KeyError) as error:
-        _log.error("a deleted run's request is not known and may make another", folder=folder.name, error=str(error))
-    if all_goes:
-        shutil.rmtree(folder)
-    else:
-        (folder / COPY_FILE).unlink(missing_ok=True)
+    def write(self) -> None:
+        """Write the known requests durably. Raises DiskFull."""
+        write_checked(self._path, [_Request(*key, digest) for key, digest in self._requests.items()])
 
+    def find(self, tenant: str, request_id: str) -> str:
+        """Return the digest of a tenant's request; empty if the request is not known."""
+        return self._requests.get((tenant, request_id), "")
 
-def _facts(folder: Path) -> dict[str, Any]:
-    if (folder / DELETED_FILE).exists():
-        return decode_run_file((folder / DELETED_FILE).read_bytes(), DELETED_FILE)
-    return read_run_file(folder)
+    def delete_files(self, folder: Path, *, keep_checkpoints: bool) -> None:
+        """Delete a run's files. If this raises, the run is deleted all the same, unless the first rename failed."""
+        if keep_checkpoints:
+            (folder / RUN_FILE).rename(folder / DELETED_FILE)
+            layout.sync_directory(folder)
+        else:
+            gone = folder.with_name(_PREFIX + folder.name)
+            folder.rename(gone)
+            layout.sync_directory(folder.parent)
+            folder = gone
+        self._finish(folder)
+
+    def finish_all(self, runs: Path) -> None:
+        """Finish the deletions that a crash interrupted."""
+        for folder in sorted(runs.iterdir()):
+            is_unfinished = (folder / DELETED_FILE).exists() and (folder / COPY_FILE).exists()
+            if folder.name.startswith(_PREFIX) or is_unfinished:
+                self._finish(folder)
+
+    def _finish(self, folder: Path) -> None:
+        """Remove what remains of a deleted run. What fails is retried at the next startup."""
+        is_whole = folder.name.startswith(_PREFIX)
+        kept = {RUN_FILE, COPY_FILE} if is_whole else _KEPT_FILES
+        try:
+            for path in folder.iterdir():
+                if path.name not in kept:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            self._add_request(folder)
+            if is_whole:
+                shutil.rmtree(folder)
+            else:
+                (folder / COPY_FILE).unlink(missing_ok=True)
+        except (OSError, errors.DiskFull) as error:
+            message = "a deleted run's files are not all removed; the next startup removes them"
+            _log.warning(message, folder=str(folder), error=str(error))
+
+    def _add_request(self, folder: Path) -> None:
+        """Store the request that created a run. Raises DiskFull, OSError."""
+        deleted = folder / DELETED_FILE
+        try:
+            facts = decode_run_file(deleted.read_bytes(), DELETED_FILE) if deleted.exists() else read_run_file(folder)
+            self.add(facts["tenant"], facts["request_id"], facts["request_digest"])
+        except (DamagedFileError, FileNotFoundError, KeyError) as error:
+            message = "a deleted run's CreateRun request is not known; repeating it would create another run"
+            _log.error(message, folder=folder.name, error=str(error))

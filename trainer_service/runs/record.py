@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
+from paceline import errors
 from paceline.types import CheckpointKind, FullParameters, LoraConfig, Run, RunParameters, RunState, WeightStorage
-from trainer_service.journal.records import Facts
+from trainer_service.journal.format import Facts
 from trainer_service.journal.snapshots import SnapshotStore
-from trainer_service.runs.fifo_gate import FifoGate
+from trainer_service.limits.gates import FifoGate
 from trainer_service.runs.sequencer import Sequencer
-from trainer_service.volume.run_file import decode_run_file
+from trainer_service.volume_files import decode_run_file
 
 _WEIGHT_BYTES, _STATE_BYTES = 4, 16
 
@@ -70,8 +71,8 @@ class RunRecord:
     """Whether the engine holds the run."""
     is_restored: bool = True
     """Whether recovery into the current engine is complete; false from an engine's death to the end of the replay."""
-    shown: Facts | None = None
-    """Facts from before the replay in progress, which clients see meanwhile; None if no replay is in progress."""
+    facts_before_replay: Facts | None = None
+    """What clients see while a replay is in progress; None if none is."""
     recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the run is being rebuilt or deleted."""
     persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -101,13 +102,13 @@ class RunRecord:
         """Return a checkpoint's maximum bytes: float32 weights; for a state also gradient and two moments of each."""
         return self.trainable_parameters * (_STATE_BYTES if kind is CheckpointKind.STATE else _WEIGHT_BYTES)
 
-    def go_to(self, facts: Facts) -> None:
+    def set_place(self, facts: Facts) -> None:
         """Set the facts that depend on the place in the run's order; the others stay."""
         self.step, self.next_version = facts.step, facts.next_version
 
     def public(self) -> Run:
         """Return the run as clients see it: never in the earlier states that a replay passes through."""
-        facts = self.shown or self.facts()
+        facts = self.facts_before_replay or self.facts()
         return Run(
             run_id=self.run_id,
             base_model=self.base_model,
@@ -138,13 +139,23 @@ class RunRecord:
             "request_digest": self.request_digest,
             "user_metadata": self.user_metadata,
             "adapted_modules": self.adapted_modules,
-            "step": (self.shown or self.facts()).step,
+            "step": (self.facts_before_replay or self.facts()).step,
             "attachment": self.attachment,
             "attached": self.attached,
             "version_limit": self.version_limit,
             "latest_state_checkpoint": self.latest_state_checkpoint,
             "last_seq_id": self.sequencer.last_seq_id,
         }
+
+    def lost_error(self) -> errors.RunStateLost:
+        """Return the error that a run without state answers."""
+        checkpoint = self.latest_state_checkpoint
+        remedy = f"load {checkpoint} with its optimizer and continue from there" if checkpoint else "create a new run"
+        return errors.RunStateLost(
+            f"the run's state was lost and its journal cannot be replayed; {remedy}",
+            field="run_id",
+            metadata={"checkpoint": checkpoint},
+        )
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any], sequencer: Sequencer, snapshots: SnapshotStore) -> RunRecord:

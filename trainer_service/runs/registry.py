@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,17 +13,21 @@ from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import RunState
-from trainer_service.journal.records import Facts
+from trainer_service.journal.format import Facts
 from trainer_service.journal.snapshots import SnapshotStore
-from trainer_service.limits.volume_bytes import VolumeBytes
-from trainer_service.runs.deleted import DeletedRuns
-from trainer_service.runs.deletion import delete_files, finish_all
+from trainer_service.limits.disk_guard import DiskGuard
+from trainer_service.runs.deletion import DeletedRuns
 from trainer_service.runs.record import RunOrigin, RunRecord
 from trainer_service.runs.sequencer import Sequencer
-from trainer_service.runs.storage import RunStorage, StoredCommands
-from trainer_service.volume.checked_file import DamagedFileError
-from trainer_service.volume.format import is_current, write_volume_format
-from trainer_service.volume.run_file import read_run_file, tenant_of, write_run_file
+from trainer_service.runs.storage import RunStorage
+from trainer_service.volume_files import (
+    DamagedFileError,
+    is_current,
+    read_run_file,
+    tenant_of,
+    write_run_file,
+    write_volume_format,
+)
 
 _CLOSE_SECONDS = 5.0
 
@@ -33,9 +37,9 @@ _log = get_logger(__name__)
 class RunRegistry:
     """Finds runs for their owners and persists what must survive a restart."""
 
-    def __init__(self, volume: layout.Volume, storage: RunStorage, volume_bytes: VolumeBytes) -> None:
+    def __init__(self, volume: layout.Volume, storage: RunStorage, guard: DiskGuard) -> None:
         self._volume = volume
-        self._volume_bytes = volume_bytes
+        self._guard = guard
         self._storage = storage
         self._deleted = DeletedRuns(volume.root)
         self._runs: dict[str, RunRecord] = {}
@@ -59,7 +63,7 @@ class RunRegistry:
                 continue
             try:
                 if await asyncio.to_thread(self._storage.holds_nothing, folder.name):
-                    _log.info("folder of a run that was never made removed", run=folder.name)
+                    _log.info("removed the folder of a run that was never created", run=folder.name)
                     await asyncio.to_thread(layout.remove_directory, folder)
                     continue
                 record = await self._restore(folder)
@@ -71,7 +75,7 @@ class RunRegistry:
             if record.damage:
                 _log.error("parts of a run are damaged and set aside", run=record.run_id, damage=record.damage)
         await asyncio.to_thread(self._migrate)
-        await asyncio.to_thread(self._volume_bytes.count_all)
+        await asyncio.to_thread(self._guard.count_all)
         _log.info("runs restored", runs=len(self._runs), unreadable=len(self._unreadable))
 
     def _prepare(self) -> None:
@@ -80,7 +84,7 @@ class RunRegistry:
         for folder in (self._volume.root, self._volume.runs):
             layout.sweep(folder)
         self._deleted.read()
-        finish_all(self._volume.runs, self._deleted.add)
+        self._deleted.finish_all(self._volume.runs)
 
     def _migrate(self) -> None:
         """Rewrite older formats in the current one, after everything was read.
@@ -96,7 +100,7 @@ class RunRegistry:
             self._deleted.write()
             write_volume_format(self._volume.root)
         except errors.DiskFull as error:
-            _log.warning("the volume's format is not written; the next start does", error=error.message)
+            _log.warning("the volume's format is not written; the next startup does it", error=error.message)
 
     async def _restore(self, folder: Path) -> RunRecord:
         run_id = folder.name
@@ -104,8 +108,7 @@ class RunRegistry:
         if facts["run_id"] != run_id:
             raise DamagedFileError(f"{RUN_FILE} is another run's")
         past = await asyncio.to_thread(self._storage.read_or_restart, run_id, facts["last_seq_id"])
-        for part in (folder, *_kind_folders(folder)):
-            layout.sweep(part)
+        _sweep(folder)
         sequencer = self._storage.open(run_id, facts["tenant"], past)
         record = RunRecord.from_facts(facts, sequencer, self._storage.snapshots(run_id))
         record.damage = layout.find_quarantined(folder)
@@ -120,14 +123,17 @@ class RunRegistry:
 
         If the tenant of an unreadable run cannot be read either, any caller gets RunStateLost.
         """
-        record = self._runs.get(layout.check_run_id(run_id))
+        record = self._runs.get(run_id)
+        if record is not None and (record.tenant == identity.tenant or identity.is_peer):
+            return record
+        layout.check_run_id(run_id)
         if run_id in self._unreadable:
             reason, owner = self._unreadable[run_id]
-            if identity.is_peer or owner in {None, identity.tenant}:
-                raise _unreadable(reason)
-        if record is None or not (identity.is_peer or record.tenant == identity.tenant):
-            raise errors.RunNotFound("no such run", field="run_id")
-        return record
+            if owner in {None, identity.tenant} or identity.is_peer:
+                message = f"the run cannot be read and its files were left as they are ({reason})"
+                remedy = "restore them, then restart the trainer"
+                raise errors.RunStateLost(f"{message}; {remedy}", field="run_id", metadata={"checkpoint": ""})
+        raise errors.RunNotFound("no such run", field="run_id")
 
     def owned_by(self, identity: Identity) -> list[RunRecord]:
         """Return the caller's runs."""
@@ -156,30 +162,25 @@ class RunRegistry:
             raise errors.ChecksumMismatch(message, field="like_checkpoint") from error
 
     @asynccontextmanager
-    async def making(self, run_id: str, tenant: str) -> AsyncIterator[tuple[Sequencer, SnapshotStore]]:
-        """Make the folder of a tenant's new run, with an empty journal, for the block that adds the run.
+    async def creating(self, run_id: str, tenant: str) -> AsyncIterator[tuple[Sequencer, SnapshotStore]]:
+        """Create the folder of a tenant's new run, with an empty journal, for the block that adds the run.
 
         The folder is removed if the block fails.
         """
         folder = self._volume.run(run_id)
         try:
-            self._volume_bytes.own(run_id, tenant)
-            past = await asyncio.to_thread(self._make_folder, folder)
+            self._guard.set_owner(run_id, tenant)
+            past = await asyncio.to_thread(self._storage.create, run_id)
             yield self._storage.open(run_id, tenant, past), self._storage.snapshots(run_id)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            self._volume_bytes.count(run_id)
+            self._guard.count(run_id)
             raise
-
-    def _make_folder(self, folder: Path) -> StoredCommands:
-        layout.make_folder(folder)
-        self._storage.make(folder.name)
-        return self._storage.read(folder.name)
 
     async def add(self, record: RunRecord) -> None:
         """Add a new run durably."""
         await self.persist(record)
-        await asyncio.to_thread(self._volume_bytes.count, record.run_id)
+        await asyncio.to_thread(self._guard.count, record.run_id)
         self._runs[record.run_id] = record
 
     async def persist(self, record: RunRecord) -> None:
@@ -188,7 +189,7 @@ class RunRegistry:
             if not record.is_deleted:
                 await asyncio.to_thread(write_run_file, self._volume.run(record.run_id), record.to_facts())
 
-    async def note(self, record: RunRecord) -> None:
+    async def persist_if_possible(self, record: RunRecord) -> None:
         """Write what is useful after a restart but not essential: a full disk does not undo what a command has done."""
         try:
             await self.persist(record)
@@ -202,9 +203,9 @@ class RunRegistry:
         """
         folder = self._volume.run(record.run_id)
         async with record.persisting:
-            await asyncio.to_thread(delete_files, folder, self._deleted.add, keep_checkpoints=keep_checkpoints)
+            await asyncio.to_thread(self._deleted.delete_files, folder, keep_checkpoints=keep_checkpoints)
             record.is_deleted = True
-            await asyncio.to_thread(self._volume_bytes.count, record.run_id)
+            await asyncio.to_thread(self._guard.count, record.run_id)
         self._runs.pop(record.run_id, None)
 
     def hold_all(self, error: errors.PacelineError) -> None:
@@ -227,25 +228,12 @@ class RunRegistry:
         self._storage.close()
 
 
-def _unreadable(reason: str) -> errors.RunStateLost:
-    message = f"the run cannot be read and its files were left as they are ({reason}); restore them, then start again"
-    return errors.RunStateLost(message, field="run_id", metadata={"checkpoint": ""})
-
-
 def _stopping() -> errors.ShuttingDown:
     return errors.ShuttingDown("the service is stopping; send the command again, and the next one answers it")
 
 
-def lost(record: RunRecord) -> errors.RunStateLost:
-    """Return the error that a run without state answers."""
-    checkpoint = record.latest_state_checkpoint
-    remedy = f"load {checkpoint} with its optimizer and go on from there" if checkpoint else "make a new run"
-    return errors.RunStateLost(
-        f"the run's state was lost and its journal cannot be replayed; {remedy}",
-        field="run_id",
-        metadata={"checkpoint": checkpoint},
-    )
-
-
-def _kind_folders(folder: Path) -> Iterable[Path]:
-    return (child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+def _sweep(folder: Path) -> None:
+    """Remove the staging directories and files that a crash left in a run's folder."""
+    children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
+    for part in (folder, *children):
+        layout.sweep(part)

@@ -24,6 +24,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from google.protobuf.message import Message
 
@@ -33,17 +36,218 @@ from paceline.log import get_logger
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
+from trainer_service.journal.format import AttemptRecord, Facts, RebaseRecord
 from trainer_service.journal.journal import RunJournal
-from trainer_service.journal.records import AttemptRecord, Facts, RebaseRecord
-from trainer_service.runs.answers import Answers, check_digest
-from trainer_service.runs.command import Answer, Command, answer_to_record, poisoned
-from trainer_service.runs.pending import PendingCommand, PendingCommands
-from trainer_service.runs.progress import READING, REPEATABLE, CommandProgress, Executor
+from trainer_service.runs.command import Answer, Answers, Command, answer_to_record, check_digest
 
 _log = get_logger(__name__)
 
-_MAX_UNDER_WAY = 8
+REPEATABLE = frozenset({"ForwardBackward", "OptimStep"})
+"""Commands that reply the same when executed again, so their replies need not be durable before they are sent."""
+READING = frozenset({"SaveCheckpoint", "PublishWeights"})
+"""Commands that let the next one start before they end."""
+_MAX_EXECUTING = 8
 """Most commands of a run that may be executing, to bound what they hold."""
+
+
+class CommandProgress:
+    """Progress of a command's execution.
+
+    A command is captured when it has taken all that it needs from the run's state, so that the next one may start; then
+    released, when it no longer needs the engine; then ended. A command that does not report the first two is captured
+    and released when it ends.
+    """
+
+    def __init__(self, earlier: Sequence[CommandProgress] = (), *, may_overlap: bool = False) -> None:
+        """`earlier` are the commands of the same kind before this one that have not ended."""
+        self.captured = asyncio.Event()
+        self.released = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.is_answered = False
+        """Whether the command ended with an answer, and not because it has to execute again."""
+        self.version = 0
+        """Number of the version that the command made; 0 for none."""
+        self._earlier = tuple(earlier)
+        self._may_overlap = may_overlap
+
+    def capture(self) -> None:
+        """Let the next command start, if this one may overlap with it."""
+        if self._may_overlap:
+            self.captured.set()
+
+    def release(self) -> None:
+        """Report that the rest of the command does not need the engine."""
+        self.released.set()
+
+    async def wait_for_earlier(self) -> None:
+        """Wait until earlier commands of this kind are answered. Raises EngineUnavailable if one must execute again."""
+        for progress in self._earlier:
+            await progress.ended.wait()
+            if not progress.is_answered:
+                raise errors.EngineUnavailable("a command before this one has to execute again first")
+
+    def end(self) -> None:
+        """Set all events, to wake everything that waits."""
+        self._earlier = ()
+        for event in (self.captured, self.released, self.ended):
+            event.set()
+
+
+class Executor(Protocol):
+    """Executes a run's commands."""
+
+    async def execute(self, command: Command, progress: CommandProgress) -> Message:
+        """Execute a command. Raises PacelineError; EngineUnavailable means that it was not executed."""
+        ...
+
+    def facts(self) -> Facts:
+        """Return the run's current facts."""
+        ...
+
+    async def executed(self, command: Command) -> None:
+        """Do what must happen between this command, which may still be executing, and the next."""
+        ...
+
+    async def close(self) -> None:
+        """Finish the work that continues in the background."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class PendingCommand:
+    """A command without an answer."""
+
+    command: Command
+    answer: asyncio.Future[Message]
+    durable: asyncio.Future[None] | None = None
+    """Set when the command is appended to the journal; done when it is durable."""
+    progress: CommandProgress | None = None
+    """Set while the command executes."""
+    place: Facts | None = None
+    """Facts after the command in the run's order; set if it was captured before it ended."""
+    timeout: asyncio.TimerHandle | None = None
+    """Set while earlier commands are missing."""
+
+    def resolve(self, answer: Answer) -> None:
+        """Resolve the answer for every waiter."""
+        if isinstance(answer, errors.PacelineError):
+            self.answer.set_exception(answer)
+        else:
+            self.answer.set_result(answer)
+
+    def cancel_timeout(self) -> None:
+        """Cancel the timeout: no earlier command is missing, or this one is gone; the timer would keep it in memory."""
+        if self.timeout is not None:
+            self.timeout.cancel()
+            self.timeout = None
+
+    def fail_waiters(self, error: errors.PacelineError) -> None:
+        """Fail the current waiters with `error`; later ones wait for the answer."""
+        self.resolve(error)
+        self.answer = _new_answer()
+
+
+class PendingCommands:
+    """A run's commands without an answer; each is journaled once all commands before it have arrived."""
+
+    def __init__(
+        self, journal: RunJournal, last_seq_id: int, gap_wait_seconds: float, tenant: str, waiting_bytes: WaitingBytes
+    ) -> None:
+        """Accept commands after `last_seq_id`, which is in the journal; count bytes of waiting ones as `tenant`'s."""
+        self.by_seq_id: dict[int, PendingCommand] = {}
+        self.appended = self._answered = last_seq_id
+        """Highest seq_id that was appended to the journal."""
+        self._journal = journal
+        self._gap_wait = gap_wait_seconds
+        self._tenant = tenant
+        self._bytes = waiting_bytes
+        journal.on_refused = self._withdraw
+
+    def __iter__(self) -> Iterator[PendingCommand]:
+        return iter(list(self.by_seq_id.values()))
+
+    def restore(self, command: Command) -> None:
+        """Add a command from the journal."""
+        pending = self._add(command)
+        pending.durable = asyncio.get_running_loop().create_future()
+        pending.durable.set_result(None)
+        self.appended = max(self.appended, command.seq_id)
+
+    def accept(self, command: Command) -> PendingCommand:
+        """Add a new command, and append to the journal every command that no longer waits for an earlier one.
+
+        Raises QuotaExceeded or Overloaded if too many bytes of commands wait, unless the run needs this command to make
+        progress.
+        """
+        is_needed = command.seq_id == self.appended + 1 and not any(one.durable for one in self.by_seq_id.values())
+        if not is_needed:
+            self._bytes.check(self._tenant, command.size)
+        pending = self._add(command)
+        while following := self.by_seq_id.get(self.appended + 1):
+            following.durable = self._journal.append(following.command.to_record(), sync=True)
+            following.cancel_timeout()
+            self.appended += 1
+        if pending.durable is None:
+            pending.timeout = asyncio.get_running_loop().call_later(self._gap_wait, self._time_out, pending)
+        return pending
+
+    def answered(self, seq_id: int) -> None:
+        """Remove a command that was answered."""
+        self._discard(seq_id)
+        self._answered = max(self._answered, seq_id)
+
+    def refuse(self, is_refused: Callable[[PendingCommand], bool], error: errors.PacelineError) -> None:
+        """Refuse the selected commands that have not started."""
+        for pending in self:
+            if pending.progress is None and is_refused(pending):
+                self._discard(pending.command.seq_id)
+                pending.resolve(error)
+
+    def skip_to(self, seq_id: int) -> None:
+        """Continue at a command; give up those before it."""
+        self.appended = self._answered = seq_id - 1
+        lost = errors.RunStateLost("the run was restored by a later command", field="seq_id")
+        self.refuse(lambda pending: pending.command.seq_id < seq_id, lost)
+
+    def executing(self) -> list[tuple[Command, CommandProgress]]:
+        """Return the commands that are executing."""
+        return [(one.command, one.progress) for one in self.by_seq_id.values() if one.progress is not None]
+
+    def _add(self, command: Command) -> PendingCommand:
+        pending = self.by_seq_id[command.seq_id] = PendingCommand(command, _new_answer())
+        self._bytes.add(self._tenant, command.size)
+        return pending
+
+    def _discard(self, seq_id: int) -> None:
+        pending = self.by_seq_id.pop(seq_id)
+        pending.cancel_timeout()
+        self._bytes.remove(self._tenant, pending.command.size)
+
+    def _withdraw(self, error: errors.PacelineError) -> None:
+        """Withdraw the commands that could not be journaled: none was executed, and their seq_ids are free again."""
+        durable = {
+            key
+            for key, pending in self.by_seq_id.items()
+            if pending.durable is not None and pending.durable.done() and not pending.durable.exception()
+        }
+        self.appended = max([self._answered, *durable])
+        self.refuse(lambda pending: pending.command.seq_id > self.appended and pending.durable is not None, error)
+
+    def _time_out(self, pending: PendingCommand) -> None:
+        seq_id = pending.command.seq_id
+        if self.by_seq_id.get(seq_id) is not pending or pending.durable is not None:
+            return
+        self._discard(seq_id)
+        missing = next(earlier for earlier in range(self.appended + 1, seq_id) if earlier not in self.by_seq_id)
+        message = f"command {missing} did not arrive within {self._gap_wait:g} s; send it, then this one again"
+        pending.resolve(errors.SeqIdGap(message, field="seq_id", metadata={"missing": str(missing)}))
+
+
+def _new_answer() -> asyncio.Future[Message]:
+    answer = asyncio.get_running_loop().create_future()
+    # Nobody may be waiting for a failure: retrieve it, so that asyncio does not log it as never retrieved.
+    answer.add_done_callback(lambda future: future.cancelled() or future.exception())
+    return answer
 
 
 class Sequencer:
@@ -71,27 +275,24 @@ class Sequencer:
         """How often the engine died while it executed a command, by seq_id."""
         self.attachment = 0
         """Number of the newest client that attached; new commands of clients that attached earlier are refused."""
+        self.executed = last_seq_id
+        """Highest seq_id whose command has executed far enough for the next to start."""
+        self.is_closed = False
+        """Whether the sequencer is closed for good and accepts no more commands."""
         self._max_attempts = max_attempts
-        self._executed = last_seq_id
         self._failpoints = failpoints
         self._waiting = PendingCommands(journal, last_seq_id, gap_wait_seconds, tenant, waiting_bytes)
         self._executor: Executor | None = None
-        self._former: Executor | None = None
+        self._previous_executor: Executor | None = None
+        self._change = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._finishing = Background("command.finish_failed")
         self._refusal: errors.PacelineError | None = None
-        self.is_closed = False
-        """Whether the sequencer is closed for good and accepts no more commands."""
 
     @property
     def last_seq_id(self) -> int:
         """Highest seq_id that was accepted in order: its command has executed, or will."""
         return self._waiting.appended
-
-    @property
-    def executed(self) -> int:
-        """Highest seq_id whose command has executed far enough for the next to start."""
-        return self._executed
 
     def restore(self, command: Command) -> None:
         """Add the next command of the journal that has no answer; later ones may have one."""
@@ -103,7 +304,9 @@ class Sequencer:
         Of theirs, commands accepted in order stay, and commands that wait behind a gap are refused.
         """
         self.attachment = attachment
-        self._waiting.drop(lambda pending: pending.durable is None and self._is_late(pending.command), _superseded())
+        self._waiting.refuse(
+            lambda pending: pending.durable is None and self._is_superseded(pending.command), _superseded()
+        )
 
     def check_client(self, command: Command) -> None:
         """Raise ClientSuperseded for a command of a superseded client, unless the command was accepted before.
@@ -112,39 +315,37 @@ class Sequencer:
         """
         if command.attachment > self.attachment:
             raise errors.InvalidArgument("is not a number that AttachRun answered for this run", field="attachment")
-        if not self._is_late(command) or self.answers.knows(command.seq_id, command.digest):
+        if not self._is_superseded(command) or self.answers.knows(command.seq_id, command.digest):
             return
-        pending = self._waiting.get(command.seq_id)
+        pending = self._waiting.by_seq_id.get(command.seq_id)
         if pending is None or pending.command.digest != command.digest:
             raise _superseded()
 
-    def knows(self, seq_id: int) -> bool:
-        """Return whether a command with this seq_id has already arrived."""
-        return seq_id <= self._executed or self._waiting.get(seq_id) is not None
-
-    async def execute(self, command: Command) -> Message:
+    async def execute(self, command: Command, check: Callable[[Command], Command] | None = None) -> Message:
         """Execute a command at its turn and return its answer; a repeated one gets the first answer.
 
-        The command continues if the caller leaves, because its answer may be asked for again. Raises what the command
+        `check` is called with a command that has not arrived before, and returns it, or its refusal. The command
+        continues if the caller leaves, because its answer may be asked for again. Raises what the command
         raised, ClientSuperseded, SeqIdReused, SeqIdExpired, DiskFull if it cannot be journaled, QuotaExceeded or
         Overloaded if too many bytes of commands wait, EngineUnavailable if the engine dies while it waits, or SeqIdGap
         if earlier commands do not arrive in time.
         """
+        self.check_client(command)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)  # it would grow with each call and keep the call's command
         if command.seq_id == 0:
             raise errors.MissingField("is not set; a run's commands count from 1", field="seq_id")
-        self.check_client(command)
-        pending = self._waiting.get(command.seq_id)
-        if pending is None and command.seq_id <= self._executed:
-            answer = self.answers.again(command.seq_id, command.digest, self._executed)
+        pending = self._waiting.by_seq_id.get(command.seq_id)
+        if pending is not None:
+            check_digest(command.digest, pending.command.digest)
+        elif command.seq_id <= self.executed:
+            answer = self.answers.repeat(command.seq_id, command.digest, self.executed)
             if isinstance(answer, errors.PacelineError):
                 raise answer
             return answer
-        if pending is None:
-            pending = self._waiting.accept(command)
+        else:
+            pending = self._waiting.accept(check(command) if check is not None else command)
             self._advance()
-        check_digest(command.digest, pending.command.digest)
         return await asyncio.shield(pending.answer)
 
     def start(self, executor: Executor) -> None:
@@ -156,43 +357,46 @@ class Sequencer:
 
     def hold(self, error: errors.PacelineError) -> None:
         """Execute nothing before the next `start`. Waiters get `error`; their commands stay."""
-        self._former, self._executor = self._executor or self._former, None
+        self._previous_executor, self._executor = self._executor or self._previous_executor, None
         for pending in self._waiting:
             if pending.progress is None or not pending.progress.released.is_set():
-                pending.put_off(error)
-        self._waiting.notify()
+                pending.fail_waiters(error)
+        self._notify()
 
     async def recover(self) -> None:
         """After `hold`, roll back what died with the engine; commands that no longer need the engine continue."""
-        await self._left_engine()
-        if self._former is not None:
-            await self._former.close()
-        while self._is_undone(self._executed):
-            self._executed -= 1
+        await self._engine_unused()
+        if self._previous_executor is not None:
+            await self._previous_executor.close()
+        while self._must_execute_again(self.executed):
+            self.executed -= 1
 
     @property
     def overtaken(self) -> list[int]:
         """Commands without an answer that `replay` has to execute again before later ones continue."""
-        keys = sorted(pending.command.seq_id for pending in self._waiting)
-        return [seq_id for seq_id in keys if seq_id < self._executed and self._is_undone(seq_id)]
+        return [
+            seq_id
+            for seq_id in sorted(self._waiting.by_seq_id)
+            if seq_id < self.executed and self._must_execute_again(seq_id)
+        ]
 
     async def replay(self, seq_id: int, executor: Executor) -> None:
         """Execute a command again at its place, until the next may start. Raises EngineUnavailable."""
-        pending = self._waiting.get(seq_id)
+        pending = self._waiting.by_seq_id.get(seq_id)
         if pending is not None and not await self._begin(pending, executor):
             raise errors.EngineUnavailable("the engine died while the run was restored")
 
     def place(self, seq_id: int) -> Facts | None:
         """Return the facts after an executed command in the run's order; None if they are no longer known."""
-        pending = self._waiting.get(seq_id)
+        pending = self._waiting.by_seq_id.get(seq_id)
         return self.answers.facts(seq_id) if pending is None else pending.place
 
     async def answered(self, seq_id: int, executor: Executor) -> None:
         """Wait until every command up to `seq_id` is answered. Raises EngineUnavailable if `executor` is given up."""
-        while any(pending.command.seq_id <= seq_id for pending in self._waiting):
+        while any(waiting <= seq_id for waiting in self._waiting.by_seq_id):
             if self._executor is not executor:
                 raise errors.EngineUnavailable("a command has to execute again first")
-            await self._waiting.changed()
+            await self._change.wait()
 
     async def rebase(self, seq_id: int) -> None:
         """Make `seq_id` the next to execute, because the commands before it are lost for good.
@@ -201,24 +405,14 @@ class Sequencer:
         """
         if seq_id <= self.last_seq_id + 1:
             return
-        self._executed = seq_id - 1
+        self.executed = seq_id - 1
         self._waiting.skip_to(seq_id)
         await self.journal.append(RebaseRecord(seq_id), sync=True)
-
-    def is_poisoned(self, command: Command) -> bool:
-        """Return whether the engine died during a command as often as it may."""
-        return self.attempts[command.seq_id] >= self._max_attempts
-
-    async def count_death(self, command: Command) -> None:
-        """Record durably that the engine died during a command."""
-        self.attempts[command.seq_id] += 1
-        _log.error("engine died of a command", seq_id=command.seq_id, attempts=self.attempts[command.seq_id])
-        await self.journal.append(AttemptRecord(command.seq_id), sync=True)
 
     def drain(self, error: errors.PacelineError) -> None:
         """Refuse new commands and those that have not started; started ones continue."""
         self._refusal = error
-        self._waiting.drop(lambda _: True, error)
+        self._waiting.refuse(lambda _: True, error)
 
     async def close(self, error: errors.PacelineError) -> None:
         """Drain, and wait for the commands that have started."""
@@ -227,19 +421,25 @@ class Sequencer:
         self.is_closed = True
         self.drain(error)
         executor, self._executor = self._executor, None
-        self._waiting.notify()
-        await self._left_engine()
+        self._notify()
+        await self._engine_unused()
         await self._finishing.finish()
         if executor is not None:
             await executor.close()
-        await self.journal.close()
+        await self.journal.flush()
 
-    def _is_late(self, command: Command) -> bool:
+    def _is_superseded(self, command: Command) -> bool:
         """Return whether a superseded client sent the command. A client that did not attach is never superseded."""
         return 0 < command.attachment < self.attachment
 
+    def _notify(self) -> None:
+        """Wake everything that waits for a change."""
+        self._change.set()
+        self._change = asyncio.Event()
+
     def _advance(self) -> None:
-        pending = self._waiting.get(self._executed + 1)
+        """Execute the next command, if it has arrived and the one before it has executed far enough."""
+        pending = self._waiting.by_seq_id.get(self.executed + 1)
         is_idle = self._task is None or self._task.done()
         if pending is None or pending.durable is None or self._executor is None or not is_idle:
             return
@@ -252,23 +452,22 @@ class Sequencer:
         except errors.PacelineError:
             return  # It was refused, and its waiters got the error.
         while self._executor is executor and self._must_wait(pending.command):
-            await self._waiting.changed()
+            await self._change.wait()
         if self._executor is executor and await self._begin(pending, executor):
-            self._executed = max(self._executed, pending.command.seq_id)
+            self.executed = max(self.executed, pending.command.seq_id)
             self._failpoints.hit("after_capture")
             await executor.executed(pending.command)
             self._failpoints.hit("after_ack")
 
     def _must_wait(self, command: Command) -> bool:
         """Return whether a command whose turn has come must wait for those that are executing."""
-        under_way = len(self._waiting.under_way())
-        alone = command.method not in READING | REPEATABLE
-        return under_way > 0 if alone else under_way >= _MAX_UNDER_WAY
+        executing = len(self._waiting.executing())
+        return executing >= (_MAX_EXECUTING if command.method in READING | REPEATABLE else 1)
 
     async def _begin(self, pending: PendingCommand, executor: Executor) -> bool:
         """Execute a command until the next may start; return whether it got that far."""
         command = pending.command
-        earlier = [progress for other, progress in self._waiting.under_way() if other.method == command.method]
+        earlier = [progress for other, progress in self._waiting.executing() if other.method == command.method]
         progress = pending.progress = CommandProgress(earlier, may_overlap=command.method in READING)
         pending.place = None
         self._finishing.spawn(self._finish(pending, progress, executor))
@@ -284,27 +483,34 @@ class Sequencer:
         try:
             answer = await self._answer(command, progress, executor)
             if isinstance(answer, errors.EngineUnavailable):
-                await self._not_executed(command, answer)
+                if isinstance(answer, EngineDiedError):
+                    await self._count_death(command)
+                self.hold(answer)
                 return
             self._failpoints.hit("after_execute")
-            record = answer_to_record(command, answer, executor.facts().at(pending.place), progress.version)
+            facts = executor.facts()
+            if pending.place is not None:
+                facts = facts.at(pending.place)
+            record = answer_to_record(command, answer, facts, progress.version)
             must_sync = isinstance(answer, errors.PacelineError) or command.method not in REPEATABLE
             await self.journal.append(record, sync=must_sync)
             self._failpoints.hit("after_answer")
             self.answers.keep(record)
-            self._waiting.remove(command.seq_id)
-            self._executed = max(self._executed, command.seq_id)
+            self._waiting.answered(command.seq_id)
+            self.executed = max(self.executed, command.seq_id)
             progress.is_answered = True
             self._failpoints.hit("before_ack")
-            pending.settle(answer)
+            pending.resolve(answer)
         finally:
             pending.progress = None
             progress.end()
-            self._waiting.notify()
+            self._notify()
 
     async def _answer(self, command: Command, progress: CommandProgress, executor: Executor) -> Answer:
-        if self.is_poisoned(command):
-            return poisoned(self.attempts[command.seq_id])
+        deaths = self.attempts[command.seq_id]
+        if deaths >= self._max_attempts:
+            message = f"the engine died {deaths} time(s) while it executed this; it is not tried again"
+            return errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": str(deaths)})
         self._failpoints.hit("before_execute")
         try:
             return await executor.execute(command, progress)
@@ -316,22 +522,22 @@ class Sequencer:
             _log.exception("command failed", seq_id=command.seq_id, **answer.metadata)
             return answer
 
-    async def _not_executed(self, command: Command, error: errors.EngineUnavailable) -> None:
-        """Hold a command that the engine did not execute until the run is restored."""
-        if isinstance(error, EngineDiedError):
-            await self.count_death(command)
-        self.hold(error)
+    async def _count_death(self, command: Command) -> None:
+        """Record durably that the engine died during a command."""
+        self.attempts[command.seq_id] += 1
+        _log.error("engine died of a command", seq_id=command.seq_id, attempts=self.attempts[command.seq_id])
+        await self.journal.append(AttemptRecord(command.seq_id), sync=True)
 
-    async def _left_engine(self) -> None:
+    async def _engine_unused(self) -> None:
         """Wait until no command uses the engine."""
         if self._task is not None:
             await asyncio.wait({self._task})
-        for _, progress in self._waiting.under_way():
+        for _, progress in self._waiting.executing():
             await progress.released.wait()
 
-    def _is_undone(self, seq_id: int) -> bool:
+    def _must_execute_again(self, seq_id: int) -> bool:
         """Return whether a command has no answer, and gets none unless it executes again."""
-        pending = self._waiting.get(seq_id)
+        pending = self._waiting.by_seq_id.get(seq_id)
         return pending is not None and pending.progress is None
 
 

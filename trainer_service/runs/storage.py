@@ -9,17 +9,23 @@ from paceline import layout
 from paceline.log import get_logger
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.history import History, check_formats, highest_seq_id, read_history, segments
-from trainer_service.journal.index import index_path, read_index
+from trainer_service.journal.format import Facts, JournalDamagedError
+from trainer_service.journal.history import (
+    History,
+    check_formats,
+    highest_seq_id,
+    index_path,
+    read_history,
+    read_index,
+    segments,
+)
 from trainer_service.journal.journal import RunJournal
-from trainer_service.journal.records import AnswerRecord, Facts, JournalDamagedError
 from trainer_service.journal.snapshots import Snapshot, SnapshotStore
-from trainer_service.limits.free_space import DiskGuard
-from trainer_service.runs.answers import Answers
-from trainer_service.runs.command import Command
+from trainer_service.limits.disk_guard import DiskGuard
+from trainer_service.runs.command import Answers, Command
 from trainer_service.runs.sequencer import Sequencer
 from trainer_service.settings import TrainerSettings
-from trainer_service.volume.checked_file import UnknownFormatError
+from trainer_service.volume_files import UnknownFormatError
 
 _JOURNAL = "journal"
 _SYNCING_THREADS = 8
@@ -56,10 +62,11 @@ class StoredCommands:
     @property
     def facts(self) -> Facts | None:
         """The run's newest facts, with those that depend on the order as of the last answered command in it."""
-        answers, known = self.history.answers, self.snapshot.facts if self.snapshot else None
+        answers, snapshot = self.history.answers, self.snapshot
         if not answers:
-            return known
-        place = known if self.snapshot and max(answers) <= self.snapshot.seq_id else answers[max(answers)].facts
+            return snapshot.facts if snapshot else None
+        last = max(answers)
+        place = snapshot.facts if snapshot and last <= snapshot.seq_id else answers[last].facts
         return next(reversed(answers.values())).facts.at(place)
 
     def facts_before(self, seq_id: int) -> Facts:
@@ -99,9 +106,12 @@ class RunStorage:
         self._waiting_bytes = waiting_bytes
         self._threads = ThreadPoolExecutor(_SYNCING_THREADS, thread_name_prefix="journal")
 
-    def make(self, run_id: str) -> None:
-        """Create a new run's journal."""
-        RunJournal.make(self._volume.run(run_id) / _JOURNAL, base=1)
+    def create(self, run_id: str) -> StoredCommands:
+        """Create a new run's folder and journal. Raises DiskFull."""
+        folder = self._volume.run(run_id)
+        layout.make_folder(folder)
+        RunJournal.make(folder / _JOURNAL, base=1)
+        return self.read(run_id)
 
     def holds_nothing(self, run_id: str) -> bool:
         """Return whether a run's folder holds at most a journal that never accepted a command. Raises OSError.
@@ -171,15 +181,18 @@ class RunStorage:
 
     def open(self, run_id: str, tenant: str, past: StoredCommands) -> Sequencer:
         """Build the sequencer of a tenant's run, with its past answers and the commands that are still to execute."""
+        answers, first = Answers(), 1
+        if past.snapshot is not None:
+            first = past.snapshot.seq_id + 1
+            for record in past.snapshot.answers:
+                answers.keep(record)
+        for seq_id, record in past.history.answers.items():
+            if seq_id >= first:
+                answers.keep(record)
+        directory = self._volume.run(run_id) / _JOURNAL
         sequencer = Sequencer(
-            RunJournal(
-                self._volume.run(run_id) / _JOURNAL,
-                past.history,
-                self._threads,
-                self._failpoints,
-                self._guard,
-            ),
-            _answers(past),
+            RunJournal(directory, past.history, self._threads, self._failpoints, self._guard),
+            answers,
             past.executed,
             gap_wait_seconds=self._settings.gap_wait_seconds,
             max_attempts=self._settings.max_attempts,
@@ -195,12 +208,3 @@ class RunStorage:
     def close(self) -> None:
         """Shut down the threads."""
         self._threads.shutdown()
-
-
-def _answers(past: StoredCommands) -> Answers:
-    answers = Answers()
-    known: list[AnswerRecord] = list(past.snapshot.answers) if past.snapshot else []
-    before = past.snapshot.seq_id if past.snapshot else 0
-    for record in [*known, *(record for seq_id, record in past.history.answers.items() if seq_id > before)]:
-        answers.keep(record)
-    return answers

@@ -8,12 +8,11 @@ import pytest_asyncio
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.failpoints import Failpoints
+from trainer_service.journal.format import Facts
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
-from trainer_service.journal.records import Facts
-from trainer_service.limits.free_space import DiskGuard
-from trainer_service.runs.answers import Answers
-from trainer_service.runs.command import Command
+from trainer_service.limits.disk_guard import DiskGuard
+from trainer_service.runs.command import Answers, Command
 from trainer_service.runs.sequencer import Sequencer
 
 NO_FAILPOINTS = Failpoints("")

@@ -22,7 +22,7 @@ from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.runs.async_save import SaveContent, TensorFile
 from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng_state
 from trainer_service.engine.runs.state_files import check_tensors, read_tensors
-from trainer_service.text.tokenizer_files import read_tokenizer_files
+from trainer_service.text import read_tokenizer_files
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _METADATA = {"format": "pt"}

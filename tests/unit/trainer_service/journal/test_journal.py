@@ -17,21 +17,21 @@ from support.chaos.journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, block
 from paceline import errors, layout
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.frames import UNIT, decode_segment
-from trainer_service.journal.history import check_formats, highest_seq_id, read_history, segments
-from trainer_service.journal.index import read_index
-from trainer_service.journal.journal import RunJournal
-from trainer_service.journal.records import (
+from trainer_service.journal.format import (
+    UNIT,
     AnswerRecord,
     CommandRecord,
     Facts,
     JournalDamagedError,
     decode_records,
+    decode_segment,
     encode_records,
 )
+from trainer_service.journal.history import check_formats, highest_seq_id, read_history, read_index, segments
+from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.snapshots import SnapshotStore
-from trainer_service.limits.free_space import DiskGuard
-from trainer_service.volume.checked_file import UnknownFormatError
+from trainer_service.limits.disk_guard import DiskGuard
+from trainer_service.volume_files import UnknownFormatError
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def written(directory, *records):
     journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
     for record in records:
         await journal.append(record, sync=True)
-    await journal.close()
+    await journal.flush()
     (path,) = segments(directory).values()
     return path
 

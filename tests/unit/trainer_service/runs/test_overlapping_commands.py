@@ -7,7 +7,7 @@ from support.chaos.journaled import JournaledRun, leave_runs, refusal  # noqa: F
 
 from paceline import errors
 from trainer_service.engine.protocol import EngineDiedError
-from trainer_service.journal.records import AnswerRecord
+from trainer_service.journal.format import AnswerRecord
 
 
 @pytest.fixture

@@ -18,15 +18,14 @@ from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import LoraConfig, RunState
 from paceline.waiting_bytes import WaitingBytes
+from trainer_service.commands import SnapshotPolicy
 from trainer_service.failpoints import NO_FAILPOINTS
-from trainer_service.journal.records import Facts
-from trainer_service.limits.byte_gate import ByteGate
-from trainer_service.limits.free_space import NO_GUARD
-from trainer_service.limits.volume_bytes import VolumeBytes
-from trainer_service.recovery.recovery import Recovery
+from trainer_service.journal.format import Facts
+from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
+from trainer_service.limits.gates import ByteGate
+from trainer_service.recovery import Recovery
 from trainer_service.runs.command import Command
-from trainer_service.runs.deleted import DeletedRuns
-from trainer_service.runs.executor import SnapshotPolicy
+from trainer_service.runs.deletion import DeletedRuns
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
@@ -46,7 +45,7 @@ async def registry_of(volume):
     """Yield a registry that has read the volume, as at a start."""
     settings = TrainerSettings(model="tiny", checkpoint_dir=volume.root, min_free_bytes=0, insecure=True)
     registry = RunRegistry(
-        volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD), VolumeBytes(volume)
+        volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD), DiskGuard(volume=volume)
     )
     try:
         await registry.restore()
@@ -57,7 +56,7 @@ async def registry_of(volume):
 
 async def make_run(registry, run_id, commands=5):
     """Make a run that executed commands and has a snapshot after the second."""
-    async with registry.making(run_id, TEAM.tenant) as (sequencer, snapshots):
+    async with registry.creating(run_id, TEAM.tenant) as (sequencer, snapshots):
         record = RunRecord(
             run_id=run_id,
             tenant=TEAM.tenant,
@@ -165,7 +164,7 @@ async def test_a_file_that_cannot_be_read_now_costs_nothing_and_changes_nothing(
 async def test_what_a_killed_create_run_leaves_is_removed_at_the_next_start(volume, how):
     async with registry_of(volume) as registry:
         with pytest.raises(asyncio.CancelledError):
-            async with registry.making(RUN, TEAM.tenant):
+            async with registry.creating(RUN, TEAM.tenant):
                 left = contents(volume.run(RUN))
                 raise asyncio.CancelledError
     folder = volume.run(RUN)
@@ -283,7 +282,7 @@ def test_a_checkpoint_may_have_the_name_of_what_is_set_aside(volume):
 
 
 def test_a_tenant_that_deletes_many_runs_has_no_request_of_another_forgotten(volume, monkeypatch):
-    monkeypatch.setattr("trainer_service.runs.deleted._KEPT", 3)
+    monkeypatch.setattr("trainer_service.runs.deletion._KEPT_REQUESTS", 3)
     volume.root.mkdir()
     deleted = DeletedRuns(volume.root)
     deleted.add("calm", "r0", "d0")

@@ -1,36 +1,43 @@
-"""Restores runs into an engine that has lost them: loads the newest snapshot, then replays the journal in order."""
+"""Restores runs into an engine that has lost them: loads the newest snapshot, then replays the journal in order.
+
+A run whose state cannot be rebuilt is lost; its newest intact snapshot is offered as a state checkpoint, from which the
+run can continue.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 
-from paceline import errors
+from paceline import errors, layout, weights
 from paceline.base_weights import check_same_base
+from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import RunState
+from paceline.types import CheckpointKind, RunState
 from trainer_service.backoff import backoff
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.commands import CommandExecutor, RunExecutor, SnapshotPolicy
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.records import AnswerRecord, JournalDamagedError
-from trainer_service.limits.byte_gate import ByteGate
+from trainer_service.journal.format import AnswerRecord, JournalDamagedError
+from trainer_service.journal.snapshots import OWN_FILES, Snapshot
+from trainer_service.limits.gates import ByteGate
 from trainer_service.publish.publisher import Publisher
-from trainer_service.recovery.restore_point import RestorePoints
 from trainer_service.runs.command import Command, answer_from_record
-from trainer_service.runs.executor import CommandVerbs, RunExecutor, SnapshotPolicy
-from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.sequencer import CommandProgress
 from trainer_service.runs.storage import RunStorage, StoredCommands
 
 _log = get_logger(__name__)
 
-
-_RETRY_SECONDS, _MOST_RETRY_SECONDS = 1.0, 60.0
+_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
 """Delay between attempts to restore a run: initial and maximum."""
 _TRANSIENT = (errors.Unavailable, errors.DiskFull, errors.OutOfMemory)
 """Errors that may make a replayed command fail temporarily. The run waits, and is never lost because of them."""
@@ -48,7 +55,7 @@ class Recovery:
         engine: EngineProcess,
         storage: RunStorage,
         publisher: Publisher,
-        verbs: CommandVerbs,
+        executor: CommandExecutor,
         policy: SnapshotPolicy,
         memory: ByteGate,
         failpoints: Failpoints,
@@ -59,7 +66,7 @@ class Recovery:
         self._engine = engine
         self._storage = storage
         self._publisher = publisher
-        self._verbs = verbs
+        self._executor = executor
         self._policy = policy
         self._memory = memory
         self._failpoints = failpoints
@@ -72,18 +79,17 @@ class Recovery:
     def start(self, run: RunRecord, engines_lost: int) -> None:
         """Start a new run's commands; `engines_lost` is the number of engines lost before the run's own."""
         if self._registry.engines_lost == engines_lost:
-            run.sequencer.start(self._executor(run))
+            run.sequencer.start(self._run_executor(run))
             return
         run.in_engine = run.is_restored = False  # that engine died before the run was registered
         self._spawn(self._try_recover(run))
 
-    def _executor(self, run: RunRecord) -> RunExecutor:
-        save_state, settled = self._engine.save_state, self._publisher.settled
-        return RunExecutor(run, self._verbs, save_state, settled, self._policy, self._failpoints)
+    def _run_executor(self, run: RunRecord) -> RunExecutor:
+        return RunExecutor(run, self._executor, self._engine, self._publisher, self._policy, self._failpoints)
 
-    async def recover_all(self, runs: Iterable[RunRecord]) -> None:
-        """Restore runs into an engine that has just started."""
-        await asyncio.gather(*map(self._try_recover, runs))
+    async def recover_all(self) -> None:
+        """Restore all runs into an engine that has just started."""
+        await asyncio.gather(*map(self._try_recover, self._registry))
 
     async def _try_recover(self, run: RunRecord) -> None:
         """Restore a run unless it is restored or closed; retry until that succeeds or the engine dies.
@@ -91,7 +97,7 @@ class Recovery:
         After the death of an engine, the run is restored into the next one. A run whose replay kills the engine is
         delayed, longer each time, to let the others go first.
         """
-        await asyncio.sleep(backoff(self._deaths[run.run_id] - 1, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
+        await asyncio.sleep(backoff(self._deaths[run.run_id] - 1, _RETRY_SECONDS, _MAX_RETRY_SECONDS))
         for failures in itertools.count(1):
             async with run.recovering:
                 if run.is_restored or run.sequencer.is_closed:
@@ -102,15 +108,15 @@ class Recovery:
                     del self._deaths[run.run_id]
                     return
                 except errors.BaseMismatch as error:
-                    _log.error("run not restored: the base model is another one", run=run.run_id, error=error.message)
+                    _log.error("run not restored: different base model", run=run.run_id, error=error.message)
                     run.sequencer.drain(error)
                     return
                 except errors.EngineUnavailable:
                     _log.warning("engine died while a run was restored", run=run.run_id)
                     return
                 except Exception:
-                    _log.exception("run not restored; trying again", run=run.run_id)
-            await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MOST_RETRY_SECONDS))
+                    _log.exception("run not restored; retrying", run=run.run_id)
+            await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MAX_RETRY_SECONDS))
 
     def _take_base(self, run: RunRecord) -> None:
         """Check that the engine has the run's base weights. Raises BaseMismatch.
@@ -126,8 +132,8 @@ class Recovery:
     async def recover(self, run: RunRecord) -> None:
         """Rebuild a run's state and resume its commands, or declare the run lost. Raises EngineUnavailable."""
         await run.sequencer.recover()
-        run.shown = run.shown or run.facts()
-        executor, engines_lost = self._executor(run), self._registry.engines_lost
+        run.facts_before_replay = run.facts_before_replay or run.facts()
+        executor, engines_lost = self._run_executor(run), self._registry.engines_lost
         try:
             size = await asyncio.to_thread(self._storage.journal_bytes, run.run_id)
             async with self._memory.hold(size):
@@ -138,7 +144,7 @@ class Recovery:
                 del past
         except JournalDamagedError as damage:
             await self._lose(run, damage)
-            run.damage.append(await run.sequencer.journal.begin_anew())
+            run.damage.append(await run.sequencer.journal.start_over())
         except ReplayFailedError as failure:  # the journal is kept: another engine may replay it
             await self._lose(run, failure)
         if run.state is RunState.LOST:
@@ -149,7 +155,7 @@ class Recovery:
                 await run.sequencer.replay(seq_id, executor)
         if self._registry.engines_lost != engines_lost:
             raise errors.EngineUnavailable("the engine died while the run was restored")
-        run.shown, run.is_restored = None, True
+        run.facts_before_replay, run.is_restored = None, True
         run.sequencer.start(executor)
 
     async def _lose(self, run: RunRecord, reason: Exception) -> None:
@@ -170,13 +176,13 @@ class Recovery:
                 await self._replay(run, Command.from_record(past.history.commands[seq_id]), before)
                 place = before.facts
             elif seq_id in run.sequencer.overtaken:
-                run.go_to(place)
+                run.set_place(place)
                 await run.sequencer.replay(seq_id, executor)
                 place = run.facts()
             else:  # it no longer needed the engine when that died: it has ended, or will end
                 place = run.sequencer.place(seq_id) or place
             self._failpoints.hit("during_recovery")
-        run.go_to(place)
+        run.set_place(place)
         executor.count(len(replayed))
         _log.info("run restored", run=run.run_id, replayed=len(replayed))
 
@@ -185,7 +191,7 @@ class Recovery:
             await self._remake_version(run, command, before)
             return
         try:
-            await self._verbs.execute(run, command, CommandProgress())
+            await self._executor.execute(run, command, CommandProgress())
         except EngineDiedError:
             # The command was answered, so the engine has executed it before: it is never given up.
             self._deaths[run.run_id] += 1
@@ -214,3 +220,58 @@ def _changes_state(command: Command, before: AnswerRecord) -> bool:
     if command.method == "ForwardBackward":
         return not command.request.forward_only
     return command.method in {"OptimStep", "LoadCheckpoint"}
+
+
+class RestorePoints:
+    """Offers the snapshots of lost runs as checkpoints."""
+
+    def __init__(self, volume: layout.Volume, registry: RunRegistry, checkpoints: CheckpointStore) -> None:
+        self._volume = volume
+        self._registry = registry
+        self._checkpoints = checkpoints
+
+    async def offer(self, run: RunRecord) -> None:
+        """Convert a run's newest snapshot to a checkpoint, unless its newest state checkpoint is at least as recent."""
+        try:
+            snapshot = await asyncio.to_thread(run.snapshots.newest)
+            if snapshot is None or snapshot.seq_id <= self._seq_id_of_checkpoint(run):
+                return
+            run.latest_state_checkpoint = await self._make(run, snapshot)
+            await self._registry.persist(run)
+        except (errors.PacelineError, OSError) as error:
+            _log.warning("a lost run's snapshot is not offered as a checkpoint", run=run.run_id, error=str(error))
+
+    async def _make(self, run: RunRecord, snapshot: Snapshot) -> str:
+        async def write(staging: Path) -> None:
+            await asyncio.to_thread(_copy_state, snapshot.directory, staging)
+
+        path = CheckpointPath(run.run_id, CheckpointKind.STATE, f"restored-{snapshot.seq_id}")
+        made = await self._checkpoints.save(
+            path,
+            write,
+            base_model=run.base_model,
+            base_sha256=run.base_sha256,
+            tenant=run.tenant,
+            step=snapshot.facts.step,
+            seq_id=snapshot.seq_id,
+            ttl_seconds=None,
+            overwrite=False,
+        )
+        _log.warning("a lost run's newest snapshot is offered as a checkpoint", run=run.run_id, path=made.path)
+        return made.path
+
+    def _seq_id_of_checkpoint(self, run: RunRecord) -> int:
+        """Return the seq_id recorded in the run's newest state checkpoint; -1 if there is none or it is damaged."""
+        if not run.latest_state_checkpoint:
+            return -1
+        directory = self._volume.checkpoint(CheckpointPath.parse(run.latest_state_checkpoint))
+        try:
+            return int(weights.read_manifest(directory).seq_id)
+        except (FileNotFoundError, errors.ChecksumMismatch):
+            return -1
+
+
+def _copy_state(source: Path, target: Path) -> None:
+    for path in source.iterdir():
+        if path.name not in OWN_FILES:
+            shutil.copyfile(path, target / path.name)

@@ -11,7 +11,7 @@ import pytest
 from support.models.tiny_models import EOS_ID, make_tiny_llama, make_tokenizer
 
 from paceline import errors
-from trainer_service.text.conversations import ConversationRenderer
+from trainer_service.text import ConversationRenderer
 
 TOKENIZER = make_tokenizer()
 USER, OTHER = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And?"}

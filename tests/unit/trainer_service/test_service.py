@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.errors import EngineUnavailable
 from paceline.types import ModelCertificate, ModelInfo, PackingMode
-from trainer_service.certificate_metrics import CertificateMetrics
+from trainer_service.service import CertificateMetrics
 
 CERTIFICATE = ModelCertificate(
     packing=PackingMode.ONE_SEQUENCE,

@@ -1,4 +1,8 @@
-"""Convert conversations to training data, rendered by the model's chat template, with the loss on responses only."""
+"""The base model's tokenizer and chat template.
+
+Clients get the tokenizer's files, so that they need no copy of the model. Conversations are converted to training data,
+rendered by the model's chat template, with the loss on responses only.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -26,13 +31,38 @@ _ROLES = ("system", "developer", "user", _ASSISTANT, "tool", "function")
 _MESSAGE_FIELDS = frozenset(
     {"role", "content", "weight", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking"}
 )
-_MOST_WORK = 1 << 26
+_MAX_WORK = 1 << 26
 """Most characters that templates may write for a conversation; each response is rendered with everything before it."""
 _WORK_OF_MESSAGE = 64
 """Characters counted for what a template writes around a message."""
 _SLICE_WORK, _SLICE_TOKENS = 1 << 20, 1 << 16
 """Limits after which another tenant gets its turn."""
 _REPLY_TOKENS = 1 << 19
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+    "*.tiktoken",
+    "spiece.model",
+    "config.json",
+)
+
+
+def read_tokenizer_files(model: str) -> dict[str, bytes]:
+    """Return the contents of the tokenizer's files by name.
+
+    `model` is a local directory or a Hugging Face id, which is looked up in the hub's cache.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - only needed for hub ids
+
+        directory = Path(snapshot_download(model, allow_patterns=list(_TOKENIZER_FILES)))
+    files = {path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    return {path.name: path.read_bytes() for path in sorted(files)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +137,7 @@ class ConversationRenderer:
         with the index of the conversation in `field`.
         """
         if not bodies:
-            raise errors.EmptyBatch("holds no conversation", field="conversations")
+            raise errors.EmptyBatch("has no conversations", field="conversations")
         loop, tokens, rendered = asyncio.get_running_loop(), 0, list[list[Datum]]()
         async with self._turns.setdefault(tenant, asyncio.Lock()):
             while len(rendered) < len(bodies) and tokens < _REPLY_TOKENS:
@@ -207,7 +237,7 @@ def _read(body: bytes, max_context_length: int) -> _Conversation:
         raise errors.InvalidArgument("is the assistant's; a response needs a message before it", field="messages[0]")
     plain = [_plain(message, index) for index, message in enumerate(messages)]
     work = len(trained) * (length + _WORK_OF_MESSAGE * len(messages))
-    if work > _MOST_WORK:
+    if work > _MAX_WORK:
         message = (
             f"have {len(trained)} responses in {length} characters, which is too much to write each with its prompt"
         )

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from trainer_service.limits.byte_gate import ByteGate
+from trainer_service.limits.gates import ByteGate
 
 
 class Holders:

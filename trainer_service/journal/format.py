@@ -1,4 +1,6 @@
-"""Byte format of journal segments, format 2.
+"""Byte format of journals: segments of frames, which hold records.
+
+A record is msgpack, preceded by its length (u32, little-endian).
 
 A segment is a header followed by frames, each aligned to 64 bytes. A frame holds what one write appended: a seal, then
 records. The header contains a random key, the name of the previous segment, and the number of valid bytes in it. The
@@ -26,21 +28,112 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import google_crc32c
+import msgspec
 
-from trainer_service.journal import format1
-from trainer_service.journal.records import JournalDamagedError, Record, decode_records
-from trainer_service.volume.checked_file import UnknownFormatError
+from trainer_service.engine.messages import Failure
+from trainer_service.volume_files import UnknownFormatError
 
 UNIT = 64
 """Headers and frames start at multiples of this many bytes."""
-_FAMILY, _MAGIC = b"PACEJNL", b"PACEJNL2"
+_FAMILY, _MAGIC, _MAGIC1 = b"PACEJNL", b"PACEJNL2", b"PACEJNL1"
 _HEADER = struct.Struct("<8s16sQQIQ")
 _SEAL = struct.Struct("<4sIIQQ")
 _MARK = b"\xa7PJF"
 _TAG_BYTES = 16
+_LENGTH_BYTES = 4
+_HEADER1 = struct.Struct("<4sII")
+_MARK1 = b"\xa7PJR"
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the service knows about a run.
+
+    In a journaled answer, `step` and `next_version` are the values after the command in the run's order. The others are
+    the values when the answer was written; no earlier record has newer ones.
+    """
+
+    step: int = 0
+    latest_version: int = 0
+    next_version: int = 1
+    latest_state_checkpoint: str = ""
+
+    def at(self, place: Facts) -> Facts:
+        """Return these facts with the `step` and `next_version` of a place in the run's order."""
+        return msgspec.structs.replace(self, step=place.step, next_version=place.next_version)
+
+
+class CommandRecord(msgspec.Struct, frozen=True, tag="command", omit_defaults=True):
+    """An accepted command; written before it is executed."""
+
+    seq_id: int
+    method: str
+    tenant: str
+    request: bytes
+    """Without its content if the command was refused."""
+    refusal: Failure | None = None
+    """What the command answers at its turn, if it was refused on arrival."""
+    digest: bytes = b""
+    """Digest of the original request, if it was refused."""
+
+
+class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):
+    """The answer to a command; written before the client receives it."""
+
+    seq_id: int
+    digest: bytes
+    method: str
+    reply: bytes | None
+    """None for a refusal or a reply that is no longer kept."""
+    failure: Failure | None = None
+    facts: Facts = Facts()
+    version: int = 0
+    """Version that the command made, even if it was refused because nobody acknowledged the version; 0 for none."""
+
+
+class AttemptRecord(msgspec.Struct, frozen=True, tag="attempt"):
+    """The engine died while executing the command."""
+
+    seq_id: int
+
+
+class RebaseRecord(msgspec.Struct, frozen=True, tag="rebase"):
+    """The run's state was lost; commands below `seq_id` that have no record are given up."""
+
+    seq_id: int
+
+
+Record = CommandRecord | AnswerRecord | AttemptRecord | RebaseRecord
+
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+class JournalDamagedError(Exception):
+    """A journal or snapshot does not match its checksums, or is incomplete."""
+
+
+def encode_record(record: Record) -> bytes:
+    """Encode a record, preceded by its length."""
+    payload = msgspec.msgpack.encode(record)
+    return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
+
+
+def encode_records(records: Iterable[Record]) -> bytes:
+    """Encode records one after the other."""
+    return b"".join(map(encode_record, records))
+
+
+def decode_records(data: bytes) -> list[Record]:
+    """Decode consecutive records. Raises msgspec.MsgspecError; the caller must verify checksums."""
+    records, offset = list[Record](), 0
+    while offset < len(data):
+        start = offset + _LENGTH_BYTES
+        offset = start + int.from_bytes(data[offset:start], "little")
+        records.append(_decoder.decode(data[start:offset]))
+    return records
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -78,7 +171,6 @@ class Header:
 class Segment:
     """The decoded content of a segment."""
 
-    format: int
     header: Header | None
     """None in format 1."""
     records: list[Record] = field(default_factory=list)
@@ -102,21 +194,21 @@ def decode_segment(data: bytes) -> Segment:
 
     Raises JournalDamagedError if nothing can be read, UnknownFormatError.
     """
-    if data[: len(format1.MAGIC)] == format1.MAGIC or len(data) < len(_MAGIC):
-        found = format1.decode(data)
-        last = max((record.seq_id for record in found.records), default=0)
-        return Segment(1, None, found.records, found.good_bytes, found.is_damaged, last)
+    if data[: len(_MAGIC1)] == _MAGIC1 or len(data) < len(_MAGIC):
+        return _decode_format1(data)
     check_magic(data, "a journal")
     header = _decode_header(data)
-    segment = Segment(2, header)
-    _take_frames(segment, header.key, data)
+    segment = Segment(header)
+    _take_frames(segment, header, data)
     return segment
 
 
 def check_magic(data: bytes, name: str) -> None:
     """Check that a file that starts with `data` has a known format, or none. Raises UnknownFormatError."""
-    if data[: len(_FAMILY)] == _FAMILY and data[: len(_MAGIC)] not in {_MAGIC, format1.MAGIC, _FAMILY}:
-        raise UnknownFormatError(f"{name} is of format {data[len(_FAMILY) : len(_MAGIC)].decode(errors='replace')!r}")
+    if data[: len(_FAMILY)] == _FAMILY and data[: len(_MAGIC)] not in {_MAGIC, _MAGIC1, _FAMILY}:
+        raise UnknownFormatError(
+            f"{name} has unknown format {data[len(_FAMILY) : len(_MAGIC)].decode(errors='replace')!r}"
+        )
 
 
 def _decode_header(data: bytes) -> Header:
@@ -135,11 +227,11 @@ class _Seal:
     last_seq_id: int
 
 
-def _take_frames(segment: Segment, key: bytes, data: bytes) -> None:
+def _take_frames(segment: Segment, header: Header, data: bytes) -> None:
     """Decode frames up to the first incomplete one; after it, read only the seals."""
     offset, first_bad = UNIT, len(data)
     while offset < len(data):
-        seal = _seal_at(key, data, offset)
+        seal = _seal_at(header.key, data, offset)
         if seal is None:
             first_bad, offset = min(first_bad, offset), offset + UNIT
             continue
@@ -174,3 +266,45 @@ def _tag(key: bytes, offset: int, fields: bytes) -> bytes:
 
 def _crc(data: bytes) -> int:
     return int(google_crc32c.value(data))
+
+
+def _decode_format1(data: bytes) -> Segment:
+    """Decode a segment of format 1, which nothing writes any longer: the magic followed by records.
+
+    There a record is a mark, the payload's length (u32, little-endian), the CRC-32C of length and payload (u32), and
+    the payload in msgpack. A segment is damaged if complete records follow bytes that are not a record.
+    """
+    if data[: len(_MAGIC1)] != _MAGIC1:
+        return Segment(None)
+    records, offset = [], len(_MAGIC1)
+    while payload := _payload_at(data, offset):
+        records.append(_decoder.decode(payload))
+        offset += _HEADER1.size + len(payload)
+    after = list(_records_behind(data, offset + 1))
+    records += after
+    last = max((record.seq_id for record in records), default=0)
+    return Segment(None, records, offset, is_damaged=bool(after), last_seq_id=last)
+
+
+def _records_behind(data: bytes, start: int) -> Iterator[Record]:
+    """Yield records from `start` on. They suggest damage but do not prove it: a client may have sent such bytes."""
+    while (start := data.find(_MARK1, start)) >= 0:
+        try:
+            if payload := _payload_at(data, start):
+                yield _decoder.decode(payload)
+        except msgspec.MsgspecError:
+            pass  # bytes that a client sent: the service wrote no such record
+        start += 1
+
+
+def _payload_at(data: bytes, offset: int) -> bytes:
+    """Return the payload of the record at `offset`, or empty bytes if there is none."""
+    start = offset + _HEADER1.size
+    if start >= len(data):
+        return b""
+    mark, length, checksum = _HEADER1.unpack_from(data, offset)
+    if mark != _MARK1 or not 0 < length <= len(data) - start:
+        return b""
+    payload = data[start : start + length]
+    prefix = google_crc32c.value(length.to_bytes(4, "little"))
+    return payload if google_crc32c.extend(prefix, payload) == checksum else b""

@@ -16,13 +16,13 @@ from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.protocol import AdapterInfo
 from trainer_service.failpoints import NO_FAILPOINTS
-from trainer_service.limits.free_space import NO_GUARD
-from trainer_service.limits.volume_bytes import VolumeBytes
+from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
+from trainer_service.run_lifecycle import RunLifecycle
 from trainer_service.runs import registry as registry_module
+from trainer_service.runs.deletion import DeletedRuns
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
 from trainer_service.settings import TrainerSettings
-from trainer_service.trainer import Trainer
 
 TEAM = Identity("team")
 REQUEST = ("request", b"digest", "tiny", LoraConfig(rank=4, alpha=8.0), {})
@@ -53,13 +53,13 @@ def volume(tmp_path):
 
 
 @pytest.fixture
-async def trainer(volume):
+async def lifecycle(volume):
     settings = TrainerSettings(model="tiny", checkpoint_dir=volume.root, min_free_bytes=0, insecure=True)
-    sizes = VolumeBytes(volume)
-    registry = RunRegistry(volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD), sizes)
+    storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD)
+    registry = RunRegistry(volume, storage, DiskGuard(volume=volume))
     await registry.restore()
     publisher = SimpleNamespace(cancel_waits=nothing, forget=nothing)
-    yield Trainer(settings, Engine(), registry, CheckpointStore(volume), publisher, lambda *_: None, NO_GUARD, sizes)
+    yield RunLifecycle(64, Engine(), registry, CheckpointStore(volume), publisher, lambda *_: None)
     await registry.close()
 
 
@@ -82,19 +82,19 @@ async def leave(work, monkeypatch, module, name):
         go_on.set()
 
 
-async def test_a_run_is_made_once_when_its_caller_leaves_while_it_is_written(trainer, volume, monkeypatch):
-    await leave(trainer.create_run(TEAM, *REQUEST), monkeypatch, registry_module, "write_run_file")
-    record = await trainer.create_run(TEAM, *REQUEST)
-    assert trainer._engine.made == [record.run_id]
+async def test_a_run_is_made_once_when_its_caller_leaves_while_it_is_written(lifecycle, volume, monkeypatch):
+    await leave(lifecycle.create_run(TEAM, *REQUEST), monkeypatch, registry_module, "write_run_file")
+    record = await lifecycle.create_run(TEAM, *REQUEST)
+    assert lifecycle._engine.made == [record.run_id]
     assert [folder.name for folder in volume.runs.iterdir()] == [record.run_id]
     assert {"journal", "run.json", "run.copy.json"} <= {path.name for path in volume.run(record.run_id).iterdir()}
 
 
-async def test_a_run_is_deleted_whole_when_its_caller_leaves_meanwhile(trainer, volume, monkeypatch):
-    record = await trainer.create_run(TEAM, *REQUEST)
-    deleting = trainer.delete_run(record, delete_checkpoints=True)
-    await leave(deleting, monkeypatch, registry_module, "delete_files")
+async def test_a_run_is_deleted_whole_when_its_caller_leaves_meanwhile(lifecycle, volume, monkeypatch):
+    record = await lifecycle.create_run(TEAM, *REQUEST)
+    deleting = lifecycle.delete_run(record, delete_checkpoints=True)
+    await leave(deleting, monkeypatch, DeletedRuns, "delete_files")
     async with record.recovering:
         assert record.is_deleted
-    assert trainer._registry.owned_by(TEAM) == []
+    assert lifecycle._registry.owned_by(TEAM) == []
     assert list(volume.runs.iterdir()) == []

@@ -17,13 +17,12 @@ from paceline.rpc.identity import Identity
 from paceline.types import CheckpointKind
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.failpoints import NO_FAILPOINTS
+from trainer_service.journal.format import CommandRecord, Facts
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
-from trainer_service.journal.records import CommandRecord, Facts
 from trainer_service.journal.snapshots import SnapshotStore
-from trainer_service.limits.free_space import DiskGuard
-from trainer_service.limits.volume_bytes import VolumeBytes
-from trainer_service.volume.run_file import write_run_file
+from trainer_service.limits.disk_guard import DiskGuard
+from trainer_service.volume_files import write_run_file
 
 A, B = "anquetil", "bartali"
 RUNS = {A: "run-" + "a" * 32, B: "run-" + "b" * 32}
@@ -39,8 +38,8 @@ def volume(tmp_path: Path) -> layout.Volume:
 
 
 @pytest.fixture
-def counted(volume) -> VolumeBytes:
-    counted = VolumeBytes(volume)
+def counted(volume) -> DiskGuard:
+    counted = DiskGuard(volume=volume)
     counted.count_all()
     return counted
 
@@ -70,7 +69,7 @@ async def save(
 
 
 async def test_checkpoints_count_while_they_are_there(volume, counted):
-    store = CheckpointStore(volume, guard=DiskGuard(0, counted))
+    store = CheckpointStore(volume, guard=counted)
     await save(store, "one")
     await save(store, "two", B)
     assert counted.used(A) == on_disk(volume, A) > 5000
@@ -87,21 +86,21 @@ async def test_a_save_that_fails_counts_as_nothing(volume, counted):
         await write(directory)
         raise errors.OutOfMemory("full")
 
-    store = CheckpointStore(volume, guard=DiskGuard(0, counted))
+    store = CheckpointStore(volume, guard=counted)
     path = CheckpointPath(RUNS[A], CheckpointKind.STATE, "one")
-    with pytest.raises(errors.OutOfMemory), counted.taking(A, 5000, replaced=volume.checkpoint(path)):
+    with pytest.raises(errors.OutOfMemory), counted.reserve(A, 5000, replaced=volume.checkpoint(path)):
         await store.save(path, fail, base_model="tiny", tenant=A, step=0, ttl_seconds=None, overwrite=False)
     assert counted.used(A) == on_disk(volume, A) == 0
 
 
 async def test_journals_snapshots_and_loaded_checkpoints_count(volume, counted):
-    guard, folder = DiskGuard(0, counted), volume.run(RUNS[A])
-    counted.own(RUNS[A], A)
+    folder = volume.run(RUNS[A])
+    counted.set_owner(RUNS[A], A)
     RunJournal.make(folder / "journal", 1)
     journal = RunJournal(
-        folder / "journal", read_history(folder / "journal"), ThreadPoolExecutor(1), NO_FAILPOINTS, guard
+        folder / "journal", read_history(folder / "journal"), ThreadPoolExecutor(1), NO_FAILPOINTS, counted
     )
-    snapshots = SnapshotStore(folder, NO_FAILPOINTS, guard)
+    snapshots = SnapshotStore(folder, NO_FAILPOINTS, counted)
 
     async def snapshot(directory: Path):
         await write(directory)
@@ -119,11 +118,11 @@ async def test_journals_snapshots_and_loaded_checkpoints_count(volume, counted):
 
 
 async def test_what_is_counted_at_a_start_is_what_was_counted_before_it(volume, counted):
-    store = CheckpointStore(volume, guard=DiskGuard(0, counted))
+    store = CheckpointStore(volume, guard=counted)
     for name in ("one", "two"):
         await save(store, name)
     await save(store, "three", B)
-    again = VolumeBytes(volume)
+    again = DiskGuard(volume=volume)
     again.count_all()
     assert [again.used(tenant) for tenant in (A, B)] == [counted.used(tenant) for tenant in (A, B)]
 
@@ -132,13 +131,13 @@ async def test_what_a_kill_left_half_done_does_not_count(volume, counted):
     half = volume.run(RUNS[A]) / "state" / ".new-0123456789"
     half.mkdir(parents=True)
     await write(half)
-    again = VolumeBytes(volume)
+    again = DiskGuard(volume=volume)
     again.count_all()
     assert again.used(A) == 0
 
 
 async def test_a_run_whose_folder_cannot_be_read_does_not_keep_others_from_being_counted(volume, counted, monkeypatch):
-    store = CheckpointStore(volume, guard=DiskGuard(0, counted))
+    store = CheckpointStore(volume, guard=counted)
     for tenant in (A, B):
         await save(store, "one", tenant)
     iterdir = Path.iterdir
@@ -149,14 +148,14 @@ async def test_a_run_whose_folder_cannot_be_read_does_not_keep_others_from_being
         return iterdir(folder)
 
     monkeypatch.setattr(Path, "iterdir", failing)
-    again = VolumeBytes(volume)
+    again = DiskGuard(volume=volume)
     again.count_all()
     assert again.used(A) == 0
     assert again.used(B) == counted.used(B) > 5000
 
 
 async def test_checkpoints_of_a_deleted_run_go_on_counting(volume, counted):
-    store = CheckpointStore(volume, guard=DiskGuard(0, counted))
+    store = CheckpointStore(volume, guard=counted)
     await save(store, "kept")
     folder = volume.run(RUNS[A])
     (folder / "versions" / "1").mkdir(parents=True)
@@ -167,7 +166,7 @@ async def test_checkpoints_of_a_deleted_run_go_on_counting(volume, counted):
     (folder / layout.RUN_FILE).rename(folder / layout.DELETED_FILE)
     counted.count(RUNS[A])
     assert 5000 < counted.used(A) == on_disk(volume, A) < before
-    again = VolumeBytes(volume)
+    again = DiskGuard(volume=volume)
     again.count_all()
     assert again.used(A) == counted.used(A)
     await store.delete(CheckpointPath(RUNS[A], CheckpointKind.STATE, "kept"), Identity(A))
@@ -177,16 +176,16 @@ async def test_checkpoints_of_a_deleted_run_go_on_counting(volume, counted):
 
 
 async def test_what_would_be_too_much_is_refused_with_the_figures_and_fits_after_a_deletion(volume):
-    counted = VolumeBytes(volume, limit=12_000)
+    counted = DiskGuard(volume=volume, tenant_limit=12_000)
     counted.count_all()
     store, path = (
-        CheckpointStore(volume, guard=DiskGuard(0, counted)),
+        CheckpointStore(volume, guard=counted),
         CheckpointPath(RUNS[A], CheckpointKind.STATE, "x"),
     )
     await save(store, "one")
     used = counted.used(A)
     with pytest.raises(errors.QuotaExceeded) as refused:
-        counted.check(A, 10_000)
+        counted.check_quota(A, 10_000)
     assert refused.value.metadata == {
         "quota": "volume_bytes",
         "used": str(used),
@@ -195,21 +194,21 @@ async def test_what_would_be_too_much_is_refused_with_the_figures_and_fits_after
     }
     assert refused.value.retry_after is None
     assert "max_volume_bytes_per_tenant" in refused.value.message
-    counted.check(B, 10_000)
-    with counted.taking(A, 5000, replaced=volume.checkpoint(path)):
+    counted.check_quota(B, 10_000)
+    with counted.reserve(A, 5000, replaced=volume.checkpoint(path)):
         with pytest.raises(errors.QuotaExceeded):
-            counted.check(A, 5000)
+            counted.check_quota(A, 5000)
         assert counted.used(A) == used + 5000
-    with counted.taking(A, 10_000, replaced=volume.checkpoint(CheckpointPath(RUNS[A], CheckpointKind.STATE, "one"))):
+    with counted.reserve(A, 10_000, replaced=volume.checkpoint(CheckpointPath(RUNS[A], CheckpointKind.STATE, "one"))):
         pass  # it replaces the other
     await store.delete(CheckpointPath(RUNS[A], CheckpointKind.STATE, "one"), Identity(A))
-    counted.check(A, 10_000)
+    counted.check_quota(A, 10_000)
 
 
 def test_unless_told_otherwise_a_tenant_may_have_half_of_the_volume(volume, counted):
     assert counted.limit == 0
-    half = VolumeBytes(volume, limit=None)
+    half = DiskGuard(volume=volume, tenant_limit=None)
     half.count_all()
     assert half.limit > 0
     with pytest.raises(errors.QuotaExceeded):
-        half.check(A, half.limit + 1)
+        half.check_quota(A, half.limit + 1)

@@ -1,11 +1,11 @@
-"""Limits the bytes held in memory at the same time."""
+"""Gates that admit in order of arrival."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 
 class ByteGate:
@@ -29,32 +29,55 @@ class ByteGate:
                 await place
             except asyncio.CancelledError:
                 if place.cancelled():
-                    self._let_in()
+                    self._admit_waiting()
                 else:  # it was admitted at the same moment
-                    self._leave(size)
+                    self._release(size)
                 raise
         else:
-            self._enter(size)
+            self._acquire(size)
         try:
             yield
         finally:
-            self._leave(size)
+            self._release(size)
 
     def _fits(self, size: int) -> bool:
         return not self._limit or not self._holders or self.held + size <= self._limit
 
-    def _enter(self, size: int) -> None:
+    def _acquire(self, size: int) -> None:
         self._holders += 1
         self.held += size
 
-    def _leave(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         self._holders -= 1
         self.held -= size
-        self._let_in()
+        self._admit_waiting()
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting and (self._waiting[0][0].cancelled() or self._fits(self._waiting[0][1])):
             place, size = self._waiting.popleft()
             if not place.cancelled():
-                self._enter(size)
+                self._acquire(size)
                 place.set_result(None)
+
+
+class FifoGate:
+    """Lets each entrant proceed when all that entered before it have left."""
+
+    def __init__(self) -> None:
+        self._places: deque[asyncio.Event] = deque()
+
+    @contextmanager
+    def enter(self) -> Iterator[asyncio.Event]:
+        """Queue until the end of the block; the event is set when all that entered before have left."""
+        place = asyncio.Event()
+        self._places.append(place)
+        self._wake_first()
+        try:
+            yield place
+        finally:
+            self._places.remove(place)
+            self._wake_first()
+
+    def _wake_first(self) -> None:
+        if self._places:
+            self._places[0].set()

@@ -1,0 +1,331 @@
+"""What each command of a run does: decode and check its request, execute it, encode its reply; snapshots between them.
+
+The sequencer handles ordering and repetition; here each call executes the command once, for callers and for replays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from google.protobuf.message import Message
+
+from paceline import codec, errors, layout, weights
+from paceline.base_weights import check_same_base
+from paceline.codec.resources import checkpoint_to_proto, run_to_proto
+from paceline.layout import CheckpointPath
+from paceline.log import get_logger
+from paceline.rpc.bounds import check_message
+from paceline.rpc.identity import Identity
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import Checkpoint, CheckpointKind, Datum, ForwardBackwardSpec, LoraConfig, RunState
+from trainer_service import validation
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.engine.client import EngineProcess
+from trainer_service.engine.optimizers.specs import spec_of
+from trainer_service.failpoints import Failpoints
+from trainer_service.journal.format import AnswerRecord, Facts
+from trainer_service.limits.disk_guard import DiskGuard
+from trainer_service.publish.publisher import Publisher
+from trainer_service.publish.watch_hub import AckPolicy
+from trainer_service.runs.command import Command
+from trainer_service.runs.record import RunRecord
+from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.sequencer import CommandProgress
+from trainer_service.settings import TrainerSettings
+
+_DEFAULT_ACK_SECONDS = 60.0
+
+_Method = Callable[[RunRecord, Command, CommandProgress], Awaitable[Message]]
+_log = get_logger(__name__)
+
+
+class CommandExecutor:
+    """Executes the commands of all runs, one method per RPC."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        engine: EngineProcess,
+        registry: RunRegistry,
+        checkpoints: CheckpointStore,
+        publisher: Publisher,
+        guard: DiskGuard,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._registry = registry
+        self._checkpoints = checkpoints
+        self._publisher = publisher
+        self._guard = guard
+        self._methods: dict[str, _Method] = {
+            "ForwardBackward": self._forward_backward,
+            "OptimStep": self._optim_step,
+            "SaveCheckpoint": self._save_checkpoint,
+            "LoadCheckpoint": self._load_checkpoint,
+            "PublishWeights": self._publish_weights,
+        }
+
+    def check(self, run: RunRecord, command: Command) -> Command:
+        """Check a command on arrival, as far as this needs only the command and the room for it in the journal.
+
+        An invalid command is returned without its content, which is no longer needed. It keeps its place in the run's
+        order and answers with the reason for its refusal at its turn.
+        """
+        try:
+            check_message(command.request)
+            if command.method == "ForwardBackward":
+                self._batch(command.request)
+                self._guard.check_quota(run.tenant, command.size)
+        except errors.Unavailable:
+            return command  # what it would be checked against is unknown at present
+        except errors.PacelineError as error:
+            return command.refused(error)
+        return command
+
+    async def execute(self, run: RunRecord, command: Command, progress: CommandProgress) -> Message:
+        """Execute a command and return its reply. Raises PacelineError."""
+        if command.refusal is not None:
+            raise command.refusal
+        check_message(command.request)
+        if run.state is RunState.LOST and command.method != "LoadCheckpoint":
+            raise run.lost_error()
+        return await self._methods[command.method](run, command, progress)
+
+    def _batch(self, request: pb.ForwardBackwardRequest) -> tuple[list[Datum], ForwardBackwardSpec]:
+        """Decode and check a batch, and its spec with the loss's defaults filled in."""
+        data = [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)]
+        spec = codec.spec_from_proto(request)
+        return data, validation.check_batch(data, spec, self._engine.describe(), self._settings.max_datums)
+
+    async def _forward_backward(self, run: RunRecord, command: Command, _: CommandProgress) -> Message:
+        """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
+        data, spec = self._batch(command.request)
+        output = await self._engine.forward_backward(run.run_id, data, spec)
+        outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
+        return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)
+
+    async def _optim_step(self, run: RunRecord, command: Command, _: CommandProgress) -> Message:
+        """Apply the accumulated gradient."""
+        params = codec.optimizer_from_proto(command.request)
+        spec_of(params).check(params)
+        output = await self._engine.optim_step(run.run_id, params)
+        run.step = output.step
+        return pb.OptimStepResponse(
+            step=output.step,
+            grad_norm=output.grad_norm,
+            learning_rate=output.learning_rate,
+            tokens=output.tokens,
+            milliseconds=output.milliseconds,
+        )
+
+    async def _save_checkpoint(self, run: RunRecord, command: Command, progress: CommandProgress) -> Message:
+        """Write a durable checkpoint; keep the one that this command wrote before a crash.
+
+        The run continues once its state is captured; its checkpoints appear in the order of its commands. Raises
+        DiskFull before it starts if too little room would remain, or later if the disk fills up anyway, and
+        QuotaExceeded if the tenant has too many bytes on the volume. In either case the run is unchanged.
+        """
+        request: pb.SaveCheckpointRequest = command.request
+        if request.kind not in {kind.value for kind in CheckpointKind}:
+            raise errors.MissingField("is not set; say STATE or SAMPLER", field="kind")
+        path = CheckpointPath(run.run_id, CheckpointKind(request.kind), layout.check_name(request.name))
+        checkpoint = await self._checkpoints.find_made_by(path, command.seq_id)
+        if checkpoint is None:
+            checkpoint = await self._write_checkpoint(run, path, command.seq_id, request, progress)
+        if path.kind is CheckpointKind.STATE:
+            run.latest_state_checkpoint = checkpoint.path
+            await self._registry.persist_if_possible(run)
+        _log.info("checkpoint saved", path=checkpoint.path, bytes=checkpoint.size_bytes)
+        return pb.SaveCheckpointResponse(checkpoint=checkpoint_to_proto(checkpoint))
+
+    async def _write_checkpoint(
+        self,
+        run: RunRecord,
+        path: CheckpointPath,
+        seq_id: int,
+        request: pb.SaveCheckpointRequest,
+        progress: CommandProgress,
+    ) -> Checkpoint:
+        size = run.state_bytes(path.kind)
+        self._guard.check_free(self._settings.checkpoint_dir, size)
+
+        async def write(directory: Path) -> None:
+            save = self._engine.save_state if path.kind is CheckpointKind.STATE else self._engine.save_adapter
+            await save(run.run_id, directory, progress.capture)
+            progress.release()
+
+        replaced = layout.Volume(self._settings.checkpoint_dir).checkpoint(path)
+        with self._guard.reserve(run.tenant, size, replaced):
+            return await self._checkpoints.save(
+                path,
+                write,
+                base_model=run.base_model,
+                base_sha256=run.base_sha256,
+                tenant=run.tenant,
+                step=run.step,
+                seq_id=seq_id,
+                ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
+                overwrite=request.overwrite,
+                wait_for_earlier=progress.wait_for_earlier,
+            )
+
+    async def _load_checkpoint(self, run: RunRecord, command: Command, _: CommandProgress) -> Message:
+        """Replace the run's weights and, with `with_optimizer`, all of its state.
+
+        Also restores a run whose state was lost. The loaded files are kept for the replay of this command, because the
+        checkpoint may be deleted or overwritten before then. Raises DiskFull if there is no room for them or for
+        versions that the run published before; the run is then unchanged.
+        """
+        path, with_optimizer = CheckpointPath.parse(command.request.path), command.request.with_optimizer
+        if with_optimizer and path.kind is not CheckpointKind.STATE:
+            raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load weights alone", field="path")
+        directory = run.snapshots.pinned(command.seq_id)
+        if directory is not None:
+            await self._checkpoints.check(directory, path.kind)
+        else:
+
+            async def take(target: Path) -> None:
+                await self._checkpoints.link_into(path, Identity(command.tenant), target)
+
+            directory = await run.snapshots.pin(command.seq_id, take)
+        if isinstance(run.parameters, LoraConfig):
+            made_on = (await asyncio.to_thread(weights.read_manifest, directory)).base_sha256
+            check_same_base(self._engine.describe().weights_sha256, made_on, "the checkpoint was made on")
+        # Replays start at this command, so versions published before it cannot be remade and must be on the volume.
+        # Errors other than DiskFull are only logged.
+        (unsettled,) = await asyncio.gather(self._publisher.settled(run.run_id), return_exceptions=True)
+        if isinstance(unsettled, errors.DiskFull):
+            raise unsettled
+        is_new = not run.in_engine
+        if is_new:
+            await self._engine.create_run(run.run_id, run.parameters)
+        try:
+            loaded = await self._engine.load_state(run.run_id, directory, with_optimizer=with_optimizer)
+        except errors.PacelineError:
+            if is_new:
+                await self._engine.delete_run(run.run_id)
+            raise
+        run.step, run.in_engine, run.state = loaded.step, True, RunState.READY
+        await self._registry.persist_if_possible(run)
+        _log.info("checkpoint loaded", path=str(path), run=run.run_id, with_optimizer=with_optimizer)
+        return pb.LoadCheckpointResponse(run=run_to_proto(run.public()))
+
+    async def _publish_weights(self, run: RunRecord, command: Command, progress: CommandProgress) -> Message:
+        """Publish the run's weights as its next version; reuse the one that this command made before a crash.
+
+        The run continues once its weights are captured. Raises DiskFull or QuotaExceeded before anything is started, as
+        SaveCheckpoint does.
+        """
+        request: pb.PublishWeightsRequest = command.request
+        if not self._publisher.has_made(run, command.seq_id):
+            size = run.state_bytes(CheckpointKind.SAMPLER)
+            self._guard.check_free(self._settings.checkpoint_dir, size)
+            self._guard.check_quota(run.tenant, size)
+        done = await self._publisher.publish(
+            run,
+            seq_id=command.seq_id,
+            durable=request.durable,
+            policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
+            ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
+            progress=progress,
+        )
+        return pb.PublishWeightsResponse(
+            model=codec.served_model_to_proto(done.model),
+            acknowledgements=done.acknowledgements,
+            stage_milliseconds=done.stage_milliseconds,
+            total_milliseconds=done.total_milliseconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPolicy:
+    """When to snapshot a run: after as much work as a replay may take, or as many bytes as its journal may hold."""
+
+    commands: int
+    journal_bytes: int
+    seconds: float
+
+
+class RunExecutor:
+    """Executes the commands of one run in the engine, and takes snapshots of the run between them."""
+
+    def __init__(
+        self,
+        run: RunRecord,
+        executor: CommandExecutor,
+        engine: EngineProcess,
+        publisher: Publisher,
+        policy: SnapshotPolicy,
+        failpoints: Failpoints,
+    ) -> None:
+        self.facts = run.facts
+        self._run = run
+        self._executor = executor
+        self._engine = engine
+        self._publisher = publisher
+        self._policy = policy
+        self._failpoints = failpoints
+        self._commands = 0
+        self._bytes = run.sequencer.journal.appended_bytes
+        self._seconds = 0.0
+        self._snapshot: asyncio.Task[None] | None = None
+
+    def count(self, replayed: int) -> None:
+        """Count replayed commands towards the next snapshot: the next startup would replay them too."""
+        self._commands += replayed
+
+    async def execute(self, command: Command, progress: CommandProgress) -> Message:
+        start = perf_counter()
+        try:
+            return await self._executor.execute(self._run, command, progress)
+        finally:
+            self._seconds += perf_counter() - start
+
+    async def executed(self, command: Command) -> None:
+        self._commands += 1
+        is_idle = self._snapshot is None or self._snapshot.done()
+        if is_idle and self._is_due() and self._run.state is RunState.READY:
+            self._failpoints.hit("before_snapshot")
+            captured = asyncio.Event()
+            self._snapshot = asyncio.create_task(self._save(command.seq_id, captured))
+            await captured.wait()
+
+    async def close(self) -> None:
+        if self._snapshot is not None:
+            await asyncio.wait({self._snapshot})
+
+    def _is_due(self) -> bool:
+        return (
+            self._commands >= self._policy.commands
+            or self._run.sequencer.journal.appended_bytes - self._bytes >= self._policy.journal_bytes
+            or self._seconds >= self._policy.seconds
+        )
+
+    async def _save(self, seq_id: int, captured: asyncio.Event) -> None:
+        """Save a snapshot and, once it is durable, remove what only a longer replay would need.
+
+        It is completed when every command up to `seq_id` is answered and every version that they published is on the
+        volume: until then one of them may have to execute again.
+        """
+        sequencer, snapshots = self._run.sequencer, self._run.snapshots
+        self._commands, self._seconds, self._bytes = 0, 0.0, sequencer.journal.appended_bytes
+        place = self._run.facts()
+
+        async def write(directory: Path) -> tuple[Facts, list[AnswerRecord]]:
+            await self._engine.save_state(self._run.run_id, directory, captured.set)
+            await sequencer.answered(seq_id, self)
+            await self._publisher.settled(self._run.run_id)
+            return self._run.facts().at(place), [answer for answer in sequencer.answers if answer.seq_id <= seq_id]
+
+        try:
+            await sequencer.journal.rotate()
+            await snapshots.save(seq_id, self._run.state_bytes(CheckpointKind.STATE), write)
+            await sequencer.journal.drop(await asyncio.to_thread(snapshots.drop_old))
+        except (errors.PacelineError, OSError) as error:
+            _log.warning("snapshot not saved; the journal stays", run=self._run.run_id, error=str(error))
+        finally:
+            captured.set()

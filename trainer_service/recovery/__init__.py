@@ -1,1 +1,0 @@
-"""Recovery of runs after the engine or the service died."""

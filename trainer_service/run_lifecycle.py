@@ -1,0 +1,175 @@
+"""Creates, attaches to and deletes runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+
+from paceline import errors, layout
+from paceline.background import Background, uninterrupted
+from paceline.layout import CheckpointPath
+from paceline.log import get_logger
+from paceline.rpc.identity import Identity
+from paceline.types import LoraConfig, RunParameters
+from trainer_service import validation
+from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.engine.client import EngineProcess
+from trainer_service.publish.publisher import Publisher
+from trainer_service.runs.record import RunRecord
+from trainer_service.runs.registry import RunRegistry
+
+_KNOWN_CLIENTS = 64
+"""Newest AttachRun requests of a run that are recognised when they are repeated."""
+
+_log = get_logger(__name__)
+
+
+class RunLifecycle:
+    """Creates, attaches to and deletes runs; their commands are executed elsewhere."""
+
+    def __init__(
+        self,
+        max_runs: int,
+        engine: EngineProcess,
+        registry: RunRegistry,
+        checkpoints: CheckpointStore,
+        publisher: Publisher,
+        start_run: Callable[[RunRecord, int], None],
+    ) -> None:
+        """Let a tenant have up to `max_runs` runs.
+
+        `start_run` starts a new run's commands, given the number of engines lost before the run's own.
+        """
+        self._max_runs = max_runs
+        self._engine = engine
+        self._registry = registry
+        self._checkpoints = checkpoints
+        self._publisher = publisher
+        self._start_run = start_run
+        self._creating = asyncio.Lock()
+        self._changes = Background("change of a run not finished")
+
+    @uninterrupted  # otherwise a cancelled call would remove the folder while a thread still writes the run's file
+    async def create_run(
+        self,
+        identity: Identity,
+        request_id: str,
+        digest: bytes,
+        base_model: str,
+        parameters: RunParameters | CheckpointPath,
+        user_metadata: Mapping[str, str],
+    ) -> RunRecord:
+        """Create a run, or return the one that the same request created.
+
+        A checkpoint as `parameters` means the configuration of its run. Raises RequestIdReused if another request used
+        the request_id.
+        """
+        validation.check_request_id(request_id)
+        async with self._creating:
+            made = self._registry.find_request(identity.tenant, request_id)
+            known = made.request_digest if made else self._registry.find_deleted(identity.tenant, request_id)
+            if known and known != digest.hex():
+                raise errors.RequestIdReused("was used with another payload; make a new one", field="request_id")
+            if known and made is None:
+                raise errors.RunNotFound("the run that this request created was deleted", field="request_id")
+            if made is not None:
+                return made
+            if isinstance(parameters, CheckpointPath):
+                self._checkpoints.find(parameters, identity, "like_checkpoint")
+                origin = await self._registry.origin(parameters.run_id)
+                base_model, user_metadata = base_model or origin.base_model, user_metadata or origin.user_metadata
+                parameters = origin.parameters
+            self._check(identity, base_model, parameters, user_metadata)
+            return await self._create(identity, request_id, digest, parameters, user_metadata)
+
+    def _check(
+        self, identity: Identity, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str]
+    ) -> None:
+        model = self._engine.describe()
+        if base_model not in {"", model.name}:
+            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        if isinstance(parameters, LoraConfig):
+            validation.check_lora(parameters, model)
+        validation.check_user_metadata(user_metadata)
+        limit = self._max_runs
+        if len(self._registry.owned_by(identity)) >= limit:
+            message = f"{limit} runs exist, as many as a tenant may have: delete one, or have the operator raise "
+            facts = {"quota": "runs", "used": str(limit), "limit": str(limit)}
+            raise errors.TooManyRuns(message + "max_runs_per_tenant", metadata=facts)
+
+    async def _create(
+        self,
+        identity: Identity,
+        request_id: str,
+        digest: bytes,
+        parameters: RunParameters,
+        user_metadata: Mapping[str, str],
+    ) -> RunRecord:
+        run_id = layout.new_run_id()
+        engines_lost = self._registry.engines_lost
+        made = await self._engine.create_run(run_id, parameters)
+        try:
+            async with self._registry.creating(run_id, identity.tenant) as (sequencer, snapshots):
+                record = RunRecord(
+                    run_id=run_id,
+                    tenant=identity.tenant,
+                    base_model=self._engine.describe().name,
+                    base_sha256=self._engine.describe().weights_sha256,
+                    parameters=parameters,
+                    create_time=datetime.now(UTC),
+                    trainable_parameters=made.trainable_parameters,
+                    request_id=request_id,
+                    request_digest=digest.hex(),
+                    sequencer=sequencer,
+                    snapshots=snapshots,
+                    user_metadata=dict(user_metadata),
+                    adapted_modules=made.modules,
+                )
+                await self._registry.add(record)
+        except BaseException:
+            with suppress(errors.EngineUnavailable):  # an engine that is down holds no runs
+                await self._engine.delete_run(run_id)
+            raise
+        self._start_run(record, engines_lost)
+        _log.info("run created", run=run_id, kind=type(parameters).__name__, parameters=made.trainable_parameters)
+        return record
+
+    async def attach(self, record: RunRecord, request_id: str) -> int:
+        """Durably make a client the one that trains a run; return its number.
+
+        A repetition of one of the newest requests returns the same number and supersedes nobody. Raises DiskFull, in
+        which case nobody was superseded.
+        """
+        validation.check_request_id(request_id)
+        if request_id not in record.attached:
+            record.attachment += 1
+            record.attached[request_id] = record.attachment
+            for oldest in list(record.attached)[:-_KNOWN_CLIENTS]:
+                del record.attached[oldest]
+        attachment = record.attached[request_id]
+        try:
+            await self._registry.persist(record)
+        except errors.DiskFull:
+            record.attached.pop(request_id, None)
+            raise
+        record.sequencer.attach(max(attachment, record.sequencer.attachment))
+        return attachment
+
+    @uninterrupted
+    async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:
+        """Delete a run after its command in progress has ended; a publish stops waiting for acknowledgements."""
+        async with record.recovering:
+            if record.is_deleted:
+                raise errors.RunNotFound("no such run", field="run_id")
+            gone = errors.RunNotFound("the run was deleted", field="run_id")
+            record.sequencer.drain(gone)
+            await self._publisher.cancel_waits(record.run_id)
+            await record.sequencer.close(gone)
+            if record.in_engine:
+                with suppress(errors.EngineUnavailable):  # an engine that is down holds no runs
+                    await self._engine.delete_run(record.run_id)
+            await self._publisher.forget(record)
+            await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
+        _log.info("run deleted", run=record.run_id)

@@ -1,1 +1,0 @@
-"""The base model's tokenizer and chat template."""

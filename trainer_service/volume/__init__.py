@@ -1,1 +1,0 @@
-"""Files of the checkpoint volume that carry their format and a checksum."""

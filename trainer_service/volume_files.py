@@ -1,0 +1,166 @@
+"""JSON files of the checkpoint volume, which contain their format number and a checksum of their content.
+
+volume.json at the volume's root declares the format of everything else; it is checked before anything is touched. A
+run's file, run.json, has a copy beside it, so that damage to one of them loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import google_crc32c
+import msgspec
+
+from paceline import errors, layout
+from paceline.layout import DELETED_FILE, RUN_FILE
+from paceline.log import get_logger
+
+COPY_FILE = "run.copy.json"
+_VOLUME_FILE = "volume.json"
+_FORMAT = 2
+"""Format of everything that the trainer writes to the volume."""
+
+T = TypeVar("T")
+
+_log = get_logger(__name__)
+
+
+class UnknownFormatError(Exception):
+    """A file was written by another version of this service, or by something else. It must not be changed."""
+
+
+class DamagedFileError(Exception):
+    """A file cannot be decoded or does not match its checksum."""
+
+
+class _File(msgspec.Struct, frozen=True):
+    format: int
+    crc32c: int
+    content: msgspec.Raw
+
+
+class _Format(msgspec.Struct, frozen=True):
+    format: int
+
+
+class _Volume(msgspec.Struct, frozen=True):
+    """The content of volume.json, which is empty: only the file's format matters."""
+
+
+def write_checked(path: Path, content: Any) -> None:
+    """Write a file durably and atomically. Raises DiskFull."""
+    raw = msgspec.json.encode(content)
+    file = _File(_FORMAT, int(google_crc32c.value(raw)), msgspec.Raw(raw))
+    layout.write_file(path, msgspec.json.encode(file) + b"\n")
+
+
+def decode_checked(text: bytes, kind: type[T], name: str) -> T:
+    """Decode and verify a file's bytes. Raises DamagedFileError, UnknownFormatError."""
+    found = _format_of(text, name)
+    if found != _FORMAT:
+        raise UnknownFormatError(f"{name} has unknown format {found}")
+    try:
+        file = msgspec.json.decode(text, type=_File)
+        if google_crc32c.value(bytes(file.content)) != file.crc32c:
+            raise DamagedFileError(f"{name} differs from its checksum")
+        return msgspec.json.decode(file.content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise DamagedFileError(f"{name} cannot be read: {error}") from error
+
+
+def _format_of(text: bytes, name: str) -> int:
+    """Return the format that a file declares. Raises DamagedFileError if it declares none."""
+    try:
+        return msgspec.json.decode(text, type=_Format).format
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DamagedFileError(f"{name} cannot be read: {error}") from error
+
+
+def check_volume(root: Path) -> None:
+    """Raise SystemExit if the volume has a newer format than this service knows; change nothing."""
+    path = root / _VOLUME_FILE
+    try:
+        found = _format_of(path.read_bytes(), _VOLUME_FILE) if path.exists() else _FORMAT
+    except DamagedFileError:
+        return  # each run's files declare their own format
+    if found > _FORMAT:
+        raise SystemExit(
+            f"the volume {root} has format {found} and this trainer knows up to {_FORMAT}; nothing was changed: "
+            "serve it with the version that wrote it, or a newer one"
+        )
+
+
+def is_current(root: Path) -> bool:
+    """Return whether the volume declares this service's format."""
+    path = root / _VOLUME_FILE
+    if not path.exists():
+        return False
+    try:
+        decode_checked(path.read_bytes(), _Volume, _VOLUME_FILE)
+    except DamagedFileError as error:
+        _log.error("the volume's file is damaged and set aside", aside=layout.quarantine(path).name, error=str(error))
+        return False
+    return True
+
+
+def write_volume_format(root: Path) -> None:
+    """Declare that the volume has this service's format. Raises DiskFull."""
+    write_checked(root / _VOLUME_FILE, _Volume())
+
+
+def decode_run_file(text: bytes, name: str = RUN_FILE) -> dict[str, Any]:
+    """Decode a run's file; format 1 has no checksum. Raises DamagedFileError, UnknownFormatError."""
+    if _format_of(text, name) != 1:
+        return decode_checked(text, dict[str, Any], name)
+    facts: dict[str, Any] = json.loads(text)
+    del facts["format"]
+    return facts
+
+
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """Read a run's file. If it is damaged, set it aside and write it again from the copy.
+
+    Raises DamagedFileError if both are damaged, UnknownFormatError, FileNotFoundError if neither exists.
+    """
+    paths = [path for path in (folder / RUN_FILE, folder / COPY_FILE) if path.exists()]
+    if not paths:
+        raise FileNotFoundError(folder / RUN_FILE)
+    damaged: list[Path] = []
+    for path in paths:
+        try:
+            facts = decode_run_file(path.read_bytes(), path.name)
+        except DamagedFileError as error:
+            _log.error("run's file damaged", path=str(path), error=str(error))
+            damaged.append(path)
+            continue
+        for other in damaged:
+            layout.quarantine(other)
+        if path.name != RUN_FILE:
+            _rewrite(folder, facts)
+        return facts
+    raise DamagedFileError(f"{RUN_FILE} and its copy are damaged")
+
+
+def _rewrite(folder: Path, facts: dict[str, Any]) -> None:
+    try:
+        write_run_file(folder, facts)
+    except errors.DiskFull as error:
+        _log.warning("run's file not rewritten; the next startup does it", folder=str(folder), error=error.message)
+
+
+def tenant_of(folder: Path) -> str | None:
+    """Return the tenant that owns or owned a run, or None if no file of the run names it. Changes nothing."""
+    for name in (RUN_FILE, COPY_FILE, DELETED_FILE):
+        try:
+            return str(decode_run_file((folder / name).read_bytes(), name)["tenant"])
+        except (OSError, DamagedFileError, UnknownFormatError, KeyError):
+            continue  # the next file may name it
+    return None
+
+
+def write_run_file(folder: Path, facts: dict[str, Any]) -> None:
+    """Write a run's file and its copy durably. Raises DiskFull."""
+    write_checked(folder / COPY_FILE, facts)
+    write_checked(folder / RUN_FILE, facts)
