@@ -131,7 +131,7 @@ class CommandExecutor:
         """
         request: pb.SaveCheckpointRequest = command.request
         if request.kind not in {kind.value for kind in CheckpointKind}:
-            raise errors.MissingField("is not set; say STATE or SAMPLER", field="kind")
+            raise errors.MissingField("is not set; send STATE or SAMPLER", field="kind")
         path = CheckpointPath(run.run_id, CheckpointKind(request.kind), layout.check_name(request.name))
         checkpoint = await self._checkpoints.find_made_by(path, command.seq_id)
         if checkpoint is None:
@@ -182,7 +182,7 @@ class CommandExecutor:
         """
         path, with_optimizer = CheckpointPath.parse(command.request.path), command.request.with_optimizer
         if with_optimizer and path.kind is not CheckpointKind.STATE:
-            raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load weights alone", field="path")
+            raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load only weights", field="path")
         directory = run.snapshots.pinned(command.seq_id)
         if directory is not None:
             await self._checkpoints.check(directory, path.kind)
@@ -326,6 +326,6 @@ class RunExecutor:
             await snapshots.save(seq_id, self._run.state_bytes(CheckpointKind.STATE), write)
             await sequencer.journal.drop(await asyncio.to_thread(snapshots.drop_old))
         except (errors.PacelineError, OSError) as error:
-            _log.warning("snapshot not saved; the journal stays", run=self._run.run_id, error=str(error))
+            _log.warning("snapshot not saved; the journal is kept", run=self._run.run_id, error=str(error))
         finally:
             captured.set()

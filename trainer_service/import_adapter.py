@@ -51,7 +51,7 @@ def _read_run(volume: layout.Volume, run_id: str) -> RunOrigin:
     try:
         return RunOrigin.from_json((volume.run(run_id) / layout.RUN_FILE).read_bytes())
     except FileNotFoundError:
-        raise errors.RunNotFound("no such run on this volume; make one with the adapter's configuration") from None
+        raise errors.RunNotFound("no such run on this volume; create one with the adapter's configuration") from None
 
 
 def _check_files(source: Path, run: RunOrigin) -> None:
@@ -61,18 +61,18 @@ def _check_files(source: Path, run: RunOrigin) -> None:
     try:
         weights.check_finite(source / layout.WEIGHTS_FILE)
     except (ValueError, struct.error) as error:
-        raise errors.CheckpointMismatch(f"{source} holds no adapter that can be read: {error}") from error
+        raise errors.CheckpointMismatch(f"{source} has no readable adapter: {error}") from error
     if not isinstance(run.parameters, LoraConfig):
-        raise errors.CheckpointMismatch("the run trains every parameter; make one with an adapter")
+        raise errors.CheckpointMismatch("the run trains all parameters; create one with an adapter")
     check_adapter_config(run.parameters, weights.read_adapter_config(source / layout.CONFIG_FILE).settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer_service.import_adapter", description="Make a PEFT directory a sampler checkpoint."
+        prog="python -m trainer_service.import_adapter", description="Import a PEFT directory as a sampler checkpoint."
     )
-    parser.add_argument("directory", type=Path, help="adapter_model.safetensors and adapter_config.json lie in it")
+    parser.add_argument("directory", type=Path, help="has adapter_model.safetensors and adapter_config.json")
     parser.add_argument("--checkpoint-dir", type=Path, required=True, help="the trainer's checkpoint volume")
     parser.add_argument("--run", required=True, help="run_id of a run with the adapter's rank, alpha and modules")
     parser.add_argument("--name", required=True, help="name of the checkpoint")

@@ -55,7 +55,7 @@ class Recovery:
         engine: EngineProcess,
         storage: RunStorage,
         publisher: Publisher,
-        executor: CommandExecutor,
+        commands: CommandExecutor,
         policy: SnapshotPolicy,
         memory: ByteGate,
         failpoints: Failpoints,
@@ -66,7 +66,7 @@ class Recovery:
         self._engine = engine
         self._storage = storage
         self._publisher = publisher
-        self._executor = executor
+        self._commands = commands
         self._policy = policy
         self._memory = memory
         self._failpoints = failpoints
@@ -85,7 +85,7 @@ class Recovery:
         self._spawn(self._try_recover(run))
 
     def _run_executor(self, run: RunRecord) -> RunExecutor:
-        return RunExecutor(run, self._executor, self._engine, self._publisher, self._policy, self._failpoints)
+        return RunExecutor(run, self._commands, self._engine, self._publisher, self._policy, self._failpoints)
 
     async def recover_all(self) -> None:
         """Restore all runs into an engine that has just started."""
@@ -103,7 +103,7 @@ class Recovery:
                 if run.is_restored or run.sequencer.is_closed:
                     return
                 try:
-                    self._take_base(run)
+                    self._check_base(run)
                     await self.recover(run)
                     del self._deaths[run.run_id]
                     return
@@ -118,7 +118,7 @@ class Recovery:
                     _log.exception("run not restored; retrying", run=run.run_id)
             await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MAX_RETRY_SECONDS))
 
-    def _take_base(self, run: RunRecord) -> None:
+    def _check_base(self, run: RunRecord) -> None:
         """Check that the engine has the run's base weights. Raises BaseMismatch.
 
         A run without a recorded identity of its base weights gets the engine's.
@@ -126,7 +126,7 @@ class Recovery:
         model = self._engine.describe()
         check_same_base(model.weights_sha256, run.base_sha256, "the run was made on")
         if run.base_model != model.name:
-            _log.warning("the base model has another name", run=run.run_id, was=run.base_model, name=model.name)
+            _log.warning("the base model's name changed", run=run.run_id, was=run.base_model, name=model.name)
         run.base_model, run.base_sha256 = model.name, model.weights_sha256 or run.base_sha256
 
     async def recover(self, run: RunRecord) -> None:
@@ -143,10 +143,10 @@ class Recovery:
                     await self._rebuild(run, past, executor)
                 del past
         except JournalDamagedError as damage:
-            await self._lose(run, damage)
+            await self._mark_lost(run, damage)
             run.damage.append(await run.sequencer.journal.start_over())
         except ReplayFailedError as failure:  # the journal is kept: another engine may replay it
-            await self._lose(run, failure)
+            await self._mark_lost(run, failure)
         if run.state is RunState.LOST:
             await self._restore_points.offer(run)
         run.in_engine = run.state is RunState.READY and self._registry.engines_lost == engines_lost
@@ -158,7 +158,7 @@ class Recovery:
         run.facts_before_replay, run.is_restored = None, True
         run.sequencer.start(executor)
 
-    async def _lose(self, run: RunRecord, reason: Exception) -> None:
+    async def _mark_lost(self, run: RunRecord, reason: Exception) -> None:
         _log.error("run's state lost: its journal cannot be replayed", run=run.run_id, reason=str(reason))
         await self._engine.delete_run(run.run_id)
         run.state = RunState.LOST
@@ -191,7 +191,7 @@ class Recovery:
             await self._remake_version(run, command, before)
             return
         try:
-            await self._executor.execute(run, command, CommandProgress())
+            await self._commands.execute(run, command, CommandProgress())
         except EngineDiedError:
             # The command was answered, so the engine has executed it before: it is never given up.
             self._deaths[run.run_id] += 1
@@ -236,12 +236,12 @@ class RestorePoints:
             snapshot = await asyncio.to_thread(run.snapshots.newest)
             if snapshot is None or snapshot.seq_id <= self._seq_id_of_checkpoint(run):
                 return
-            run.latest_state_checkpoint = await self._make(run, snapshot)
+            run.latest_state_checkpoint = await self._save(run, snapshot)
             await self._registry.persist(run)
         except (errors.PacelineError, OSError) as error:
             _log.warning("a lost run's snapshot is not offered as a checkpoint", run=run.run_id, error=str(error))
 
-    async def _make(self, run: RunRecord, snapshot: Snapshot) -> str:
+    async def _save(self, run: RunRecord, snapshot: Snapshot) -> str:
         async def write(staging: Path) -> None:
             await asyncio.to_thread(_copy_state, snapshot.directory, staging)
 

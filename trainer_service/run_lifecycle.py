@@ -71,7 +71,7 @@ class RunLifecycle:
             made = self._registry.find_request(identity.tenant, request_id)
             known = made.request_digest if made else self._registry.find_deleted(identity.tenant, request_id)
             if known and known != digest.hex():
-                raise errors.RequestIdReused("was used with another payload; make a new one", field="request_id")
+                raise errors.RequestIdReused("was used with another payload; generate a new one", field="request_id")
             if known and made is None:
                 raise errors.RunNotFound("the run that this request created was deleted", field="request_id")
             if made is not None:

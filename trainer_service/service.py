@@ -203,7 +203,7 @@ class TrainerService:
             dtype=model.dtype,
             pid=self._engine.pid,
             weights_sha256=self._engine.base_sha256,
-            **({} if found is None else _facts(found)),
+            **({} if found is None else _certificate_fields(found)),
         )
         if found is not None and found.reason:
             _log.warning("sequences do not share passes", model=model.name, reason=found.reason)
@@ -242,13 +242,13 @@ class TrainerService:
         if self._readiness is None:
             return
         await self._readiness.set(False)
-        model = await self._restarted()
+        model = await self._retry_restart()
         self._restarting = False
         self._log_ready(model)
         await self._readiness.set(True)
         await self._recovery.recover_all()
 
-    async def _restarted(self) -> ModelInfo:
+    async def _retry_restart(self) -> ModelInfo:
         """Restart the engine, retrying without limit: the cause of a failure may be temporary."""
         for failures in itertools.count(1):
             try:
@@ -338,7 +338,7 @@ def _families(found: ModelCertificate | None) -> Iterator[GaugeMetricFamily]:
     yield from (difference, bound, seconds, packs)
 
 
-def _facts(certificate: ModelCertificate) -> dict[str, str | float]:
+def _certificate_fields(certificate: ModelCertificate) -> dict[str, str | float]:
     """Return a certificate's fields for the log."""
     return {
         "packing": certificate.packing.name,

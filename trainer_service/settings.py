@@ -124,7 +124,7 @@ class TrainerSettings(BackendSettings):
     @model_validator(mode="after")
     def _check_base_dir(self) -> Self:
         if self.base_dir is not None and self.ranks > 1:
-            raise ValueError("base_dir takes ranks=1: each rank would need a part of the weights of its own")
+            raise ValueError("base_dir requires ranks=1: each rank would need its own part of the weights")
         return self
 
     @property

@@ -33,7 +33,7 @@ _MESSAGE_FIELDS = frozenset(
 )
 _MAX_WORK = 1 << 26
 """Most characters that templates may write for a conversation; each response is rendered with everything before it."""
-_WORK_OF_MESSAGE = 64
+_MESSAGE_WORK = 64
 """Characters counted for what a template writes around a message."""
 _SLICE_WORK, _SLICE_TOKENS = 1 << 20, 1 << 16
 """Limits after which another tenant gets its turn."""
@@ -83,7 +83,7 @@ class _Turn:
 
     prompt: list[int]
     response: list[int]
-    said: int
+    generated: int
     """Number of tokens in the response that the model generates; the template writes the rest."""
 
 
@@ -99,7 +99,7 @@ class _Sequence:
 
     def add(self, turn: _Turn) -> None:
         added = len(turn.prompt) - len(self.tokens)
-        self.is_response += [False] * added + [True] * turn.said + [False] * (len(turn.response) - turn.said)
+        self.is_response += [False] * added + [True] * turn.generated + [False] * (len(turn.response) - turn.generated)
         self.tokens = turn.prompt + turn.response
 
     def datum(self) -> Datum:
@@ -152,7 +152,7 @@ class ConversationRenderer:
         rendered: list[list[Datum]] = []
         for index, body in enumerate(bodies[first:], first):
             try:
-                conversation = _read(body, max_context_length)
+                conversation = _parse(body, max_context_length)
                 rendered.append(self._render(conversation, max_context_length))
             except errors.PacelineError as error:
                 place = f"conversations[{index}]"
@@ -166,8 +166,8 @@ class ConversationRenderer:
 
     def _render(self, conversation: _Conversation, longest: int) -> list[Datum]:
         """Return one datum if each prompt starts with everything before it, otherwise several."""
-        if conversation.tools and not self._writes_tools(conversation):
-            raise errors.Unsupported("are not written by the model's chat template; leave them out", field="tools")
+        if conversation.tools and not self._renders_tools(conversation):
+            raise errors.Unsupported("are ignored by the model's chat template; leave them out", field="tools")
         sequences: list[_Sequence] = []
         for last in conversation.trained:
             turn = self._turn(conversation.messages[: last + 1], conversation.tools)
@@ -179,9 +179,9 @@ class ConversationRenderer:
             sequences[-1].add(turn)
         return [sequence.datum() for sequence in sequences]
 
-    def _writes_tools(self, conversation: _Conversation) -> bool:
+    def _renders_tools(self, conversation: _Conversation) -> bool:
         with_tools, without = (
-            _write(self._load(), conversation.messages[:1], tools, add_generation_prompt=True)
+            _render_template(self._load(), conversation.messages[:1], tools, add_generation_prompt=True)
             for tools in (conversation.tools, None)
         )
         return with_tools != without
@@ -189,20 +189,20 @@ class ConversationRenderer:
     def _turn(self, messages: list[dict[str, Any]], tools: Any) -> _Turn:
         """Tokenize the last message as a response, and the others as its prompt."""
         tokenizer = self._load()
-        prompt = _write(tokenizer, messages[:-1], tools, add_generation_prompt=True)
-        whole = _write(tokenizer, messages, tools, add_generation_prompt=False)
+        prompt = _render_template(tokenizer, messages[:-1], tools, add_generation_prompt=True)
+        whole = _render_template(tokenizer, messages, tools, add_generation_prompt=False)
         if not whole.startswith(prompt):
-            message = "the model's chat template writes a response otherwise than it prompts for one"
+            message = "the model's chat template renders a response differently from the prompt for one"
             raise errors.InvalidArgument(message, field="messages")
         tokens, response = _encode(tokenizer, prompt), _encode(tokenizer, whole[len(prompt) :])
         if not tokens:
-            raise errors.InvalidArgument("begins with the response; there is nothing to say it to", field="messages")
+            raise errors.InvalidArgument("starts with the response; a response needs a prompt", field="messages")
         place = f"messages[{len(messages) - 1}]"
         if not response:
-            raise errors.InvalidArgument("is nothing, as the model's chat template writes it", field=place)
+            raise errors.InvalidArgument("is empty when rendered by the model's chat template", field=place)
         ends = [index for index, token in enumerate(response) if token in self._ends]
         if len(ends) > 1:
-            raise errors.InvalidArgument("has the token in it that ends a response", field=place)
+            raise errors.InvalidArgument("contains the token that ends a response", field=place)
         return _Turn(tokens, response, ends[0] + 1 if ends else len(response))
 
     def _load(self) -> PreTrainedTokenizerBase:
@@ -220,11 +220,11 @@ class ConversationRenderer:
         return self._tokenizer
 
 
-def _read(body: bytes, max_context_length: int) -> _Conversation:
+def _parse(body: bytes, max_context_length: int) -> _Conversation:
     given = read_chat_body(body)
     for name in given.keys() - _FIELDS:
-        hint = "is of a message; a conversation is a list of them" if name in _MESSAGE_FIELDS else "is not known"
-        raise errors.UnknownField(f"{hint}: send messages and, where the template has them, tools", field=name[:80])
+        hint = "belongs to a message; a conversation is a list of them" if name in _MESSAGE_FIELDS else "is not known"
+        raise errors.UnknownField(f"{hint}: send messages and, if the template supports them, tools", field=name[:80])
     messages, tools = check_messages(given.get("messages")), given.get("tools")
     if len(messages) > max_context_length:
         message = f"has {len(messages)} messages; the context is {max_context_length} tokens"
@@ -234,43 +234,41 @@ def _read(body: bytes, max_context_length: int) -> _Conversation:
     if not trained:
         raise errors.InvalidArgument(f"has no message of role {_ASSISTANT} with weight 1", field="messages")
     if trained[0] == 0:
-        raise errors.InvalidArgument("is the assistant's; a response needs a message before it", field="messages[0]")
-    plain = [_plain(message, index) for index, message in enumerate(messages)]
-    work = len(trained) * (length + _WORK_OF_MESSAGE * len(messages))
+        raise errors.InvalidArgument("is from the assistant; a response needs a message before it", field="messages[0]")
+    plain = [_template_message(message, index) for index, message in enumerate(messages)]
+    work = len(trained) * (length + _MESSAGE_WORK * len(messages))
     if work > _MAX_WORK:
-        message = (
-            f"have {len(trained)} responses in {length} characters, which is too much to write each with its prompt"
-        )
-        raise errors.OutOfRange(f"{message}; make several conversations of it", field="messages")
+        message = f"have {len(trained)} responses in {length} characters, too many to render each with its prompt"
+        raise errors.OutOfRange(f"{message}; split them into several conversations", field="messages")
     return _Conversation(plain, tools, trained, work)
 
 
-def _plain(message: dict[str, Any], index: int) -> dict[str, Any]:
+def _template_message(message: dict[str, Any], index: int) -> dict[str, Any]:
     """Return a message as templates expect it: with its parts joined into one text, and without a weight."""
     place = f"messages[{index}]"
     for name in message.keys() - _MESSAGE_FIELDS:
         raise errors.UnknownField("is not known", field=f"{place}.{name[:80]}")
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
-        raise errors.InvalidArgument(f"is one of {', '.join(_ROLES)}", field=f"{place}.role")
+        raise errors.InvalidArgument(f"must be one of {', '.join(_ROLES)}", field=f"{place}.role")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
     calls_tools = role == _ASSISTANT and message.get("tool_calls")
     if not isinstance(content, str) and not (content is None and calls_tools):
         raise errors.InvalidArgument("must be text", field=f"{place}.content")
     if not content and role == _ASSISTANT and not calls_tools:
-        raise errors.InvalidArgument("is empty, which would teach the model to say nothing", field=f"{place}.content")
+        raise errors.InvalidArgument("is empty, which would train the model to say nothing", field=f"{place}.content")
     return {**{name: value for name, value in message.items() if name != "weight"}, "content": content}
 
 
 def _is_trained(message: dict[str, Any], index: int) -> bool:
     weight = message.get("weight", 1)
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise errors.InvalidArgument("is 0 or 1", field=f"messages[{index}].weight")
+        raise errors.InvalidArgument("must be 0 or 1", field=f"messages[{index}].weight")
     return message.get("role") == _ASSISTANT and weight == 1
 
 
-def _write(
+def _render_template(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any, *, add_generation_prompt: bool
 ) -> str:
     try:
@@ -278,10 +276,10 @@ def _write(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except Exception as error:  # a template is code that comes with the model
-        problem = f"the model's chat template does not take them: {error}"
+        problem = f"the model's chat template failed: {error}"
         raise errors.InvalidArgument(problem[:500], field="messages") from error
     if not isinstance(text, str):
-        raise errors.InvalidArgument("is more than one conversation", field="messages")
+        raise errors.InvalidArgument("has more than one conversation", field="messages")
     return text
 
 

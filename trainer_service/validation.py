@@ -34,7 +34,7 @@ _MAX_TARGETS = (512, 256)
 def check_request_id(request_id: str) -> None:
     """Check the key that makes CreateRun and AttachRun idempotent."""
     if not request_id:
-        raise errors.MissingField("is not set; make one per run", field="request_id")
+        raise errors.MissingField("is not set; generate one per run", field="request_id")
     if not _REQUEST_ID.fullmatch(request_id):
         raise errors.InvalidName("must be 1 to 64 characters of [A-Za-z0-9_-]", field="request_id")
 
@@ -43,16 +43,16 @@ def check_user_metadata(metadata: Mapping[str, str]) -> None:
     """Check the metadata that a client attaches to a run."""
     entries, size = _MAX_METADATA
     if len(metadata) > entries:
-        raise errors.OutOfRange(f"has {len(metadata)} entries; at most {entries} are kept", field="user_metadata")
+        raise errors.OutOfRange(f"has {len(metadata)} entries; at most {entries} are accepted", field="user_metadata")
     for key, value in metadata.items():
         if len(key.encode()) + len(value.encode()) > size:
-            raise errors.OutOfRange(f"has an entry above {size} bytes; shorten it", field="user_metadata")
+            raise errors.OutOfRange(f"has an entry of more than {size} bytes; shorten it", field="user_metadata")
 
 
 def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
     """Check an adapter's configuration against the base model."""
     if lora.rank > model.max_lora_rank:
-        raise errors.RankTooLarge(f"is {lora.rank}; at most {model.max_lora_rank} is served", field="lora.rank")
+        raise errors.RankTooLarge(f"is {lora.rank}; at most {model.max_lora_rank} is supported", field="lora.rank")
     alpha = 0.0 if lora.alpha is None else lora.alpha
     _check_range(lora.rank, "lora.rank", 1, model.max_lora_rank)
     if not (math.isfinite(alpha) and alpha > 0):
@@ -71,7 +71,7 @@ def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
 def _check_targets(lora: LoraConfig) -> None:
     entries, size = _MAX_TARGETS
     if len(lora.target_modules) > entries:
-        message = f"has {len(lora.target_modules)} entries; at most {entries} are taken, give the ends of names"
+        message = f"has {len(lora.target_modules)} entries; at most {entries} are accepted; use name suffixes"
         raise errors.OutOfRange(message, field="lora.target_modules")
     for index, name in enumerate(lora.target_modules):
         if not 0 < len(name) <= size:
@@ -79,7 +79,7 @@ def _check_targets(lora: LoraConfig) -> None:
             raise errors.OutOfRange(message, field=f"lora.target_modules[{index}]")
     for flag in ("train_attn", "train_mlp", "train_unembed"):
         if lora.target_modules and getattr(lora, flag) != getattr(_DEFAULT_LORA, flag):
-            raise errors.InvalidArgument("leave it out: target_modules names the modules", field=f"lora.{flag}")
+            raise errors.InvalidArgument("leave it unset: target_modules selects the modules", field=f"lora.{flag}")
 
 
 def check_batch(
@@ -88,9 +88,9 @@ def check_batch(
     """Check a batch against its loss and the base model; return its spec with the loss's defaults filled in."""
     loss = resolve_loss(spec.loss_fn, spec.loss_fn_config)
     if not data:
-        raise errors.EmptyBatch("holds no datum; send at least one", field="data")
+        raise errors.EmptyBatch("has no datums; send at least one", field="data")
     if len(data) > max_datums:
-        raise errors.OutOfRange(f"holds {len(data)} datums; at most {max_datums}, split it", field="data")
+        raise errors.OutOfRange(f"has {len(data)} datums; at most {max_datums} are accepted, split it", field="data")
     for index, datum in enumerate(data):
         _check_datum(datum, f"data[{index}]", loss, model)
     if not any(datum.counted_positions for datum in data):
@@ -103,16 +103,16 @@ def _check_reduction(data: Sequence[Datum], reduction: Reduction, count: int | N
     if count is None:
         return
     if reduction is Reduction.SUM:
-        raise errors.InvalidArgument("a sum is divided by nothing; leave it unset", field="reduction_count")
+        raise errors.InvalidArgument("a sum has no divisor; leave it unset", field="reduction_count")
     if count < reduction.count(data):
-        message = f"is {count}, and this part of the batch alone has {reduction.count(data)}; count the whole batch"
+        message = f"is {count}, but this part of the batch alone has {reduction.count(data)}; count the whole batch"
         raise errors.OutOfRange(message, field="reduction_count")
 
 
 def _check_datum(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo) -> None:
     spec, length = loss.spec, datum.model_input.shape[0]
     if length > model.max_context_length:
-        message = f"has {length} tokens; the model takes {model.max_context_length}"
+        message = f"has {length} tokens; the model accepts at most {model.max_context_length}"
         raise errors.SequenceTooLong(message, field=f"{field}.model_input")
     _check_tokens(datum.model_input, f"{field}.model_input", model.vocab_size)
     _check_names(datum, field, spec, loss.required)
@@ -127,7 +127,7 @@ def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[st
     known = {*spec.required, *spec.optional}
     for name in datum.loss_inputs:
         if name not in known:
-            message = f"{spec.name} has no such input; it takes {', '.join(sorted(known))}"
+            message = f"{spec.name} has no such input; it accepts {', '.join(sorted(known))}"
             raise errors.UnknownField(message, field=f"{field}.loss_inputs[{name}]")
     for name in required:
         if name not in datum.loss_inputs:
@@ -143,11 +143,11 @@ def _check_shapes(datum: Datum, field: str, spec: LossSpec) -> None:
         if len(values) != length:
             raise errors.InvalidShape(f"has {len(values)} values for {length} tokens; send one per token", field=place)
         if values.ndim > 1 and (name not in spec.multi or values.size == 0):
-            raise errors.InvalidShape(f"is {list(values.shape)}; {spec.name} takes one value per token", field=place)
+            raise errors.InvalidShape(f"is {list(values.shape)}; {spec.name} accepts one value per token", field=place)
     targets = datum.loss_inputs["target_tokens"].shape
     for name in spec.multi:
         if (shape := datum.loss_inputs[name].shape) != targets:
-            message = f"is {list(shape)}, and target_tokens {list(targets)}; send one per target"
+            message = f"is {list(shape)}, but target_tokens is {list(targets)}; send one per target"
             raise errors.InvalidShape(message, field=f"{field}.loss_inputs[{name}].shape")
 
 
@@ -155,14 +155,14 @@ def _check_values(datum: Datum, field: str, spec: LossSpec, model: ModelInfo) ->
     inputs = datum.loss_inputs
     for name in MASK_INPUTS & inputs.keys():
         if inputs[name].max() > 1:
-            raise errors.OutOfRange("holds values beside 0 and 1", field=f"{field}.loss_inputs[{name}]")
+            raise errors.OutOfRange("holds values other than 0 and 1", field=f"{field}.loss_inputs[{name}]")
     counted = _counted(datum)
     _check_tokens(inputs["target_tokens"], f"{field}.loss_inputs[target_tokens]", model.vocab_size)
     for name in sorted(spec.finite & inputs.keys()):
         if not np.isfinite(inputs[name][counted]).all():
             raise errors.NonFinite("holds NaN or infinity where the mask is 1", field=f"{field}.loss_inputs[{name}]")
     if TEMPERATURE in inputs and (inputs[TEMPERATURE][counted] <= 0).any():
-        message = "holds a value that is not above 0; leave it out, or send 1, for tokens that were sampled greedily"
+        message = "holds a value that is not positive; leave it out, or send 1, for tokens that were sampled greedily"
         raise errors.OutOfRange(message, field=f"{field}.loss_inputs[{TEMPERATURE}]")
     weighted = counted & (inputs["advantages"] != 0) if "advantages" in inputs else counted
     for name in sorted(spec.nonpositive & inputs.keys()):

@@ -199,7 +199,7 @@ def decode_segment(data: bytes) -> Segment:
     check_magic(data, "a journal")
     header = _decode_header(data)
     segment = Segment(header)
-    _take_frames(segment, header, data)
+    _decode_frames(segment, header, data)
     return segment
 
 
@@ -227,7 +227,7 @@ class _Seal:
     last_seq_id: int
 
 
-def _take_frames(segment: Segment, header: Header, data: bytes) -> None:
+def _decode_frames(segment: Segment, header: Header, data: bytes) -> None:
     """Decode frames up to the first incomplete one; after it, read only the seals."""
     offset, first_bad = UNIT, len(data)
     while offset < len(data):

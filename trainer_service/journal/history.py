@@ -150,10 +150,10 @@ def read_history(directory: Path, after: int = 0, newest: SegmentName | None = N
     """
     found = segments(directory)
     if not found:
-        raise JournalDamagedError("the journal is gone")
+        raise JournalDamagedError("the journal is missing")
     names = list(found)
     if newest is not None and newest > names[-1]:
-        raise JournalDamagedError(f"{segment_path(directory, newest).name} is gone")
+        raise JournalDamagedError(f"{segment_path(directory, newest).name} is missing")
     # The command after `after` is in the last segment that starts at or before it.
     first = max((index for index, name in enumerate(names) if name.base <= after + 1), default=0)
     while first and names[first - 1].base == names[first].base:
@@ -203,7 +203,7 @@ def _read(path: Path) -> tuple[Segment, int]:
     try:
         return decode_segment(data), len(data)
     except msgspec.MsgspecError as error:
-        raise JournalDamagedError(f"{path.name} holds no records: {error}") from error
+        raise JournalDamagedError(f"{path.name} cannot be decoded: {error}") from error
     except JournalDamagedError as error:
         raise JournalDamagedError(f"{path.name}: {error}") from error
 
@@ -214,7 +214,7 @@ def _up_to_successor(name: SegmentName, path: Path, segment: Segment, size: int,
         segment.is_damaged |= segment.good_bytes != size
         return segment
     if successor.header.previous != name:
-        raise JournalDamagedError(f"the segment before {name} is not the one that it continues")
+        raise JournalDamagedError(f"{name} continues another segment than the one before it")
     limit = successor.header.previous_bytes
     part = segment if limit == size else decode_segment(path.read_bytes()[:limit])
     part.is_damaged |= part.good_bytes != limit

@@ -55,7 +55,7 @@ class DiskGuard:
         if free < needed:
             message = (
                 f"{free} bytes are free on the checkpoint volume and {needed} are needed, "
-                f"{self._min_free_bytes} of which stay free (min_free_bytes); delete checkpoints or grow it"
+                f"{self._min_free_bytes} of which must stay free (min_free_bytes); delete checkpoints or grow it"
             )
             facts = {"free_bytes": str(free), "needed_bytes": str(needed)}
             raise errors.DiskFull(message, metadata=facts, retry_after=retry_after)
@@ -65,8 +65,8 @@ class DiskGuard:
         used = self._by_tenant[tenant]
         if self.limit and used + size > self.limit:
             raise errors.QuotaExceeded(
-                f"this tenant has {used} bytes on the checkpoint volume and this takes up to {size}; at most "
-                f"{self.limit} are its own: delete checkpoints or runs, give checkpoints a TTL, or have the operator "
+                f"this tenant has {used} bytes on the checkpoint volume and this needs up to {size}; at most "
+                f"{self.limit} are allowed: delete checkpoints or runs, set a TTL on checkpoints, or have the operator "
                 f"raise max_volume_bytes_per_tenant",
                 metadata={"quota": QUOTA, "used": str(used), "limit": str(self.limit), "needed": str(size)},
             )
@@ -105,7 +105,7 @@ class DiskGuard:
             try:
                 self.count(folder.name)
             except OSError as error:
-                _log.error("a run's bytes cannot be counted; they count as none", run=folder.name, error=str(error))
+                _log.error("a run's bytes cannot be counted; counting none", run=folder.name, error=str(error))
 
     def count(self, run_id: str) -> None:
         """Recount a run's folder; a missing folder counts as nothing."""

@@ -94,7 +94,7 @@ class WeightServicer(WeightServiceServicer):
         async for first in requests:
             # Not refused earlier: a call that ends while its first message is in flight loses its status.
             if not identity.is_peer:
-                raise errors.MissingCredential("versions are announced to samplers alone")
+                raise errors.MissingCredential("versions are announced only to samplers")
             if first.WhichOneof("message") == "hello" and first.hello.sampler_id:
                 hello = first.hello
                 self._check_base(hello)
@@ -112,7 +112,7 @@ class WeightServicer(WeightServiceServicer):
         check_same_base(model.weights_sha256, hello.base_sha256, f"sampler {hello.sampler_id} has")
         if hello.base_model not in {"", model.name}:
             raise errors.BaseMismatch(
-                f"sampler {hello.sampler_id} serves {hello.base_model}, and the trainer's model is {model.name}; "
+                f"sampler {hello.sampler_id} serves {hello.base_model}, but the trainer's model is {model.name}; "
                 "give both the same model_name",
                 metadata={"theirs": hello.base_model, "ours": model.name},
             )

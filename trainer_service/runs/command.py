@@ -157,7 +157,7 @@ def answer_from_record(record: AnswerRecord) -> Answer | None:
 def check_digest(given: bytes, known: bytes) -> None:
     """Raise SeqIdReused unless both digests are of the same command."""
     if given != known:
-        raise errors.SeqIdReused("was used with another payload; take the next one", field="seq_id")
+        raise errors.SeqIdReused("was used with another payload; use the next one", field="seq_id")
 
 
 def request_digest(message: str, payload: bytes) -> bytes:

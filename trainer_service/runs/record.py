@@ -32,7 +32,7 @@ class RunOrigin:
         """Read the properties from run.json or deleted.json. Raises DamagedFileError, UnknownFormatError."""
         facts = decode_run_file(text)
         tenant, base_model = facts["tenant"], facts["base_model"]
-        return cls(tenant, base_model, _take_parameters(facts), facts.get("user_metadata", {}))
+        return cls(tenant, base_model, _pop_parameters(facts), facts.get("user_metadata", {}))
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class RunRecord:
     @classmethod
     def from_facts(cls, facts: dict[str, Any], sequencer: Sequencer, snapshots: SnapshotStore) -> RunRecord:
         """Restore a run whose state is not in the engine."""
-        parameters = _take_parameters(facts)
+        parameters = _pop_parameters(facts)
         del facts["last_seq_id"]  # the journal is authoritative
         sequencer.attach(facts.get("attachment", 0))
         if newest := facts.pop("attached_by", ""):  # in files that record only the newest client
@@ -184,7 +184,7 @@ def _parameters_to_json(parameters: RunParameters) -> dict[str, Any]:
     return {"full": {**asdict(parameters), "storage": parameters.storage.name}}
 
 
-def _take_parameters(facts: dict[str, Any]) -> RunParameters:
+def _pop_parameters(facts: dict[str, Any]) -> RunParameters:
     """Remove what a run trains from the facts and return it."""
     if "lora" in facts:
         lora = facts.pop("lora")

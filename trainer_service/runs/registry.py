@@ -62,14 +62,14 @@ class RunRegistry:
             if (folder / DELETED_FILE).exists() or not layout.is_run_id(folder.name):
                 continue
             try:
-                if await asyncio.to_thread(self._storage.holds_nothing, folder.name):
+                if await asyncio.to_thread(self._storage.is_empty, folder.name):
                     _log.info("removed the folder of a run that was never created", run=folder.name)
                     await asyncio.to_thread(layout.remove_directory, folder)
                     continue
                 record = await self._restore(folder)
             except Exception as error:
                 self._unreadable[folder.name] = (str(error), await asyncio.to_thread(tenant_of, folder))
-                _log.exception("run cannot be read; its files are left as they are", run=folder.name)
+                _log.exception("run cannot be read; its files are left unchanged", run=folder.name)
                 continue
             self._runs[record.run_id] = record
             if record.damage:
@@ -130,7 +130,7 @@ class RunRegistry:
         if run_id in self._unreadable:
             reason, owner = self._unreadable[run_id]
             if owner in {None, identity.tenant} or identity.is_peer:
-                message = f"the run cannot be read and its files were left as they are ({reason})"
+                message = f"the run cannot be read and its files were left unchanged ({reason})"
                 remedy = "restore them, then restart the trainer"
                 raise errors.RunStateLost(f"{message}; {remedy}", field="run_id", metadata={"checkpoint": ""})
         raise errors.RunNotFound("no such run", field="run_id")
@@ -158,7 +158,7 @@ class RunRegistry:
         try:
             return RunOrigin.from_json(await asyncio.to_thread(file.read_bytes))
         except (DamagedFileError, FileNotFoundError) as error:
-            message = f"says what its run was in {file.name}, which is damaged; set the configuration yourself"
+            message = f"takes its configuration from {file.name}, which is damaged; set the configuration explicitly"
             raise errors.ChecksumMismatch(message, field="like_checkpoint") from error
 
     @asynccontextmanager
@@ -229,7 +229,7 @@ class RunRegistry:
 
 
 def _stopping() -> errors.ShuttingDown:
-    return errors.ShuttingDown("the service is stopping; send the command again, and the next one answers it")
+    return errors.ShuttingDown("the service is stopping; send the command again once it has restarted")
 
 
 def _sweep(folder: Path) -> None:

@@ -84,7 +84,7 @@ class CommandProgress:
         for progress in self._earlier:
             await progress.ended.wait()
             if not progress.is_answered:
-                raise errors.EngineUnavailable("a command before this one has to execute again first")
+                raise errors.EngineUnavailable("an earlier command has to execute again first")
 
     def end(self) -> None:
         """Set all events, to wake everything that waits."""
@@ -314,7 +314,7 @@ class Sequencer:
         Raises InvalidArgument for a number that no client was given.
         """
         if command.attachment > self.attachment:
-            raise errors.InvalidArgument("is not a number that AttachRun answered for this run", field="attachment")
+            raise errors.InvalidArgument("is not a number that AttachRun returned for this run", field="attachment")
         if not self._is_superseded(command) or self.answers.knows(command.seq_id, command.digest):
             return
         pending = self._waiting.by_seq_id.get(command.seq_id)
@@ -334,7 +334,7 @@ class Sequencer:
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)  # it would grow with each call and keep the call's command
         if command.seq_id == 0:
-            raise errors.MissingField("is not set; a run's commands count from 1", field="seq_id")
+            raise errors.MissingField("is not set; a run's commands are numbered from 1", field="seq_id")
         pending = self._waiting.by_seq_id.get(command.seq_id)
         if pending is not None:
             check_digest(command.digest, pending.command.digest)
@@ -509,7 +509,7 @@ class Sequencer:
     async def _answer(self, command: Command, progress: CommandProgress, executor: Executor) -> Answer:
         deaths = self.attempts[command.seq_id]
         if deaths >= self._max_attempts:
-            message = f"the engine died {deaths} time(s) while it executed this; it is not tried again"
+            message = f"the engine died {deaths} time(s) while it executed this; it is not retried"
             return errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": str(deaths)})
         self._failpoints.hit("before_execute")
         try:
@@ -525,7 +525,7 @@ class Sequencer:
     async def _count_death(self, command: Command) -> None:
         """Record durably that the engine died during a command."""
         self.attempts[command.seq_id] += 1
-        _log.error("engine died of a command", seq_id=command.seq_id, attempts=self.attempts[command.seq_id])
+        _log.error("engine died during a command", seq_id=command.seq_id, attempts=self.attempts[command.seq_id])
         await self.journal.append(AttemptRecord(command.seq_id), sync=True)
 
     async def _engine_unused(self) -> None:
@@ -542,5 +542,5 @@ class Sequencer:
 
 
 def _superseded() -> errors.ClientSuperseded:
-    message = "another client attached to the run later and trains it now; train with that one, or attach again"
+    message = "another client has attached to the run since; use that one, or attach again"
     return errors.ClientSuperseded(message, field="attachment")

@@ -113,7 +113,7 @@ class RunStorage:
         RunJournal.make(folder / _JOURNAL, base=1)
         return self.read(run_id)
 
-    def holds_nothing(self, run_id: str) -> bool:
+    def is_empty(self, run_id: str) -> bool:
         """Return whether a run's folder holds at most a journal that never accepted a command. Raises OSError.
 
         A CreateRun that is killed before it writes the run's file leaves such a folder: no caller got the run.

@@ -62,7 +62,7 @@ async def test_the_ends_are_those_of_the_generation_config_too(model):
 
 async def test_tools_are_written_or_refused(model):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    with pytest.raises(errors.Unsupported, match="tools: are not written"):
+    with pytest.raises(errors.Unsupported, match="tools: are ignored"):
         await render(model, [USER, says("Ho")], tools=tools)
     write_template(
         model,
@@ -116,7 +116,7 @@ async def test_a_template_that_fails_is_a_refusal(model, template):
 
 async def test_a_response_that_the_template_leaves_out_is_refused(model):
     write_template(model, "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
-    with pytest.raises(errors.InvalidArgument, match="is nothing"):
+    with pytest.raises(errors.InvalidArgument, match="is empty when rendered"):
         await render(model, [USER, says("Ho")])
 
 
