@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -39,7 +40,7 @@ from trainer_service.settings import TrainerSettings
 
 _DEFAULT_ACK_SECONDS = 60.0
 
-_Method = Callable[[RunRecord, Command, CommandProgress], Awaitable[Message]]
+_Method = Callable[[RunRecord, Command, Any, CommandProgress], Awaitable[Message]]
 _log = get_logger(__name__)
 
 
@@ -76,9 +77,8 @@ class CommandExecutor:
         order and answers with the reason for its refusal at its turn.
         """
         try:
-            check_message(command.request)
+            self._decode(command)
             if command.method == "ForwardBackward":
-                self._batch(command.request)
                 self._guard.check_quota(run.tenant, command.size)
         except errors.Unavailable:
             return command  # what it would be checked against is unknown at present
@@ -90,27 +90,34 @@ class CommandExecutor:
         """Execute a command and return its reply. Raises PacelineError."""
         if command.refusal is not None:
             raise command.refusal
-        check_message(command.request)
         if run.state is RunState.LOST and command.method != "LoadCheckpoint":
             raise run.lost_error()
-        return await self._methods[command.method](run, command, progress)
+        return await self._methods[command.method](run, command, self._decode(command), progress)
 
-    def _batch(self, request: pb.ForwardBackwardRequest) -> tuple[list[Datum], ForwardBackwardSpec]:
-        """Decode and check a batch, and its spec with the loss's defaults filled in."""
+    def _decode(self, command: Command) -> Any:
+        """Check a request and return it; of a ForwardBackward, the batch, and the spec with the loss's defaults."""
+        request = command.request
+        check_message(request)
+        if command.method != "ForwardBackward":
+            return request
         data = [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)]
         spec = codec.spec_from_proto(request)
         return data, validation.check_batch(data, spec, self._engine.describe(), self._settings.max_datums)
 
-    async def _forward_backward(self, run: RunRecord, command: Command, _: CommandProgress) -> Message:
+    async def _forward_backward(
+        self, run: RunRecord, _: Command, batch: tuple[list[Datum], ForwardBackwardSpec], __: CommandProgress
+    ) -> Message:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
-        data, spec = self._batch(command.request)
+        data, spec = batch
         output = await self._engine.forward_backward(run.run_id, data, spec)
         outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
         return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)
 
-    async def _optim_step(self, run: RunRecord, command: Command, _: CommandProgress) -> Message:
+    async def _optim_step(
+        self, run: RunRecord, _: Command, request: pb.OptimStepRequest, __: CommandProgress
+    ) -> Message:
         """Apply the accumulated gradient."""
-        params = codec.optimizer_from_proto(command.request)
+        params = codec.optimizer_from_proto(request)
         spec_of(params).check(params)
         output = await self._engine.optim_step(run.run_id, params)
         run.step = output.step
@@ -122,14 +129,15 @@ class CommandExecutor:
             milliseconds=output.milliseconds,
         )
 
-    async def _save_checkpoint(self, run: RunRecord, command: Command, progress: CommandProgress) -> Message:
+    async def _save_checkpoint(
+        self, run: RunRecord, command: Command, request: pb.SaveCheckpointRequest, progress: CommandProgress
+    ) -> Message:
         """Write a durable checkpoint; keep the one that this command wrote before a crash.
 
         The run continues once its state is captured; its checkpoints appear in the order of its commands. Raises
         DiskFull before it starts if too little room would remain, or later if the disk fills up anyway, and
         QuotaExceeded if the tenant has too many bytes on the volume. In either case the run is unchanged.
         """
-        request: pb.SaveCheckpointRequest = command.request
         if request.kind not in {kind.value for kind in CheckpointKind}:
             raise errors.MissingField("is not set; send STATE or SAMPLER", field="kind")
         path = CheckpointPath(run.run_id, CheckpointKind(request.kind), layout.check_name(request.name))
@@ -173,14 +181,16 @@ class CommandExecutor:
                 wait_for_earlier=progress.wait_for_earlier,
             )
 
-    async def _load_checkpoint(self, run: RunRecord, command: Command, _: CommandProgress) -> Message:
+    async def _load_checkpoint(
+        self, run: RunRecord, command: Command, request: pb.LoadCheckpointRequest, _: CommandProgress
+    ) -> Message:
         """Replace the run's weights and, with `with_optimizer`, all of its state.
 
         Also restores a run whose state was lost. The loaded files are kept for the replay of this command, because the
         checkpoint may be deleted or overwritten before then. Raises DiskFull if there is no room for them or for
         versions that the run published before; the run is then unchanged.
         """
-        path, with_optimizer = CheckpointPath.parse(command.request.path), command.request.with_optimizer
+        path, with_optimizer = CheckpointPath.parse(request.path), request.with_optimizer
         if with_optimizer and path.kind is not CheckpointKind.STATE:
             raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load only weights", field="path")
         directory = run.snapshots.pinned(command.seq_id)
@@ -214,13 +224,14 @@ class CommandExecutor:
         _log.info("checkpoint loaded", path=str(path), run=run.run_id, with_optimizer=with_optimizer)
         return pb.LoadCheckpointResponse(run=run_to_proto(run.public()))
 
-    async def _publish_weights(self, run: RunRecord, command: Command, progress: CommandProgress) -> Message:
+    async def _publish_weights(
+        self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest, progress: CommandProgress
+    ) -> Message:
         """Publish the run's weights as its next version; reuse the one that this command made before a crash.
 
         The run continues once its weights are captured. Raises DiskFull or QuotaExceeded before anything is started, as
         SaveCheckpoint does.
         """
-        request: pb.PublishWeightsRequest = command.request
         if not self._publisher.has_made(run, command.seq_id):
             size = run.state_bytes(CheckpointKind.SAMPLER)
             self._guard.check_free(self._settings.checkpoint_dir, size)

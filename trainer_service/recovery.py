@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-from paceline import errors, layout, weights
+from paceline import errors, weights
 from paceline.base_weights import check_same_base
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
+from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, RunState
 from trainer_service.backoff import backoff
@@ -60,7 +61,7 @@ class Recovery:
         memory: ByteGate,
         failpoints: Failpoints,
         spawn: Callable[[Coroutine[None, None, None]], object],
-        restore_points: RestorePoints,
+        checkpoints: CheckpointStore,
         registry: RunRegistry,
     ) -> None:
         self._engine = engine
@@ -71,7 +72,7 @@ class Recovery:
         self._memory = memory
         self._failpoints = failpoints
         self._spawn = spawn
-        self._restore_points = restore_points
+        self._checkpoints = checkpoints
         self._registry = registry
         self._deaths: Counter[str] = Counter()
         """Consecutive engine deaths during the replay of a run's answered commands, by run."""
@@ -148,7 +149,7 @@ class Recovery:
         except ReplayFailedError as failure:  # the journal is kept: another engine may replay it
             await self._mark_lost(run, failure)
         if run.state is RunState.LOST:
-            await self._restore_points.offer(run)
+            await self.offer_snapshot(run)
         run.in_engine = run.state is RunState.READY and self._registry.engines_lost == engines_lost
         if run.state is RunState.LOST:
             for seq_id in run.sequencer.overtaken:
@@ -212,36 +213,18 @@ class Recovery:
         sha256 = answer.model.sha256 if isinstance(answer, pb.PublishWeightsResponse) else ""
         await self._publisher.recreate(run, before.version, command.seq_id, sha256)
 
-
-def _changes_state(command: Command, before: AnswerRecord) -> bool:
-    """Return whether a command changed the run. Refused commands do not, except where the refusal drops a gradient."""
-    if before.failure is not None:
-        return before.failure.reason == errors.NonFiniteGradient.reason
-    if command.method == "ForwardBackward":
-        return not command.request.forward_only
-    return command.method in {"OptimStep", "LoadCheckpoint"}
-
-
-class RestorePoints:
-    """Offers the snapshots of lost runs as checkpoints."""
-
-    def __init__(self, volume: layout.Volume, registry: RunRegistry, checkpoints: CheckpointStore) -> None:
-        self._volume = volume
-        self._registry = registry
-        self._checkpoints = checkpoints
-
-    async def offer(self, run: RunRecord) -> None:
-        """Convert a run's newest snapshot to a checkpoint, unless its newest state checkpoint is at least as recent."""
+    async def offer_snapshot(self, run: RunRecord) -> None:
+        """Convert a lost run's newest snapshot to a checkpoint, unless its newest state checkpoint is as recent."""
         try:
             snapshot = await asyncio.to_thread(run.snapshots.newest)
             if snapshot is None or snapshot.seq_id <= self._seq_id_of_checkpoint(run):
                 return
-            run.latest_state_checkpoint = await self._save(run, snapshot)
+            run.latest_state_checkpoint = await self._save_checkpoint(run, snapshot)
             await self._registry.persist(run)
         except (errors.PacelineError, OSError) as error:
             _log.warning("a lost run's snapshot is not offered as a checkpoint", run=run.run_id, error=str(error))
 
-    async def _save(self, run: RunRecord, snapshot: Snapshot) -> str:
+    async def _save_checkpoint(self, run: RunRecord, snapshot: Snapshot) -> str:
         async def write(staging: Path) -> None:
             await asyncio.to_thread(_copy_state, snapshot.directory, staging)
 
@@ -264,11 +247,20 @@ class RestorePoints:
         """Return the seq_id recorded in the run's newest state checkpoint; -1 if there is none or it is damaged."""
         if not run.latest_state_checkpoint:
             return -1
-        directory = self._volume.checkpoint(CheckpointPath.parse(run.latest_state_checkpoint))
+        path = CheckpointPath.parse(run.latest_state_checkpoint)
         try:
-            return int(weights.read_manifest(directory).seq_id)
-        except (FileNotFoundError, errors.ChecksumMismatch):
+            return int(weights.read_manifest(self._checkpoints.find(path, Identity(run.tenant))).seq_id)
+        except (FileNotFoundError, errors.CheckpointNotFound, errors.ChecksumMismatch):
             return -1
+
+
+def _changes_state(command: Command, before: AnswerRecord) -> bool:
+    """Return whether a command changed the run. Refused commands do not, except where the refusal drops a gradient."""
+    if before.failure is not None:
+        return before.failure.reason == errors.NonFiniteGradient.reason
+    if command.method == "ForwardBackward":
+        return not command.request.forward_only
+    return command.method in {"OptimStep", "LoadCheckpoint"}
 
 
 def _copy_state(source: Path, target: Path) -> None:

@@ -40,7 +40,7 @@ from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
 from trainer_service.publish.watch_hub import WatchHub
 from trainer_service.quotas import Quotas
-from trainer_service.recovery import Recovery, RestorePoints
+from trainer_service.recovery import Recovery
 from trainer_service.rpc.trainer_servicer import TrainerServicer
 from trainer_service.rpc.weight_servicer import WeightServicer
 from trainer_service.run_lifecycle import RunLifecycle
@@ -76,7 +76,6 @@ class TrainerService:
         self._quotas = Quotas(settings.max_runs_per_tenant, self._registry, guard, waiting_bytes)
         QuotaMetrics(self.name, self._quotas.tenants, self._quotas.of, metrics)
         self._checkpoints = CheckpointStore(self._volume, failpoints, guard)
-        self._restore_points = RestorePoints(self._volume, self._registry, self._checkpoints)
         self._hub = WatchHub()
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
         self._group = BroadcastGroup(group, self._hub)
@@ -113,7 +112,7 @@ class TrainerService:
             ByteGate(settings.max_replay_bytes),
             failpoints,
             self._background.spawn,
-            self._restore_points,
+            self._checkpoints,
             self._registry,
         )
         self._lifecycle = RunLifecycle(
@@ -144,7 +143,7 @@ class TrainerService:
         await self._registry.restore()
         for run in self._registry:
             if run.state is RunState.LOST:
-                await self._restore_points.offer(run)
+                await self._recovery.offer_snapshot(run)
         self._publisher.start()
         model = await self._load_engine(self._engine.start)
         # The files of a model from the hub are present only after the engine has loaded it.

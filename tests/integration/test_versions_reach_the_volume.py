@@ -31,7 +31,7 @@ from trainer_service.limits.gates import ByteGate
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
 from trainer_service.publish.watch_hub import Watcher, WatchHub
-from trainer_service.recovery import Recovery, RestorePoints
+from trainer_service.recovery import Recovery
 from trainer_service.run_lifecycle import RunLifecycle
 from trainer_service.runs.command import Command
 from trainer_service.runs.registry import RunRegistry
@@ -128,7 +128,6 @@ async def trainer(engine, tmp_path):
     publisher = Publisher(engine, registry, hub, volume, tmp_path / "staging", 8, NO_FAILPOINTS, group)
     executor = CommandExecutor(settings, engine, registry, checkpoints, publisher, NO_GUARD)
     policy = SnapshotPolicy(commands=SNAPSHOT_AFTER, journal_bytes=1 << 30, seconds=1e9)
-    restore_points = RestorePoints(volume, registry, checkpoints)
     tasks = []
     recovery = Recovery(
         engine,
@@ -139,7 +138,7 @@ async def trainer(engine, tmp_path):
         ByteGate(0),
         NO_FAILPOINTS,
         spawn,
-        restore_points,
+        checkpoints,
         registry,
     )
     lifecycle = RunLifecycle(64, engine, registry, checkpoints, publisher, recovery.start)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,19 +98,15 @@ class Executor(Protocol):
 
     async def execute(self, command: Command, progress: CommandProgress) -> Message:
         """Execute a command. Raises PacelineError; EngineUnavailable means that it was not executed."""
-        ...
 
     def facts(self) -> Facts:
         """Return the run's current facts."""
-        ...
 
     async def executed(self, command: Command) -> None:
         """Do what must happen between this command, which may still be executing, and the next."""
-        ...
 
     async def close(self) -> None:
         """Finish the work that continues in the background."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -163,9 +159,6 @@ class PendingCommands:
         self._bytes = waiting_bytes
         journal.on_refused = self._withdraw
 
-    def __iter__(self) -> Iterator[PendingCommand]:
-        return iter(list(self.by_seq_id.values()))
-
     def restore(self, command: Command) -> None:
         """Add a command from the journal."""
         pending = self._add(command)
@@ -198,7 +191,7 @@ class PendingCommands:
 
     def refuse(self, is_refused: Callable[[PendingCommand], bool], error: errors.PacelineError) -> None:
         """Refuse the selected commands that have not started."""
-        for pending in self:
+        for pending in list(self.by_seq_id.values()):
             if pending.progress is None and is_refused(pending):
                 self._discard(pending.command.seq_id)
                 pending.resolve(error)
@@ -358,7 +351,7 @@ class Sequencer:
     def hold(self, error: errors.PacelineError) -> None:
         """Execute nothing before the next `start`. Waiters get `error`; their commands stay."""
         self._previous_executor, self._executor = self._executor or self._previous_executor, None
-        for pending in self._waiting:
+        for pending in self._waiting.by_seq_id.values():
             if pending.progress is None or not pending.progress.released.is_set():
                 pending.fail_waiters(error)
         self._notify()
