@@ -112,7 +112,7 @@ def test_damage_to_small_files_costs_at_most_their_own_run(trainer):
             assert run.step().step == 2
         assert whole.publish().version > 2
         for run in (lost, later):
-            with pytest.raises(errors.RunStateLost, match="files were left as they are"):
+            with pytest.raises(errors.RunStateLost, match="files were left unchanged"):
                 run.get()
             assert files_of(folder_of(trainer, run)) == kept[run]
         assert lost.run_id in trainer.text()
