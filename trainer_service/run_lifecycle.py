@@ -88,8 +88,7 @@ class RunLifecycle:
         self, identity: Identity, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str]
     ) -> None:
         model = self._engine.describe()
-        if base_model not in {"", model.name}:
-            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        validation.check_base_model(base_model, model)
         if isinstance(parameters, LoraConfig):
             validation.check_lora(parameters, model)
         validation.check_user_metadata(user_metadata)

@@ -49,6 +49,12 @@ def check_user_metadata(metadata: Mapping[str, str]) -> None:
             raise errors.OutOfRange(f"has an entry of more than {size} bytes; shorten it", field="user_metadata")
 
 
+def check_base_model(name: str, model: ModelInfo) -> None:
+    """Check that a request names the base model that is served; an empty name means that one."""
+    if name not in {"", model.name}:
+        raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+
+
 def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
     """Check an adapter's configuration against the base model."""
     if lora.rank > model.max_lora_rank:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import grpc
 from google.protobuf.message import Message
 
-from paceline import __version__, codec, errors
+from paceline import __version__, codec
 from paceline.codec.resources import checkpoint_to_proto, run_to_proto
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.pages import page_of
@@ -19,6 +19,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from paceline.types import Checkpoint, CheckpointKind, ModelInfo, RunParameters, RunState
 from paceline.weights.v1.weight_service_pb2 import Agreement
+from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import CommandExecutor
 from trainer_service.engine.client import EngineProcess
@@ -188,8 +189,7 @@ class TrainerServicer(TrainerServiceServicer):
     def _model(self, name: str) -> ModelInfo:
         """Return the base model; an empty name means the one that is served."""
         model = self._engine.describe()
-        if name not in {"", model.name}:
-            raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        validation.check_base_model(name, model)
         return model
 
     def _run(self, run_id: str) -> RunRecord:
