@@ -46,7 +46,7 @@ async def main() -> None:
     options = parser.parse_args()
     data = make_data(options.datums)
     with TemporaryDirectory(dir=options.directory) as directory:
-        RunJournal.make(Path(directory) / "journal", 1)
+        RunJournal.create(Path(directory) / "journal", 1)
         journal = RunJournal(
             Path(directory) / "journal",
             read_history(Path(directory) / "journal"),

@@ -97,7 +97,7 @@ class Run:
     """A run's sequencer, to which commands are sent ahead."""
 
     def __init__(self, executor: Executor, directory: Path) -> None:
-        RunJournal.make(directory, 1)
+        RunJournal.create(directory, 1)
         journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, DiskGuard(0))
         self._sequencer = Sequencer(
             journal,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from paceline import errors, layout
 from paceline.log import get_logger
@@ -34,6 +35,8 @@ from trainer_service.journal.history import (
     write_index,
 )
 from trainer_service.limits.disk_guard import DiskGuard
+
+T = TypeVar("T")
 
 _log = get_logger(__name__)
 
@@ -68,6 +71,11 @@ class _OpenSegment:
     unsynced: list[bytes] = field(default_factory=list)
     """Payloads after those bytes."""
 
+    def synced(self) -> None:
+        """Record that everything written is on disk."""
+        self.durable = self.kept = self.length
+        self.unsynced.clear()
+
 
 class RunJournal:
     """One run's journal, open for appending. Belongs to one event loop."""
@@ -95,14 +103,14 @@ class RunJournal:
         self._queue: list[_Entry] = []
         self._rewrite: list[bytes] = []
         """Payloads of an abandoned segment, to be written first."""
-        self._writing: asyncio.Task[None] | None = None
+        self._writing: asyncio.Future[Any] | None = None
         self.appended_bytes = 0
         """Bytes of records appended since this object was created."""
         self.on_refused: Callable[[errors.PacelineError], None] = lambda _error: None
         """Called with the reason if commands could not be written; none of them is executed."""
 
     @staticmethod
-    def make(directory: Path, base: int) -> None:
+    def create(directory: Path, base: int) -> None:
         """Durably create an empty journal where none exists; its first command will be `base`. Raises DiskFull."""
         with layout.new_directory(directory) as staging:
             segment_path(staging, SegmentName(base)).write_bytes(Header.new(None, 0).encode())
@@ -130,10 +138,8 @@ class RunJournal:
 
     async def start_over(self) -> str:
         """Set the damaged journal aside and start a new one at the next command; return the old one's new name."""
-        aside: list[str] = []
         await self.flush()
-        await self._between_writes(lambda: aside.append(self._start_over()))
-        return aside[0]
+        return await self._between_writes(self._start_over)
 
     async def drop(self, seq_id: int) -> None:
         """Remove the segments in which every command is at or below `seq_id`."""
@@ -144,14 +150,13 @@ class RunJournal:
         while self._writing is not None and not self._writing.done():
             await asyncio.wait({self._writing})
 
-    async def _between_writes(self, work: Callable[[], None]) -> None:
-        async def in_thread() -> None:
-            await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-        self._writing = asyncio.create_task(in_thread())
-        await self._writing
+    async def _between_writes(self, work: Callable[[], T]) -> T:
+        working: asyncio.Future[T] = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        self._writing = working
+        result = await working
         if self._queue:
             self._writing = asyncio.create_task(self._write_queue())
+        return result
 
     async def _write_queue(self) -> None:
         loop = asyncio.get_running_loop()
@@ -204,6 +209,7 @@ class RunJournal:
         file = os.open(segment.path, os.O_WRONLY)
         try:
             self._write_frame(file, frame, segment)
+            segment.length += len(frame)
             unsynced = sum(map(len, segment.unsynced)) + len(whole)
             if must_sync or unsynced > _MAX_UNSYNCED_BYTES:
                 try:
@@ -211,12 +217,9 @@ class RunJournal:
                 except OSError as error:
                     self._abandon(segment)
                     raise _SyncFailedError(segment.path, error) from error
-                segment.length += len(frame)
-                segment.durable = segment.kept = segment.length
-                segment.unsynced.clear()
+                segment.synced()
                 self._failpoints.hit("after_sync")
             else:
-                segment.length += len(frame)
                 segment.unsynced.append(whole)
         finally:
             os.close(file)
@@ -294,12 +297,11 @@ class RunJournal:
             os.fdatasync(file)
         finally:
             os.close(file)
-        segment.durable = segment.kept = segment.length
-        segment.unsynced.clear()
+        segment.synced()
 
     def _start_over(self) -> str:
         aside = layout.quarantine(self._directory)
-        self.make(self._directory, max(self._last_written + 1, 2))
+        self.create(self._directory, max(self._last_written + 1, 2))
         past = read_history(self._directory)
         self._resume_at(past.end)
         self._last_written = past.last_seq_id

@@ -110,7 +110,7 @@ class RunStorage:
         """Create a new run's folder and journal. Raises DiskFull."""
         folder = self._volume.run(run_id)
         layout.make_folder(folder)
-        RunJournal.make(folder / _JOURNAL, base=1)
+        RunJournal.create(folder / _JOURNAL, base=1)
         return self.read(run_id)
 
     def is_empty(self, run_id: str) -> bool:
@@ -167,7 +167,7 @@ class RunStorage:
             if (folder / _JOURNAL).exists():
                 layout.quarantine(folder / _JOURNAL)
             # A base of 1 would mean that the run's state can be rebuilt from the journal.
-            RunJournal.make(folder / _JOURNAL, base=max(base, 2))
+            RunJournal.create(folder / _JOURNAL, base=max(base, 2))
             return self.read(run_id)
 
     def _highest_accepted(self, run_id: str) -> int:

@@ -59,7 +59,7 @@ class JournaledRun:
     def __init__(self, directory, gap_wait=10.0, max_attempts=2, *, started=True, guard=NO_GUARD, waiting_bytes=None):
         self.directory = directory
         if not directory.exists():
-            RunJournal.make(directory, 1)
+            RunJournal.create(directory, 1)
         self.executor = Executor()
         history = read_history(directory)
         self.journal = RunJournal(directory, history, ThreadPoolExecutor(2), NO_FAILPOINTS, guard)

@@ -46,7 +46,7 @@ def command(seq_id):
 
 
 async def written(directory, *records):
-    RunJournal.make(directory, 1)
+    RunJournal.create(directory, 1)
     journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
     for record in records:
         await journal.append(record, sync=True)
@@ -140,7 +140,7 @@ def _is_padding(path, place):
 
 
 async def test_an_unacknowledged_batch_of_which_only_the_end_reached_the_disk_is_no_damage(directory):
-    RunJournal.make(directory, 1)
+    RunJournal.create(directory, 1)
     journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
     await journal.append(command(1), sync=True)
     for seq_id in (2, 3):  # not synced, and so not acknowledged
@@ -416,7 +416,7 @@ def test_failpoints_are_checked_and_off_by_default():
 
 async def test_reading_a_journal_takes_the_memory_of_what_it_says_and_of_one_segment(directory):
     size, parts = 1 << 20, 8
-    RunJournal.make(directory, 1)
+    RunJournal.create(directory, 1)
     journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(1), NO_FAILPOINTS, NO_GUARD)
     for seq_id in range(1, parts + 1):
         await journal.append(CommandRecord(seq_id, "ForwardBackward", "team", os.urandom(size)), sync=True)

@@ -96,7 +96,7 @@ async def test_a_save_that_fails_counts_as_nothing(volume, counted):
 async def test_journals_snapshots_and_loaded_checkpoints_count(volume, counted):
     folder = volume.run(RUNS[A])
     counted.set_owner(RUNS[A], A)
-    RunJournal.make(folder / "journal", 1)
+    RunJournal.create(folder / "journal", 1)
     journal = RunJournal(
         folder / "journal", read_history(folder / "journal"), ThreadPoolExecutor(1), NO_FAILPOINTS, counted
     )
