@@ -12,13 +12,15 @@ atomically. File systems that cannot do that get two renames, and `sweep` and `o
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -154,6 +156,27 @@ def new_directory(final: Path, *, overwrite: bool = False, durable: bool = True)
         raise translate_os_error(error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@asynccontextmanager
+async def new_directory_async(final: Path, *, overwrite: bool = False, durable: bool = True) -> AsyncIterator[Path]:
+    """Async version of `new_directory`, whose file operations do not block the event loop.
+
+    Without `durable` they run on the event loop, because they take less time than starting a thread.
+    """
+    manager = new_directory(final, overwrite=overwrite, durable=durable)
+    if not durable:
+        with manager as staging:
+            yield staging
+        return
+    staging = await asyncio.to_thread(manager.__enter__)
+    try:
+        yield staging
+    except BaseException:
+        if not await asyncio.to_thread(manager.__exit__, *sys.exc_info()):
+            raise
+    else:
+        await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
 @contextmanager

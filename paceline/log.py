@@ -20,7 +20,7 @@ def configure_logging(service: str, level: str, log_format: LogFormat) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
-        _add_service(service),
+        lambda _, __, event: {"service": service, **event},
     ]
     renderer: Processor = (
         # Plain: the default prints local variables with tracebacks, which may include prompts and keys.
@@ -51,11 +51,3 @@ def get_logger(name: str) -> Logger:
     """Return a logger; values bound with `structlog.contextvars` appear in each of its lines."""
     logger: Logger = structlog.stdlib.get_logger(name)
     return logger
-
-
-def _add_service(service: str) -> Processor:
-    def add(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        event.setdefault("service", service)
-        return event
-
-    return add

@@ -234,8 +234,7 @@ class CommandExecutor:
         """
         if not self._publisher.has_made(run, command.seq_id):
             size = run.state_bytes(CheckpointKind.SAMPLER)
-            self._guard.check_free(self._settings.checkpoint_dir, size)
-            self._guard.check_quota(run.tenant, size)
+            self._guard.check(run.tenant, self._settings.checkpoint_dir, size)
         done = await self._publisher.publish(
             run,
             seq_id=command.seq_id,

@@ -25,10 +25,10 @@ from google.protobuf.message import Message
 from make_model import default_directory, make_model
 
 from bench.budgets import budget
+from paceline import layout
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
-from trainer_service.checkpoints.store import staged_directory
 from trainer_service.engine.client import Captured, EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS
@@ -73,7 +73,7 @@ class Executor:
 
     async def _write(self, command: Command, progress: CommandProgress, save: Save, *, durable: bool) -> None:
         final = self._directory / str(command.seq_id)
-        async with staged_directory(final, durable=durable) as staging:
+        async with layout.new_directory_async(final, durable=durable) as staging:
             await save("run", staging, _nothing if self.is_blocking else progress.capture)
             progress.release()
         await asyncio.to_thread(shutil.rmtree, final)

@@ -17,7 +17,7 @@ import google_crc32c
 from google.protobuf import json_format
 
 from paceline import errors
-from paceline.codec.models import served_model_from_proto, served_model_to_proto
+from paceline.codec.models import served_model_to_proto
 from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
 from paceline.types import ServedModel
 from paceline.weights.safetensors import read_tensor_entries
@@ -78,15 +78,6 @@ def seal(directory: Path, draft: pb.Manifest) -> pb.Manifest:
     return manifest
 
 
-def is_sealed(manifest: pb.Manifest, draft: pb.Manifest) -> bool:
-    """Whether a manifest is a draft with its checksums added."""
-    rest = pb.Manifest()
-    rest.CopyFrom(manifest)
-    rest.model.ClearField("sha256")
-    rest.ClearField("crc32c")
-    return rest == draft
-
-
 def is_model(manifest: pb.Manifest) -> bool:
     """Whether a manifest describes a whole model rather than an adapter."""
     return not manifest.adapter_config and manifest.rank == 0
@@ -140,11 +131,6 @@ def verify_adapter(directory: Path, manifest: pb.Manifest) -> str:
     if computed != manifest.model.sha256 or (directory / CONFIG_FILE).read_bytes() != manifest.adapter_config:
         raise errors.ChecksumMismatch("the adapter differs from its manifest; publish or save it again")
     return computed
-
-
-def served_model(manifest: pb.Manifest) -> ServedModel:
-    """Return the model that the manifest describes."""
-    return served_model_from_proto(manifest.model)
 
 
 def write_sums(directory: Path, manifest: pb.Manifest | None = None) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from paceline import errors
+from paceline.codec.models import served_model_from_proto
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weights import served_model
 from sampler_service.engine.protocol import Adapter, LoadTimes
 from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey
 
@@ -236,7 +236,7 @@ class VersionResolver:
             return VersionKey(run_id=ref.run_id, version=ref.version)
         if newest := self.newest(ref.run_id):
             return VersionKey(run_id=ref.run_id, version=newest)
-        return VersionKey.of(served_model(await self._bridge.describe(ref, tenant)))
+        return VersionKey.of(served_model_from_proto((await self._bridge.describe(ref, tenant)).model))
 
 
 class SharedFetches(Generic[T]):

@@ -118,7 +118,7 @@ class DiskTier:
 
 
 def _copy(staged: StagedAdapter, scratch: StagingArea) -> StagedAdapter:
-    directory = scratch.allocate(staged.manifest)
+    directory = scratch.allocate(staged.manifest).parent
     try:
         shutil.copyfile(staged.directory / WEIGHTS_FILE, directory / WEIGHTS_FILE)
     except BaseException:

@@ -12,9 +12,10 @@ from typing import Protocol
 
 from paceline import errors
 from paceline.base_weights import check_same_base
+from paceline.codec.models import served_model_from_proto
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weights import hash_file, is_model, served_model, verify_adapter, verify_model, weights_file
+from paceline.weights import hash_file, is_model, verify_adapter, verify_model, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 
 Files = Mapping[str, tuple[int, ...]]
@@ -83,7 +84,7 @@ class StagedAdapter:
     """Whether it is in the staging directory."""
 
     def __post_init__(self) -> None:
-        self.served = served_model(self.manifest)
+        self.served = served_model_from_proto(self.manifest.model)
         self.key = VersionKey.of(self.served)
         self.in_memory = self.temporary and not self.on_disk
 

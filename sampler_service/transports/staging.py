@@ -14,9 +14,9 @@ from uuid import uuid4
 
 from paceline import errors
 from paceline.background import Background
-from paceline.layout import CONFIG_FILE
+from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
 from paceline.own_directory import OwnDirectory
-from paceline.weights import ChunkWriter, Piece, crc32c_of, is_model, read_tensor_entries, weights_file
+from paceline.weights import ChunkWriter, Piece, crc32c_of, read_tensor_entries, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.transports.base import StagedAdapter
 
@@ -44,18 +44,19 @@ class StagingArea(OwnDirectory):
     def allocate(self, manifest: pb.Manifest) -> Path:
         """Create a directory for weights, with the configuration if they are an adapter's; the caller owns it.
 
-        Raises DiskFull, and then leaves no directory.
+        Return the path of the weights' file in it. Raises DiskFull, and then leaves no directory.
         """
         directory = self.path / uuid4().hex
         directory.mkdir()
         try:
             with _room():
-                if not is_model(manifest):
+                file = directory / weights_file(manifest)
+                if file.name == WEIGHTS_FILE:
                     (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        return directory
+        return file
 
     @asynccontextmanager
     async def receive(self, manifest: pb.Manifest) -> AsyncIterator[AdapterReceiver]:
@@ -72,10 +73,9 @@ class StagingArea(OwnDirectory):
 class AdapterReceiver:
     """Assembles one adapter or whole model. A thread verifies and writes chunks while more arrive."""
 
-    def __init__(self, directory: Path, manifest: pb.Manifest) -> None:
-        self._directory = directory
+    def __init__(self, file: Path, manifest: pb.Manifest) -> None:
+        self._file = file
         self._manifest = manifest
-        self._file = directory / weights_file(manifest)
         self._writer: ChunkWriter | None = None
         self._waiting: list[Piece] = []
         self._writing: asyncio.Future[None] | None = None
@@ -99,14 +99,14 @@ class AdapterReceiver:
         await asyncio.to_thread(self._link, file)
         self._finished = True
         verifying = asyncio.create_task(self._verify_linked(sealed))
-        return StagedAdapter(self._manifest, self._directory, temporary=True, verifying=verifying)
+        return StagedAdapter(self._manifest, self._file.parent, temporary=True, verifying=verifying)
 
     async def finish(self) -> StagedAdapter:
         """Verify the whole file. Raises as `write`, and ChecksumMismatch if it does not match the manifest."""
         await self._settle()
         await asyncio.to_thread(self._write, self._waiting, are_last=True)
         self._finished = True
-        return StagedAdapter(self._manifest, self._directory, temporary=True)
+        return StagedAdapter(self._manifest, self._file.parent, temporary=True)
 
     async def close(self) -> None:
         """Remove the files unless `finish` or `adopt` handed them over."""
@@ -116,7 +116,7 @@ class AdapterReceiver:
             await asyncio.gather(self._writing, return_exceptions=True)
         if self._writer is not None:
             self._writer.close()
-        await asyncio.to_thread(shutil.rmtree, self._directory)
+        await asyncio.to_thread(shutil.rmtree, self._file.parent)
 
     def _link(self, file: Path) -> None:
         try:

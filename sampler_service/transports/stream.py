@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline import errors
 from paceline.log import get_logger
 from paceline.types import ModelRef
-from paceline.weights import Piece, is_sealed
+from paceline.weights import Piece
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.transports.base import ManifestRules, StagedAdapter, VersionKey, arriving_within, check_is
 from sampler_service.transports.collective import GroupReceiver
@@ -41,7 +41,11 @@ class Offer:
         """Wait for the announced manifest. Raises TrainerUnavailable on timeout, ChecksumMismatch if it differs."""
         async with arriving_within(self.seconds):
             manifest = await asyncio.shield(self.announced)
-        if not is_sealed(manifest, self.draft):
+        without_checksums = pb.Manifest()
+        without_checksums.CopyFrom(manifest)
+        without_checksums.model.ClearField("sha256")
+        without_checksums.ClearField("crc32c")
+        if without_checksums != self.draft:
             raise errors.ChecksumMismatch("the announced manifest differs from the offered one")
         return manifest
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -91,7 +90,7 @@ class CheckpointStore:
             return made
         _check_free(final, overwrite=overwrite)
         async with AsyncExitStack() as naming:
-            async with staged_directory(final, overwrite=overwrite) as staging:
+            async with layout.new_directory_async(final, overwrite=overwrite) as staging:
                 await write(staging)
                 model = ServedModel(base_model, path.run_id, checkpoint=str(path))
                 describe = partial(
@@ -225,27 +224,6 @@ class CheckpointStore:
 
     def _lock(self, path: CheckpointPath) -> asyncio.Lock:
         return self._locks.setdefault(path, asyncio.Lock())
-
-
-@asynccontextmanager
-async def staged_directory(final: Path, *, overwrite: bool = False, durable: bool = True) -> AsyncIterator[Path]:
-    """Async version of `layout.new_directory`, whose file operations do not block the event loop.
-
-    Without `durable` they run on the event loop, because they take less time than starting a thread.
-    """
-    manager = layout.new_directory(final, overwrite=overwrite, durable=durable)
-    if not durable:
-        with manager as staging:
-            yield staging
-        return
-    staging = await asyncio.to_thread(manager.__enter__)
-    try:
-        yield staging
-    except BaseException:
-        if not await asyncio.to_thread(manager.__exit__, *sys.exc_info()):
-            raise
-    else:
-        await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from paceline import layout
 from paceline.log import get_logger
 from paceline.weights import find_damaged, write_sums
 from paceline.weights.manifest import SUMS_FILE
-from trainer_service.checkpoints.store import staged_directory
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import (
     AnswerRecord,
@@ -99,7 +98,7 @@ class SnapshotStore:
         Raises the error of `write`, or DiskFull.
         """
         self._guard.check_free(self._directory, size)
-        async with staged_directory(self._root / str(seq_id)) as staging:
+        async with layout.new_directory_async(self._root / str(seq_id)) as staging:
             facts, answers = await write(staging)
             await asyncio.to_thread(_seal, staging, facts, answers)
             self._failpoints.hit("during_snapshot")
@@ -123,7 +122,7 @@ class SnapshotStore:
         """
         pinned = self._loads / str(seq_id)
         if not pinned.exists():
-            async with staged_directory(pinned) as staging:
+            async with layout.new_directory_async(pinned) as staging:
                 await take(staging)
             self._guard.measure(pinned)
         return pinned

@@ -71,6 +71,11 @@ class DiskGuard:
                 metadata={"quota": QUOTA, "used": str(used), "limit": str(self.limit), "needed": str(size)},
             )
 
+    def check(self, tenant: str, directory: Path, size: int) -> None:
+        """Raise DiskFull or QuotaExceeded unless a tenant may write `size` bytes below the existing `directory`."""
+        self.check_free(directory, size)
+        self.check_quota(tenant, size)
+
     @contextmanager
     def reserve(self, tenant: str, size: int, replaced: Path) -> Iterator[None]:
         """Reserve `size` bytes for what the block writes in place of `replaced`. Raises QuotaExceeded."""

@@ -15,7 +15,6 @@ from paceline import errors, layout, weights
 from paceline.log import get_logger
 from paceline.types import FullParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
-from trainer_service.checkpoints.store import staged_directory
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.protocol import PublishedAs
 from trainer_service.failpoints import Failpoints
@@ -229,7 +228,7 @@ class Publisher:
     async def _is_current(self, run: RunRecord, made: Path) -> bool:
         """Return whether a version on the volume holds the run's current weights."""
         directory, known = self._directory(run, 0), weights.read_manifest(made)
-        async with staged_directory(directory, durable=False) as staging:
+        async with layout.new_directory_async(directory, durable=False) as staging:
             await self._engine.save_adapter(run.run_id, staging)
             sha256 = await asyncio.to_thread(weights.hash_file, staging / weights.weights_file(known))
         await asyncio.to_thread(shutil.rmtree, directory)
@@ -247,7 +246,7 @@ class Publisher:
         """Create a version's files and manifest; samplers are notified of a new adapter before its checksums exist."""
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
         directory, whole = self._directory(run, version), _is_whole(run)
-        async with staged_directory(directory, overwrite=whole, durable=whole) as staging:
+        async with layout.new_directory_async(directory, overwrite=whole, durable=whole) as staging:
             # A recreated version may differ from the original: its checksum, not yet known, decides whether it is used.
             published = None if is_recreated else PublishedAs(run.run_id, version, run.tenant)
             with nullcontext() if whole else _naming_staging_dir():
@@ -284,7 +283,7 @@ class Publisher:
     async def _copy(self, key: tuple[str, int], directory: Path, manifest: pb.Manifest) -> None:
         final = self._final(*key)
         if not final.exists():
-            async with staged_directory(final) as staging:
+            async with layout.new_directory_async(final) as staging:
                 await asyncio.to_thread(_copy_files, directory, staging)
                 await asyncio.to_thread(weights.write_manifest, staging, manifest)
         self._guard.measure(final)

@@ -13,9 +13,9 @@ from enum import Enum
 from itertools import chain
 
 from paceline import errors
+from paceline.codec.models import served_model_from_proto
 from paceline.log import get_logger
 from paceline.types import ServedModel
-from paceline.weights import served_model
 from paceline.weights.v1 import weight_service_pb2 as pb
 
 VersionKey = tuple[str, int]
@@ -100,7 +100,7 @@ class WatchHub:
             older.outbox.put_nowait(errors.SamplerExists("superseded by a newer watch of this sampler", field="hello"))
         self._watchers[watcher.sampler_id] = watcher
         for announcement in self._newest.values():
-            if watcher.needs(served_model(announcement.manifest)):
+            if watcher.needs(served_model_from_proto(announcement.manifest.model)):
                 watcher.announce(announcement)
         _log.info("sampler watches", sampler=watcher.sampler_id, holds=len(watcher.held))
         await self._notify()

@@ -59,14 +59,14 @@ class WorkerExtension:
 
         Adapters on a mixture's experts are always loaded by vLLM itself, which has its own layouts for them.
         """
-        start, path = perf_counter(), Path(directory)
-        layout = self.slot_writer.layout(path) if self.slot_writer is not None else None
-        if self.slot_writer is not None and layout is not None:
+        start, in_slot = perf_counter(), None
+        if self.slot_writer is not None:
             with gpu_sync_allowed():
-                in_slot = self.slot_writer.add(adapter_id, path, layout, in_memory=in_memory)
-            return perf_counter() - start, in_slot
-        self.model_runner.add_lora(LoRARequest(name, adapter_id, directory))
-        return perf_counter() - start, True
+                in_slot = self.slot_writer.add(adapter_id, Path(directory), in_memory=in_memory)
+        if in_slot is None:
+            self.model_runner.add_lora(LoRARequest(name, adapter_id, directory))
+            in_slot = True
+        return perf_counter() - start, in_slot
 
     def change_model(self, directory: str) -> None:
         """Overwrite the weights with those of a model of the same shape.

@@ -247,7 +247,7 @@ class SlotWriter:
         self._touched: set[str] = set()
         """Layers that some adapter has written; in all others every slot is still zero."""
 
-    def layout(self, directory: Path) -> Layout | None:
+    def _layout(self, directory: Path) -> Layout | None:
         """Return the layout of an adapter; None if it is on a layer that this class cannot write."""
         key = (read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes())
         if key not in self._layouts:
@@ -259,12 +259,16 @@ class SlotWriter:
         layout = self._layouts[key]
         return layout if all(isinstance(self._internals.layers[name], _LAYERS) for name in layout.modules) else None
 
-    def add(self, adapter_id: int, directory: Path, layout: Layout, *, in_memory: bool) -> bool:
+    def add(self, adapter_id: int, directory: Path, *, in_memory: bool) -> bool | None:
         """Register an adapter and put it into a slot; return False if running requests use every slot.
 
-        In that case vLLM finds a slot when it first schedules a request for the adapter. `in_memory` means that the
-        file is in memory and never changes, so that it can be mapped instead of read.
+        In that case vLLM finds a slot when it first schedules a request for the adapter. Return None, and do nothing,
+        if the adapter is on a layer that this class cannot write. `in_memory` means that the file is in memory and
+        never changes, so that it can be mapped instead of read.
         """
+        layout = self._layout(directory)
+        if layout is None:
+            return None
         if self._internals.holds(adapter_id):
             return True
         data = (_map_file if in_memory else _read_file)(directory / WEIGHTS_FILE, layout.size)

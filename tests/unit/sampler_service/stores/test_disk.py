@@ -48,7 +48,7 @@ def stage(volume, memory):
         source = volume.version(RUN, version)
         manifest = read_manifest(source)
         manifest.tenant = tenant
-        directory = memory.allocate(manifest)
+        directory = memory.allocate(manifest).parent
         shutil.copyfile(source / WEIGHTS_FILE, directory / WEIGHTS_FILE)
         return StagedAdapter(manifest, directory, temporary=True)
 
