@@ -159,11 +159,7 @@ def _reader(handler: Handler, method: str) -> Callable[[AsyncIterator[bytes], Co
         return parse_request(message, contract, decode)
 
     async def many(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-        return messages if decode is None else each(messages)
-
-    async def each(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for message in messages:
-            yield parse_request(message, contract, decode)
+        return messages if decode is None else (parse_request(message, contract, decode) async for message in messages)
 
     return many if handler.request_streaming else one
 

@@ -40,26 +40,24 @@ def read_adapter(directory: Path) -> AdapterShapes:
     Raises InvalidArgument if it is not plain LoRA or its configuration is invalid, InvalidShape if a module lacks one
     of its two matrices, and as `read_tensor_entries` if the file does not match its header.
     """
-    read_tensor_entries(directory / WEIGHTS_FILE)
-    header, config = read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes()
-    return _parse(header, config)
+    tensors = tuple((entry.name, tuple(entry.shape)) for entry in read_tensor_entries(directory / WEIGHTS_FILE))
+    return _parse(tensors, (directory / CONFIG_FILE).read_bytes())
 
 
 @lru_cache(maxsize=16)
-def _parse(header: bytes, config_text: bytes) -> AdapterShapes:
-    tensors, config = json.loads(header), parse_adapter_config(config_text)
+def _parse(tensors: tuple[tuple[str, tuple[int, ...]], ...], config_text: bytes) -> AdapterShapes:
+    config = parse_adapter_config(config_text)
     _check_config(config.settings)
-    tensors.pop("__metadata__", None)
     halves: tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]] = ({}, {})
-    for name, tensor in tensors.items():
+    for name, shape in tensors:
         side = next((i for i, suffix in enumerate(_SIDES) if name.endswith(suffix)), None)
         if side is None or not name.startswith(_PREFIX):
             raise InvalidShape(
                 f"tensor {name} is not the lora_A or lora_B of a linear module; leave it out", field="adapter"
             )
-        if len(tensor["shape"]) != 2:
+        if len(shape) != 2:
             raise InvalidShape(f"tensor {name} is not a matrix; save the adapter again", field="adapter")
-        halves[side][name.removeprefix(_PREFIX).removesuffix(_SIDES[side])] = tuple(tensor["shape"])
+        halves[side][name.removeprefix(_PREFIX).removesuffix(_SIDES[side])] = shape
     if not halves[0] or halves[0].keys() != halves[1].keys():
         raise InvalidShape("the adapter needs modules, each with a lora_A and a lora_B", field="adapter")
     ranks = [shape[0] for shape in halves[0].values()]

@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline import errors, layout
 from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
-from paceline.rpc.identity import Identity
+from paceline.rpc.identity import PEER_TENANT, Identity
 from paceline.types import RunState
 from trainer_service.journal.format import Facts
 from trainer_service.journal.snapshots import SnapshotStore
@@ -124,7 +124,7 @@ class RunRegistry:
         If the tenant of an unreadable run cannot be read either, any caller gets RunStateLost.
         """
         record = self._runs.get(run_id)
-        if record is not None and (record.tenant == identity.tenant or identity.is_peer):
+        if record is not None and identity.tenant in {record.tenant, PEER_TENANT}:
             return record
         layout.check_run_id(run_id)
         if run_id in self._unreadable:
