@@ -11,7 +11,6 @@ from paceline.background import Background
 from paceline.collective import GroupMember, GroupMembership
 from paceline.log import get_logger
 from paceline.types import ModelRef
-from paceline.weights import weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.transports.base import ManifestRules, StagedAdapter, VersionKey, check_is
@@ -112,17 +111,16 @@ class GroupReceiver:
             self._rules.check(manifest)
         except errors.PacelineError as error:
             refusal = error
-        directory = await asyncio.to_thread(self._staging.allocate, manifest)
-        file = directory / weights_file(manifest)
+        file = await asyncio.to_thread(self._staging.allocate, manifest)
         try:
             # Take part even if the version is refused: a missing member would break the broadcast for all others.
             await member.transfer(None if refusal else file, manifest.total_size)
             if refusal:
                 raise refusal
-            staged = StagedAdapter(manifest, directory, temporary=True)
+            staged = StagedAdapter(manifest, file.parent, temporary=True)
             await staged.verify_again()
         except BaseException as error:
-            await asyncio.to_thread(shutil.rmtree, directory)
+            await asyncio.to_thread(shutil.rmtree, file.parent)
             if isinstance(error, errors.PeerLost):
                 self._lost(member, error)
             raise
