@@ -151,16 +151,17 @@ class RunJournal:
             await asyncio.wait({self._writing})
 
     async def _between_writes(self, work: Callable[[], T]) -> T:
-        working: asyncio.Future[T] = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        self._writing = working
-        result = await working
-        if self._queue:
-            self._writing = asyncio.create_task(self._write_queue())
-        return result
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        # A single task does the work and then writes what was appended meanwhile, so that two never write at once, even
+        # if the caller is cancelled.
+        self._writing = asyncio.create_task(self._write_queue(after=working))
+        return await asyncio.shield(working)
 
-    async def _write_queue(self) -> None:
+    async def _write_queue(self, after: asyncio.Future[Any] | None = None) -> None:
         loop = asyncio.get_running_loop()
         failures = 0
+        if after is not None:
+            await asyncio.wait({after})
         while self._queue:
             batch, self._queue = self._queue, []
             try:

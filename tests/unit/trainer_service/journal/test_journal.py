@@ -8,6 +8,7 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from time import sleep
 
 import google_crc32c
 import msgspec
@@ -212,6 +213,35 @@ async def test_a_journal_is_closed_between_its_writes(directory):
 
 def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_a_command_that_arrives_just_as_a_segment_ends_is_not_written_by_two_at_once(directory, monkeypatch):
+    """Every turn of the event loop gets its command, so one falls between the end of a rotation and what follows it."""
+    await written(directory, command(1))
+    journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(4), NO_FAILPOINTS, NO_GUARD)
+    write, writers, most = journal._write, [], 0
+
+    def slowly(batch):
+        nonlocal most
+        writers.append(batch)
+        most = max(most, len(writers))
+        sleep(0.005)
+        write(batch)
+        writers.remove(batch)
+
+    monkeypatch.setattr(journal, "_write", slowly)
+    await journal.append(command(2), sync=True)
+    rotation, appended = asyncio.create_task(journal.rotate()), []
+    await asyncio.sleep(0)
+    while not rotation.done():
+        appended.append(journal.append(command(len(appended) + 3), sync=True))
+        await asyncio.sleep(0)
+    for _ in range(20):
+        appended.append(journal.append(command(len(appended) + 3), sync=True))
+        await asyncio.sleep(0.001)
+    await asyncio.gather(*appended)
+    assert most == 1
+    assert list(read_history(directory).commands) == list(range(1, len(appended) + 3))
 
 
 async def test_the_newest_segment_is_missed_when_it_is_gone(directory):
