@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import itertools
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -249,14 +248,15 @@ class TrainerService:
 
     async def _retry_restart(self) -> ModelInfo:
         """Restart the engine, retrying without limit: the cause of a failure may be temporary."""
-        for failures in itertools.count(1):
+        failures = 0
+        while True:
             try:
                 return await self._load_engine(self._engine.restart)
             except Exception as error:
+                failures += 1
                 seconds = backoff(failures, _RESTART_SECONDS, _MAX_RESTART_SECONDS)
                 _log.warning("engine not started; retrying", error=repr(error), failures=failures, seconds=seconds)
             await asyncio.sleep(seconds)
-        raise AssertionError("unreachable")
 
     async def _expire_checkpoints(self) -> None:
         """Delete checkpoints past their time to live, in an endless loop."""

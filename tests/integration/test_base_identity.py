@@ -89,7 +89,7 @@ async def test_a_trainer_with_other_weights_under_the_same_name_refuses_what_was
             assert (await _watch(caller, credential, base_model="model", base_sha256=ours)).HasField("welcome")
             with pytest.raises(errors.BaseMismatch, match=f"{theirs}.*{ours}"):
                 await _watch(caller, credential, base_model="model", base_sha256=theirs)
-            with pytest.raises(errors.BaseMismatch, match="another, and the trainer's model is model"):
+            with pytest.raises(errors.BaseMismatch, match="another, but the trainer's model is model"):
                 await _watch(caller, credential, base_model="another")
     run = volume / caller.run_id
     assert read_run_file(run)["base_sha256"] == ours

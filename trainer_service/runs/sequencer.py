@@ -477,7 +477,9 @@ class Sequencer:
             answer = await self._answer(command, progress, executor)
             if isinstance(answer, errors.EngineUnavailable):
                 if isinstance(answer, EngineDiedError):
-                    await self._count_death(command)
+                    deaths = self.attempts[command.seq_id] = self.attempts[command.seq_id] + 1
+                    _log.error("engine died during a command", seq_id=command.seq_id, attempts=deaths)
+                    await self.journal.append(AttemptRecord(command.seq_id), sync=True)
                 self.hold(answer)
                 return
             self._failpoints.hit("after_execute")
@@ -514,12 +516,6 @@ class Sequencer:
             answer = errors.Internal.unforeseen()
             _log.exception("command failed", seq_id=command.seq_id, **answer.metadata)
             return answer
-
-    async def _count_death(self, command: Command) -> None:
-        """Record durably that the engine died during a command."""
-        self.attempts[command.seq_id] += 1
-        _log.error("engine died during a command", seq_id=command.seq_id, attempts=self.attempts[command.seq_id])
-        await self.journal.append(AttemptRecord(command.seq_id), sync=True)
 
     async def _engine_unused(self) -> None:
         """Wait until no command uses the engine."""
