@@ -58,8 +58,8 @@ def largest(message: Descriptor) -> int:
 def parse_request(data: bytes, contract: Descriptor | None, decode: Callable[[bytes], Any] | None) -> Any:
     """Check and parse a request; without `decode` its bytes are returned. `contract` is None for an unknown method.
 
-    check_message runs on a run's commands at their turn instead, because a refused command keeps its place in the run's
-    order. Raises MessageTooLarge, UnreadableMessage, OutOfRange, NonFinite or InvalidArgument.
+    A run's commands are not passed to check_message here: their service does that, because a refused command keeps its
+    place in the run's order. Raises MessageTooLarge, UnreadableMessage, OutOfRange, NonFinite or InvalidArgument.
     """
     if contract is not None:
         check_size(len(data), contract)

@@ -188,7 +188,7 @@ class Pieces:
 
 
 class Uploader:
-    """Copies adapters' bytes to the device of one worker's slots, in its own thread; nothing if that is host memory.
+    """Copies adapters' bytes to the device of one worker's slots, in the worker's own thread; in host memory a no-op.
 
     A GPU copies pageable memory only through a buffer of the driver, while the process waits. Here the bytes go through
     two pinned buffers, in pieces, on a separate stream, beside the step that the GPU is computing.
