@@ -5,7 +5,7 @@
 Our arms: the trainer and the sampler service, with the bridges `stream`, `volume`, `collective` and `shared`. The other
 arm does what simple trainers do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own server.
 Two figures each: until the version is active (acknowledged) and until its first token has arrived. The model is the
-embedded one in bfloat16; the adapter has rank 32 on every linear module: 20 MB.
+embedded one in float32, the default on a CPU; the adapter has rank 32 on every linear module: 39 MB.
 
 Two more arms publish whole models of a full-parameter run, once a round: `in place` broadcasts them (bridge
 `collective`) and writes them over vLLM's weights, `restart` rebuilds the engine. Streams in progress end first, so the

@@ -98,7 +98,7 @@ class Ours:
         cls, model: Path, state: Path, address: str, cores: Sequence[int], *, way: Way, apply: str
     ) -> AsyncIterator[Self]:
         """Run the services and publish one version."""
-        options = UpOptions(str(model), address=address, bridge=way.bridge, dtype="bfloat16", max_lora_rank=RANK)
+        options = UpOptions(str(model), address=address, bridge=way.bridge, dtype="float32", max_lora_rank=RANK)
         settings = {"PACELINE_SAMPLER_APPLY": apply, "PACELINE_SAMPLER_SERVES": way.serves}
         async with services(options, state, cores, **settings) as (trainer, sampler):
             if way.bridge == "collective":

@@ -91,7 +91,7 @@ class Stock:
                 raise SystemExit(f"{path}: {await answer.text()}")
 
 
-def server_command(model: Path, address: str, dtype: str = "bfloat16") -> list[str]:
+def server_command(model: Path, address: str, dtype: str = "float32") -> list[str]:
     """Return the command that starts vLLM's server."""
     host, _, port = address.rpartition(":")
     options = {
@@ -134,7 +134,7 @@ def train(model_path: str) -> None:
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS, task_type="CAUSAL_LM")
     model = get_peft_model(base, config, autocast_adapter_dtype=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
