@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 from paceline.background import Background
-from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.transports.base import StagedAdapter, VersionKey, check_owner
@@ -118,13 +117,13 @@ class DiskTier:
 
 
 def _copy(staged: StagedAdapter, scratch: StagingArea) -> StagedAdapter:
-    directory = scratch.allocate(staged.manifest).parent
+    file = scratch.allocate(staged.manifest)
     try:
-        shutil.copyfile(staged.directory / WEIGHTS_FILE, directory / WEIGHTS_FILE)
+        shutil.copyfile(staged.directory / file.name, file)
     except BaseException:
-        shutil.rmtree(directory)
+        shutil.rmtree(file.parent)
         raise
-    return StagedAdapter(staged.manifest, directory, temporary=True, on_disk=True)
+    return StagedAdapter(staged.manifest, file.parent, temporary=True, on_disk=True)
 
 
 async def _verify(staged: StagedAdapter) -> pb.Manifest:

@@ -149,7 +149,7 @@ class RunStorage:
         index = read_index(directory)
         snapshot = self.snapshots(run_id).newest()
         history = read_history(directory, snapshot.seq_id if snapshot else 0, index.newest if index else None)
-        # A snapshot from before the journal was started anew does not belong to it.
+        # A snapshot that is older than the journal, which was started over, does not belong to it.
         is_reached = snapshot is not None and snapshot.seq_id >= history.base - 1
         return StoredCommands(snapshot if is_reached else None, history)
 

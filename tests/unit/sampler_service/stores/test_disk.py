@@ -48,9 +48,9 @@ def stage(volume, memory):
         source = volume.version(RUN, version)
         manifest = read_manifest(source)
         manifest.tenant = tenant
-        directory = memory.allocate(manifest).parent
-        shutil.copyfile(source / WEIGHTS_FILE, directory / WEIGHTS_FILE)
-        return StagedAdapter(manifest, directory, temporary=True)
+        file = memory.allocate(manifest)
+        shutil.copyfile(source / WEIGHTS_FILE, file)
+        return StagedAdapter(manifest, file.parent, temporary=True)
 
     return stage
 
