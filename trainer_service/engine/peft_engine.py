@@ -33,6 +33,7 @@ from trainer_service.engine.runs.async_save import AsyncSave, StagingMemory
 from trainer_service.engine.runs.full_run import FullRun, full_run_bytes, make_full_run
 from trainer_service.engine.runs.lora_run import LoraRun
 from trainer_service.engine.runs.offload import make_offloader
+from trainer_service.engine.runs.preallocated_file import PreallocatedFile
 from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun
 from trainer_service.engine.weight_sharing import publish_in_place
 
@@ -50,6 +51,7 @@ class PeftEngine:
         self._device = torch.device(self._ranks.claim_device(options.device))
         self._runs: dict[str, EngineRun] = {}
         self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
+        self._preallocated = PreallocatedFile()
         self._jobs: list[ForwardBackwardJob] = []
         base = load_certified_base(options, self._ranks, self._device)
         self._model, self._mode, self._certificate = base.sharded.model, base.mode, base.certificate
@@ -108,6 +110,7 @@ class PeftEngine:
         self._offloader.forget(run)
         self._executor.scheduler.forget(run_id)
         if isinstance(run, LoraRun):
+            self._preallocated.drop()
             lora_run.remove_adapter(self._model, run_id)
 
     def begin(
@@ -165,7 +168,9 @@ class PeftEngine:
         dtype = getattr(torch, self._options.adapter_dtype or self._options.dtype)
         if self._options.base_dir and published is not None and isinstance(run, FullRun):
             publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
-        return run.capture(run.export(dtype), self._staging)
+        # Only published adapters are staged in memory: whole models and checkpoints go to the volume.
+        preallocated = self._preallocated if published is not None and isinstance(run, LoraRun) else None
+        return run.capture(run.export(dtype), self._staging, preallocated)
 
     def save_state(self, run_id: str, directory: Path) -> None:
         self.capture_state(run_id).write(directory)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline import layout
+from trainer_service.engine.runs.preallocated_file import PreallocatedFile
 
 _ORDER = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.int32, torch.float32, torch.int64)
 """dtypes in safetensors' order; tensors of the last dtype come first, so that all are aligned."""
@@ -116,11 +117,17 @@ class SaveContent:
 class AsyncSave:
     """A run's state at the moment of creation. Any thread may call any method."""
 
-    def __init__(self, content: SaveContent, memory: StagingMemory) -> None:
-        """Refer to `content`, whose tensors must not be changed in place before `secure`."""
+    def __init__(
+        self, content: SaveContent, memory: StagingMemory, preallocated: PreallocatedFile | None = None
+    ) -> None:
+        """Refer to `content`, whose tensors must not be changed in place before `secure`.
+
+        With a single file, `preallocated` may provide it; the next one is then allocated beside the directory.
+        """
         self._files = content.files
         self._texts = content.texts
         self._memory = memory
+        self._preallocated = preallocated
         self._buffer: Tensor | None = None
         self._lock = Lock()
         self._written = Event()
@@ -170,9 +177,13 @@ class AsyncSave:
 
     def _write_files(self, directory: Path, contents: Iterable[Iterable[memoryview]]) -> None:
         for file, content in zip(self._files, contents, strict=True):
-            with (directory / file.name).open("wb", buffering=0) as target:
-                for part in (memoryview(file.header), *content):
-                    layout.write_all(target.fileno(), part)
+            size, parts = len(file.header) + file.size, itertools.chain([file.header], content)
+            if self._preallocated is None or not self._preallocated.write(directory / file.name, parts, size):
+                with (directory / file.name).open("wb", buffering=0) as target:
+                    for part in parts:
+                        layout.write_all(target.fileno(), part)
+            if self._preallocated is not None:
+                self._preallocated.prepare(directory.parent, size)
 
     def _end(self) -> None:
         with self._lock:

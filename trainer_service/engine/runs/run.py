@@ -14,6 +14,7 @@ from paceline.types import OptimizerParams, RunParameters
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory
+from trainer_service.engine.runs.preallocated_file import PreallocatedFile
 
 GRADIENT_BYTES = 4
 """Bytes of each trained parameter's gradient, in float32."""
@@ -98,9 +99,11 @@ class EngineRun(ABC):
             optimizer = moments * count if self.released_moments is None else self.released_moments
         return _bytes(self.owned) + GRADIENT_BYTES * count + optimizer
 
-    def capture(self, content: SaveContent, memory: StagingMemory) -> AsyncSave:
+    def capture(
+        self, content: SaveContent, memory: StagingMemory, preallocated: PreallocatedFile | None = None
+    ) -> AsyncSave:
         """Capture files of the run's current tensors, to be written into an existing, empty directory."""
-        self.saves.append(AsyncSave(content, memory))
+        self.saves.append(AsyncSave(content, memory, preallocated))
         return self.saves[-1]
 
     def before_change(self) -> None:
