@@ -304,6 +304,11 @@ class RunExecutor:
             self._snapshot = asyncio.create_task(self._save(command.seq_id, captured))
             await captured.wait()
 
+    async def save(self, seq_id: int) -> None:
+        await self.close()
+        if self._commands and self._run.state is RunState.READY:
+            await self._save(seq_id, asyncio.Event())
+
     async def close(self) -> None:
         if self._snapshot is not None:
             await asyncio.wait({self._snapshot})

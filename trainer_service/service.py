@@ -184,6 +184,7 @@ class TrainerService:
 
     async def stop(self) -> None:
         await self._background.close()
+        await self._registry.save()
         await self._publisher.stop()
         await self._engine.close()
         await self._registry.close()

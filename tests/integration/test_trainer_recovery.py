@@ -17,6 +17,8 @@ from paceline.types import Datum
 
 pytestmark = pytest.mark.services
 
+ADAMW = pb.AdamwParams(learning_rate=1e-2)
+
 
 @pytest.fixture
 def trainer(fresh_trainer):
@@ -51,6 +53,25 @@ def test_a_run_that_is_replayed_is_shown_as_it_was_before(trainer):
         wait_for(lambda: seen.add(run.get().step) or "run restored" in trainer.text(), 120, trainer.text)
         assert seen == {10}
         assert run.step().step == 11
+
+
+def test_a_trainer_that_was_stopped_replays_nothing_and_continues_where_it_was(trainer):
+    assert trainer.start()
+    with trainer.connect() as stub:
+        stopped, other = WarmRun(stub, "stopped"), WarmRun(stub, "other")
+        for run in (stopped, other):
+            run.step()
+            run.publish()
+            run.forward_backward()
+        expected = other.send("OptimStep", pb.OptimStepRequest, adamw=ADAMW)
+        trainer.service.stop()
+        assert trainer.service.wait(PATIENCE)
+        assert trainer.start()
+        wait_for(lambda: trainer.text().count("run restored") == 2, 120, trainer.text)
+        assert trainer.text().count('"replayed": 0') == 2
+        update = stopped.send("OptimStep", pb.OptimStepRequest, adamw=ADAMW)
+        assert (update.step, update.grad_norm) == (expected.step, expected.grad_norm)
+        assert stopped.publish().version == 2
 
 
 def test_an_engine_that_cannot_be_started_is_tried_again_and_the_service_is_not_ready_meanwhile(trainer):

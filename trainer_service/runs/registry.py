@@ -30,6 +30,8 @@ from trainer_service.volume_files import (
 )
 
 _CLOSE_SECONDS = 5.0
+_SAVE_SECONDS = 8.0
+"""Most time that the snapshots of all runs may take when the service stops."""
 
 _log = get_logger(__name__)
 
@@ -219,6 +221,18 @@ class RunRegistry:
         """Refuse commands that have not started; those in a journal execute after the next startup."""
         for record in self._runs.values():
             record.sequencer.drain(_stopping())
+
+    async def save(self) -> None:
+        """After `drain`, save a snapshot of each run that executed commands since its last one.
+
+        The next startup then replays nothing. A run whose snapshot is not saved in time is replayed from its last one.
+        """
+        saving = [asyncio.create_task(record.sequencer.save()) for record in self._runs.values()]
+        if saving:
+            _, late = await asyncio.wait(saving, timeout=_SAVE_SECONDS)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*saving, return_exceptions=True)
 
     async def close(self) -> None:
         """Close every run's journal."""

@@ -105,6 +105,9 @@ class Executor(Protocol):
     async def executed(self, command: Command) -> None:
         """Do what must happen between this command, which may still be executing, and the next."""
 
+    async def save(self, seq_id: int) -> None:
+        """Save what a restart would otherwise have to execute again; `seq_id` is the last command that executed."""
+
     async def close(self) -> None:
         """Finish the work that continues in the background."""
 
@@ -406,6 +409,12 @@ class Sequencer:
         """Refuse new commands and those that have not started; started ones continue."""
         self._refusal = error
         self._waiting.refuse(lambda _: True, error)
+
+    async def save(self) -> None:
+        """After `drain`, save the run's state once no command uses the engine, unless the run is not in the engine."""
+        await self._engine_unused()
+        if self._executor is not None:
+            await self._executor.save(self.executed)
 
     async def close(self, error: errors.PacelineError) -> None:
         """Drain, and wait for the commands that have started."""

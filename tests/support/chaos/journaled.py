@@ -49,6 +49,9 @@ class Executor:
     async def executed(self, command):
         pass
 
+    async def save(self, seq_id):
+        pass
+
     async def close(self):
         pass
 
