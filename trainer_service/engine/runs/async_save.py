@@ -177,7 +177,8 @@ class AsyncSave:
 
     def _write_files(self, directory: Path, contents: Iterable[Iterable[memoryview]]) -> None:
         for file, content in zip(self._files, contents, strict=True):
-            size, parts = len(file.header) + file.size, itertools.chain([file.header], content)
+            size = len(file.header) + file.size
+            parts = itertools.chain([memoryview(file.header)], content)
             if self._preallocated is None or not self._preallocated.write(directory / file.name, parts, size):
                 with (directory / file.name).open("wb", buffering=0) as target:
                     for part in parts:
