@@ -171,7 +171,10 @@ class VersionWatcher:
             self._send(pb.WatchVersionsRequest(agreement=agreement))
 
     async def _prepare(self, offer: Offer) -> None:
-        """Load a staged version before it is announced, so that then only its checksum must be awaited."""
+        """Load a staged version before it is announced, so that then only its checksum must be awaited.
+
+        With 8 streams on a CPU a version is active 2.7 times as early (97 instead of 259 ms; docs/performance.md).
+        """
         try:
             async with self._slots:
                 if not offer.is_dropped:
