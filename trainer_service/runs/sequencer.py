@@ -455,7 +455,8 @@ class Sequencer:
             return  # It was refused, and its waiters got the error.
         while self._executor is executor and self._must_wait(pending.command):
             await self._change.wait()
-        if self._executor is executor and await self._begin(pending, executor):
+        is_refused = self._waiting.by_seq_id.get(pending.command.seq_id) is not pending  # by `drain`, meanwhile
+        if self._executor is executor and not is_refused and await self._begin(pending, executor):
             self.executed = max(self.executed, pending.command.seq_id)
             self._failpoints.hit("after_capture")
             await executor.executed(pending.command)
