@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from paceline import errors, layout
+from paceline.background import Background
 from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT, Identity
@@ -227,12 +228,14 @@ class RunRegistry:
 
         The next startup then replays nothing. A run whose snapshot is not saved in time is replayed from its last one.
         """
-        saving = [asyncio.create_task(record.sequencer.save()) for record in self._runs.values()]
-        if saving:
-            _, late = await asyncio.wait(saving, timeout=_SAVE_SECONDS)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*saving, return_exceptions=True)
+        saving = Background("run not saved; the next startup replays its commands")
+        for record in self._runs.values():
+            saving.spawn(record.sequencer.save())
+        try:
+            await asyncio.wait_for(saving.finish(), _SAVE_SECONDS)
+        except TimeoutError:
+            _log.warning("runs not saved in time; the next startup replays their commands", seconds=_SAVE_SECONDS)
+            await saving.close()
 
     async def close(self) -> None:
         """Close every run's journal."""

@@ -46,7 +46,7 @@ class PreallocatedFile:
         Thread(target=self._prepare, args=(directory, size), name="preallocated file", daemon=True).start()
 
     def drop(self) -> None:
-        """Free the file."""
+        """Free the file; one that is being allocated stays for the next adapter."""
         self._close(self._exchange(None))
 
     def _prepare(self, directory: Path, size: int) -> None:

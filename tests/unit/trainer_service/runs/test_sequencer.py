@@ -319,6 +319,22 @@ async def test_a_draining_run_ends_what_executes_and_leaves_the_rest_to_the_next
     assert run.executor.ran == [1]
 
 
+async def test_a_command_refused_by_a_drain_while_it_becomes_durable_executes_at_the_next_start_only(directory):
+    run = JournaledRun(directory)
+    answer = run.send(1)
+    await asyncio.sleep(0)
+    assert run.sequencer.last_seq_id == 1
+    run.sequencer.drain(errors.ShuttingDown("stopping"))
+    with pytest.raises(errors.ShuttingDown):
+        await answer
+    await run.sequencer.save()
+    await run.sequencer.close(errors.ShuttingDown("stopping"))
+    assert run.executor.ran == []
+    again = JournaledRun(directory)
+    assert (await again.send(1)).step == 1
+    assert again.executor.ran == [1]
+
+
 async def test_seq_id_zero_is_refused(run):
     with pytest.raises(errors.MissingField, match="seq_id"):
         await run.send(0)
