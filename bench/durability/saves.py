@@ -85,6 +85,9 @@ class Executor:
     async def executed(self, command: Command) -> None:
         """Take no snapshot."""
 
+    async def save(self, seq_id: int) -> None:
+        """Take no snapshot."""
+
     async def close(self) -> None:
         """Do nothing; the caller closes the engine."""
 
