@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 from support.descendants import descendants
@@ -36,6 +38,27 @@ async def test_vllm_that_died_is_reported_as_unavailable(model_path, vllm_here):
     with pytest.raises(EngineUnavailable):
         await one(engine, ask())
     await engine.stop()
+
+
+async def test_an_engine_that_ends_just_as_vllm_kills_it_is_stopped(model_path, vllm_here, monkeypatch):
+    def ended_before(pid):
+        process = psutil.Process(pid)
+        process.kill()
+        raise psutil.NoSuchProcess(pid)
+
+    monkeypatch.setattr("vllm.v1.utils.kill_process_tree", ended_before)
+    before = descendants()
+    engine = create_engine("vllm", options_for(model_path))
+    await engine.start()
+    llm = engine._live().llm
+    for process in set(descendants()).difference(before):
+        process.suspend()  # so that it is still there when vLLM stops waiting for it
+    await engine.stop()
+    await asyncio.sleep(0)
+    assert llm.engine_core.resources.output_socket.closed
+    assert llm.engine_core.resources.output_queue_task.done()
+    with pytest.raises(EngineUnavailable):
+        await engine.check_health()
 
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+import psutil
 import torch
 import vllm
 from vllm.config import StructuredOutputsConfig
@@ -147,7 +148,7 @@ class VllmEngine:
         llm = self._started.llm
         await llm.abort(sorted(self._open))
         self._started = None
-        llm.shutdown()
+        _shut_down(llm)
         if self._options.base_dir is not None:
             clear(self._options.base_dir)
 
@@ -367,6 +368,17 @@ def _set_cpu_args(args: AsyncEngineArgs, options: EngineOptions) -> None:
         # The worker needs its own process only to bind its threads to cores. Without one, starting takes half as long
         # and steps do not wait for messages.
         args.distributed_executor_backend = UniProcExecutor
+
+
+def _shut_down(llm: AsyncLLM) -> None:
+    """End vLLM's processes, and close its sockets and tasks."""
+    try:
+        llm.shutdown()
+    except psutil.NoSuchProcess:
+        # vLLM kills an engine that takes more than 5 s to end, and fails if the engine ends by itself at that moment.
+        # Do what it skipped.
+        llm.engine_core.resources()
+        llm.shutdown()
 
 
 def _prepare_environment() -> None:
