@@ -32,6 +32,7 @@ ENGINE_POINTS = (
 _START_SECONDS = 120.0
 _WATCHDOG_SECONDS = 300.0
 """A stopped engine must be replaced within this time."""
+_STOP_SECONDS = 60.0
 _TMPFS_BYTES = 512 << 20
 
 
@@ -207,15 +208,26 @@ class TrainerKiller(Killer):
                 assert is_up, "the trainer does not start"
                 assert not (patience and engine), "a stopped engine is not replaced"
                 try:
-                    process.kill()
+                    is_told = not name and self.random.random() < 0.4
+                    self._tell_to_stop(process) if is_told else process.kill()
                 except ProcessLookupError:  # its failpoint was faster; the next `wait` reports that
                     continue
                 process.wait(60)
-                self.kills["trainer at any moment"] += 1
+                self.kills["trainer told to stop" if is_told else "trainer at any moment"] += 1
                 return
         if not name:
             raise self.ended_by_itself()
         self.kills[name] += 1
+
+    def _tell_to_stop(self, process: WarmProcess) -> None:
+        """Send SIGTERM; half of the time, kill the trainer while it drains and saves its runs."""
+        process.stop()
+        patience = self.random.uniform(0.0, 2.0) if self.random.random() < 0.5 else _STOP_SECONDS
+        if process.wait(patience):
+            self.notes["trainer stopped by itself when told to"] += 1
+            return
+        assert patience < _STOP_SECONDS, "the trainer does not stop"
+        process.kill()
 
     def _end_engine(self, process: WarmProcess) -> float:
         """Kill the engine, or stop it for good; return how many seconds its replacement may take."""
