@@ -44,6 +44,8 @@ _MAX_KEYS = 4096
 _OWN = (API_KEY_KEY, REQUEST_ID_KEY, "user-agent", "host", "te", "content-type")
 _OWN_PREFIXES = ("x-paceline-", "grpc-", ":")
 
+_AWAY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+"""Statuses that gRPC itself gives for a service that is not there, or that stops and ends its calls."""
 _READY = grpc.ChannelConnectivity.READY
 _CONNECTING = {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING}
 _log = get_logger(__name__)
@@ -139,7 +141,7 @@ def gateway_error(failure: grpc.aio.AioRpcError, upstream: Upstream) -> errors.P
     None means that the service's own error is passed on.
     """
     code, trailing = failure.code(), failure.trailing_metadata() or ()
-    if code is grpc.StatusCode.UNAVAILABLE and not any(name == DETAILS_KEY for name, _ in trailing):
+    if code in _AWAY and not any(name == DETAILS_KEY for name, _ in trailing):
         return errors.UpstreamUnavailable(f"the {upstream.name} cannot be reached; try again")
     if code is grpc.StatusCode.UNAUTHENTICATED and isinstance(error_from_rpc(failure), errors.MissingCredential):
         remedy = f"the operator has to set the same credential for the gateway and the {upstream.name}"
@@ -182,7 +184,7 @@ class Router:
         try:
             yield
         except (grpc.aio.AioRpcError, errors.Unavailable) as failure:
-            is_away = not isinstance(failure, grpc.aio.AioRpcError) or failure.code() is grpc.StatusCode.UNAVAILABLE
+            is_away = not isinstance(failure, grpc.aio.AioRpcError) or failure.code() in _AWAY
             if key and is_away:
                 self._holders.get(key, set()).discard(upstream)
             raise

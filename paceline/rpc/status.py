@@ -98,11 +98,17 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineErro
 
 
 def error_from_rpc(failure: grpc.aio.AioRpcError) -> PacelineError:
-    """Return the error of a failed call: the one that the server raised, or the nearest class for gRPC's own."""
+    """Return the error of a failed call: the one that the server raised, or the nearest class for gRPC's own.
+
+    A CANCELLED of gRPC's own comes from a server that stops and ends its calls: a caller that cancels a call gets
+    asyncio.CancelledError instead.
+    """
     metadata = failure.trailing_metadata() or ()
     raw = next((value for key, value in metadata if key == DETAILS_KEY), None)
     if isinstance(raw, bytes):
         return error_from_details(raw, failure.details() or "")
+    if failure.code() is grpc.StatusCode.CANCELLED:
+        return errors.UpstreamUnavailable("the server stopped before it answered")
     cls = _FALLBACKS.get(failure.code().value[0], errors.Internal)
     return cls(failure.details() or failure.code().name)
 

@@ -28,14 +28,16 @@ def test_a_refused_credential_names_what_the_operator_has_to_do():
     assert "the trainer refuses the gateway's credential; the operator" in error.message
 
 
-def test_a_service_that_cannot_be_reached_is_named():
-    error = gateway_error(_failure(grpc.StatusCode.UNAVAILABLE), TRAINER)
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+def test_a_service_that_cannot_be_reached_or_stops_is_named(code):
+    error = gateway_error(_failure(code), TRAINER)
     assert isinstance(error, errors.UpstreamUnavailable)
     assert "trainer" in error.message
 
 
 @pytest.mark.parametrize(
-    "error", [errors.EngineUnavailable("later"), errors.InvalidApiKey("no"), errors.RunNotFound("x")]
+    "error",
+    [errors.EngineUnavailable("later"), errors.InvalidApiKey("no"), errors.RunNotFound("x"), errors.Cancelled("gone")],
 )
 def test_the_errors_of_a_service_are_its_own(error):
     assert gateway_error(_failure_of(error), TRAINER) is None

@@ -1,0 +1,61 @@
+"""Errors of failed calls, as a client sees them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from paceline import errors
+from paceline.client.retry import is_retryable
+from paceline.rpc.status import error_from_rpc
+
+
+class _NeverAnswered(grpc.GenericRpcHandler):
+    def __init__(self) -> None:
+        self.arrived = asyncio.Event()
+
+    def service(self, _: grpc.HandlerCallDetails):
+        async def wait(request, context):
+            self.arrived.set()
+            await asyncio.Event().wait()
+
+        return grpc.unary_unary_rpc_method_handler(wait)
+
+
+async def test_a_call_that_a_stopping_server_ends_may_be_repeated():
+    handler = _NeverAnswered()
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        calls = [asyncio.ensure_future(_call(channel)) for _ in range(20)]
+        await handler.arrived.wait()
+        await server.stop(0)
+        failures = await asyncio.gather(*calls, return_exceptions=True)
+    assert grpc.StatusCode.CANCELLED in {failure.code() for failure in failures}, "or there is nothing to test"
+    for failure in failures:
+        error = error_from_rpc(failure)
+        assert isinstance(error, errors.UpstreamUnavailable)
+        assert is_retryable(error)
+
+
+async def test_a_caller_that_cancels_gets_no_status():
+    handler = _NeverAnswered()
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary("/a/b")(b"")
+        await handler.arrived.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    await server.stop(0)
+
+
+async def _call(channel: grpc.aio.Channel) -> bytes:
+    return await channel.unary_unary("/a/b")(b"")
