@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
@@ -54,7 +53,10 @@ class PacelineFuture(Generic[T]):
         return self._command is None and self._future.cancel()
 
     def add_done_callback(self, callback: Callable[[PacelineFuture[T]], object]) -> None:
-        """Call `callback` with this future when the call has ended, on the client's thread. It must not block."""
+        """Call `callback` with this future when the call has ended, on the thread of all clients of the process.
+
+        It must not block: meanwhile no client gets an answer.
+        """
         self._mark_retrieved()
         self._future.add_done_callback(lambda _: callback(self))
 
@@ -160,8 +162,7 @@ class UnansweredCommands:
         self._failed = [one for one in self._failed if not one.is_retrieved]
         if issued.has_failed:
             self._failed.append(issued)
-        with suppress(RuntimeError):  # the loop has ended, so nothing waits
-            loop.call_soon_threadsafe(self._change.set)
+        loop.call_soon_threadsafe(self._change.set)
 
     def _describe(self) -> str:
         pending = list(self._pending.values())

@@ -28,9 +28,10 @@ class ServiceClient(Catalog):
     """A connection to a Paceline gateway.
 
     Methods block and return their answer; each has a twin `x_async` to await from any event loop. Use the client as a
-    context manager, sync or async, or call `close`. A background thread owns the connection; the client is safe to use
-    from any thread. In a process forked from one that has used a client, every call raises Forked: use spawn instead. A
-    pickle holds the connection settings but no key, which the other process reads from $PACELINE_API_KEY.
+    context manager, sync or async, or call `close`. One background thread runs the connections of all clients of a
+    process; a client is safe to use from any thread. In a process forked from one that has used a client, every call
+    raises Forked: use spawn instead. A pickle holds the connection settings but no key, which the other process reads
+    from $PACELINE_API_KEY.
 
     When the client is closed or the process ends, unanswered commands of its runs are awaited for at most
     `Timeouts.close` seconds. The logger "paceline" reports this, and which calls are retried, why and for how long.

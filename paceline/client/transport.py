@@ -1,4 +1,4 @@
-"""The gRPC channel, the event loop thread that owns it, the limit on calls in flight, and the client's threads."""
+"""The gRPC channel, the event loop thread of all channels, the limit on calls in flight, and the client's threads."""
 
 from __future__ import annotations
 
@@ -71,8 +71,38 @@ OWNER = GrpcOwner()
 """The owner for this process, shared by all clients, because gRPC is started once per process."""
 
 
+class LoopThread:
+    """The event loop, and its thread, of all clients of this process, because grpc.aio objects belong to one loop.
+
+    The first client starts it, and it runs until the process ends: gRPC delivers events of calls and channels to their
+    loop, also after they were closed, and one queue per process delivers those of all loops.
+    """
+
+    def __init__(self) -> None:
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> asyncio.AbstractEventLoop:
+        """Return the loop, running."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=_run, args=(self._loop,), name="paceline-client", daemon=True)
+                self._thread.start()
+            return self._loop
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on this thread, and so cannot wait for it."""
+        return threading.current_thread() is self._thread
+
+
+THREAD = LoopThread()
+
+
 class Transport:
-    """One connection. grpc.aio objects belong to one event loop, so a dedicated thread runs it and all calls."""
+    """One connection; all its calls run on THREAD."""
 
     def __init__(self, connection: Connection) -> None:
         OWNER.claim()
@@ -84,21 +114,20 @@ class Transport:
         self._retries = RetryLog()
         self._unanswered = UnansweredCommands()
         self._connecting: asyncio.Task[None] | None = None
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=_run, args=(loop,), name="paceline-client", daemon=True)
-        thread.start()
-        self._loop, self._thread = loop, thread
-        self._channel = asyncio.run_coroutine_threadsafe(_open(connection), loop).result()
-        # Also runs at process exit: issued commands are awaited while this thread is still running.
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Tasks of this connection that have not ended."""
+        self._loop = THREAD.start()
+        self._channel = _open(connection, self._loop)
+        # Also runs at process exit: issued commands are awaited while the loop is still running.
         self._stop = weakref.finalize(
-            self, _shut_down, loop, thread, self._channel, self._unanswered, self.timeouts.close
+            self, _shut_down, self._loop, self._channel, self._tasks, self._unanswered, self.timeouts.close
         )
         self.trainer: TrainerServiceAsyncStub = TrainerServiceStub(self._channel)
         self.sampler: SamplerServiceAsyncStub = SamplerServiceStub(self._channel)
         self.gateway: GatewayServiceAsyncStub = GatewayServiceStub(self._channel)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> PacelineFuture[T]:
-        """Run a coroutine on the client's thread. Work submitted from one thread starts in order of submission."""
+        """Run a coroutine on THREAD. Work submitted from one thread starts in order of submission."""
         return PacelineFuture(self._submit(work))
 
     def submit_command(self, name: str, work: Coroutine[Any, Any, T]) -> PacelineFuture[T]:
@@ -107,7 +136,7 @@ class Transport:
         return PacelineFuture(future, self._unanswered.add(name, future, self._loop))
 
     def run_soon(self, action: Callable[[], object]) -> None:
-        """Run a function on the client's thread without waiting for it; do nothing if the client is closed."""
+        """Run a function on THREAD without waiting for it; do nothing if the client is closed."""
         if self._stop.alive and OWNER.is_here:
             self._loop.call_soon_threadsafe(action)
 
@@ -125,7 +154,7 @@ class Transport:
 
         await self._connected()
         await self._in_flight.acquire()
-        task = asyncio.ensure_future(self._with_retries(attempt, request))
+        task = self._start_task(self._with_retries(attempt, request))
         task.add_done_callback(lambda _: self._in_flight.release())
         return task
 
@@ -175,14 +204,14 @@ class Transport:
         self._in_flight.release()
 
     def close(self, seconds: float | None = None) -> None:
-        """Wait for commands, cancel all other calls, close the channel and end the thread.
+        """Wait for commands, cancel all other calls and close the channel.
 
         Waits at most `seconds`, by default Timeouts.close. Closing twice does nothing.
         """
         if not OWNER.is_here:
             return
         try:
-            if self._stop.alive and threading.current_thread() is not self._thread:
+            if self._stop.alive and not THREAD.is_current:
                 asyncio.run_coroutine_threadsafe(self._settle(seconds), self._loop).result()
         finally:
             self._stop_now()
@@ -214,10 +243,18 @@ class Transport:
             raise
         return asyncio.run_coroutine_threadsafe(self._guard(work), self._loop)
 
+    def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return self._track(asyncio.ensure_future(work))
+
+    def _track(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     async def _connected(self) -> None:
         """Wait for the first connection; concurrent first calls share the wait."""
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
-            self._connecting = asyncio.create_task(self._connect())
+            self._connecting = self._start_task(self._connect())
         await asyncio.shield(self._connecting)
 
     async def _connect(self) -> None:
@@ -249,6 +286,8 @@ class Transport:
             raise self.connection.refused_key() from error
 
     async def _guard(self, work: Coroutine[Any, Any, T]) -> T:
+        if (task := asyncio.current_task()) is not None:
+            self._track(task)
         try:
             return await work
         except asyncio.CancelledError:
@@ -285,44 +324,49 @@ async def read(stream: grpc.aio.UnaryStreamCall[Request, Reply]) -> Reply | None
     return None if message is grpc.aio.EOF else cast("Reply", message)
 
 
-async def _open(connection: Connection) -> grpc.aio.Channel:
-    return open_channel(connection.address, connection.tls)
-
-
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
-    loop.close()
+
+
+def _open(connection: Connection, loop: asyncio.AbstractEventLoop) -> grpc.aio.Channel:
+    """Open a channel of the loop, from any thread."""
+
+    async def opened() -> grpc.aio.Channel:
+        return open_channel(connection.address, connection.tls)
+
+    if THREAD.is_current:
+        return open_channel(connection.address, connection.tls)
+    return asyncio.run_coroutine_threadsafe(opened(), loop).result()
 
 
 def _shut_down(
     loop: asyncio.AbstractEventLoop,
-    thread: threading.Thread,
     channel: grpc.aio.Channel,
+    tasks: set[asyncio.Task[Any]],
     unanswered: UnansweredCommands,
     seconds: float,
 ) -> None:
     if not OWNER.is_here:
-        return  # The thread, its loop and the connection belong to the parent process.
-    # The last reference may be dropped on the client's own thread, which cannot wait for itself.
-    is_elsewhere = threading.current_thread() is not thread
+        return  # The loop's thread and the connection belong to the parent process.
+    # The last reference may be dropped on the loop's thread, which cannot wait for itself.
+    is_elsewhere = not THREAD.is_current
     try:
         if is_elsewhere:
             asyncio.run_coroutine_threadsafe(unanswered.settle(seconds), loop).result()
     finally:
         unanswered.close()
-        asyncio.run_coroutine_threadsafe(_end(loop, channel), loop)
+        ended = asyncio.run_coroutine_threadsafe(_end(channel, tasks), loop)
         if is_elsewhere:
-            thread.join()
+            ended.result()
 
 
-async def _end(loop: asyncio.AbstractEventLoop, channel: grpc.aio.Channel) -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
+async def _end(channel: grpc.aio.Channel, tasks: set[asyncio.Task[Any]]) -> None:
+    waiting = list(tasks)
+    for task in waiting:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*waiting, return_exceptions=True)
     await channel.close()
-    loop.stop()
 
 
 class Worker:

@@ -176,6 +176,43 @@ async def test_a_client_whose_gateway_comes_late_connects_at_the_next_call(serve
         assert (await client.get_run_async(server.trainer.run_id)).run_id == server.trainer.run_id
 
 
+async def test_a_client_that_found_no_gateway_leaves_nothing_behind_when_it_is_closed(server):
+    body = """
+for _ in range(5):
+    with paceline.ServiceClient("127.0.0.1:1", timeouts=paceline.Timeouts(connect=0.2)) as lost:
+        try:
+            lost.list_runs()
+        except paceline.errors.UpstreamUnavailable:
+            print("unavailable", end=" ")
+    for _ in range(20):
+        training.get_info()
+"""
+    assert await run(server, body) == (0, "unavailable " * 5, "")
+
+
+async def test_a_client_can_be_made_where_the_answer_of_another_one_arrives(server):
+    body = """
+from concurrent.futures import Future
+made = Future()
+training.optim_step().add_done_callback(lambda _: made.set_result(paceline.ServiceClient(address)))
+print(made.result(60).get_run(run_id).run_id == run_id)
+"""
+    status, out, said = await run(server, body)
+    assert (status, out) == (0, "True\n"), said
+
+
+async def test_closing_one_client_leaves_the_calls_of_another_alone(server):
+    server.trainer.load_may_end.clear()
+    async with ServiceClient(server.address, retry=QUICK) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        loaded = training.load_state("paceline://somewhere")
+        await server.trainer.load_began.wait()
+        async with ServiceClient(server.address) as other:
+            await other.get_run_async(server.trainer.run_id)
+        server.trainer.load_may_end.set()
+        assert (await loaded).run_id == server.trainer.run_id
+
+
 @pytest.mark.parametrize("unsaid", [0.0, 3600.0])
 async def test_what_is_sent_again_for_longer_is_logged_with_its_reason_and_not_once_for_each_call(
     server, caplog, monkeypatch, unsaid
