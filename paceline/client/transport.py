@@ -37,6 +37,8 @@ Metadata = Sequence[tuple[str, str]]
 
 _PROBE = "/paceline.gateway.v1.GatewayService/WhoAmI"
 _PROBE_SECONDS = 0.2
+_HTTP1_SIGNS = ("http1.x", "ALPN")
+"""Parts of gRPC's reasons for a peer that speaks HTTP/1.1, without and with TLS."""
 
 
 class GrpcOwner:
@@ -263,12 +265,20 @@ class Transport:
             await asyncio.wait_for(self._channel.channel_ready(), seconds)
         except TimeoutError:
             reason = await self._connection_failure()
-            raise errors.UpstreamUnavailable(
-                f"no gateway answers at {self.connection.address} within {seconds:g} s ({reason}); start it, or give "
-                "its host:port as PACELINE_ADDRESS or ServiceClient(address=...), and its certificate authorities as "
-                "tls_ca if it uses TLS",
-                field="address",
-            ) from None
+            address = self.connection.address
+            if any(sign in reason for sign in _HTTP1_SIGNS):
+                message = (
+                    f"{address} is an HTTP/1.1 port, not a gateway's gRPC port ({reason}); give the gRPC port, 50050 "
+                    "by default, as PACELINE_ADDRESS or ServiceClient(address=...). The gateway's HTTP port, 50053 "
+                    "with `paceline up`, is for HTTP clients"
+                )
+            else:
+                message = (
+                    f"no gateway answers at {address} within {seconds:g} s ({reason}); start it, or give its host:port "
+                    "as PACELINE_ADDRESS or ServiceClient(address=...), and its certificate authorities as tls_ca if "
+                    "it uses TLS"
+                )
+            raise errors.UpstreamUnavailable(message, field="address") from None
 
     async def _connection_failure(self) -> str:
         """Return gRPC's reason why there is no connection."""

@@ -19,6 +19,7 @@ from support.stacks.gateway_stack import free_port
 
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
+from paceline import ServiceClient, Timeouts, errors
 from paceline.gateway.v1 import gateway_service_pb2 as pb
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
 from paceline.rpc.channel import TlsFiles, open_channel
@@ -110,3 +111,26 @@ async def test_mtls_serves_those_with_a_certificate_of_the_authority(address, se
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _who_am_i(address, tls)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("secure", [False, True])
+async def test_a_client_at_the_http_port_is_told_to_use_the_other_one(server_pem, tmp_path, secure):
+    address = f"127.0.0.1:{free_port()}"
+    settings = GatewaySettings(
+        insecure=True,
+        listen=f"127.0.0.1:{free_port()}",
+        http_listen=address,
+        http_state=tmp_path,
+        tls_cert=server_pem.cert if secure else None,
+        tls_key=server_pem.key if secure else None,
+        trainer=f"127.0.0.1:{free_port()}",
+        samplers=(f"127.0.0.1:{free_port()}",),
+    )
+    service = GatewayService(settings)
+    await service.start(Readiness(service.service_names))
+    authorities = server_pem.cert if secure else None
+    async with ServiceClient(address, tls_ca=authorities, timeouts=Timeouts(connect=1.0)) as client:
+        with pytest.raises(errors.UpstreamUnavailable, match=f"{address} is an HTTP/1.1 port.*gRPC port") as caught:
+            await client.list_runs_async()
+    assert caught.value.field == "address"
+    await service.stop()
