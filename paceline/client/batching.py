@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -72,8 +72,7 @@ def make_batch(
     Every part carries the divisor of the mean over the whole batch, so that losses and gradients of the parts add up
     to those of the whole.
     """
-    if not data:
-        raise errors.EmptyBatch("holds no datum; give at least one", field="data")
+    data = as_datums(data)
     with sendable("loss_fn_config"):
         count = None if spec.reduction is Reduction.SUM else spec.reduction.count(data)
         template = codec.spec_to_proto(run_id, replace(spec, reduction_count=count))
@@ -84,6 +83,22 @@ def make_batch(
         request.data.extend(codec.datum_to_proto(data[index], f"data[{index}]") for index in part)
         requests.append(request)
     return Batch(requests)
+
+
+def as_datums(data: Iterable[Datum]) -> list[Datum]:
+    """Return the datums of a batch as a list of its own. Raises EmptyBatch, InvalidArgument for anything else."""
+    if isinstance(data, Datum):
+        raise errors.InvalidArgument("is one Datum; give a list of them, [datum]", field="data")
+    if isinstance(data, Mapping | str | bytes) or not isinstance(data, Iterable):
+        raise errors.InvalidArgument(f"is a {type(data).__name__}; give a list of Datum", field="data")
+    datums = list(data)
+    for index, datum in enumerate(datums):
+        if not isinstance(datum, Datum):
+            message = f"is a {type(datum).__name__}; give a Datum, such as Datum.from_completion(prompt, completion)"
+            raise errors.InvalidArgument(message, field=f"data[{index}]")
+    if not datums:
+        raise errors.EmptyBatch("holds no datum; give at least one", field="data")
+    return datums
 
 
 def split(sizes: Sequence[int], max_items: int = MAX_DATUMS, max_bytes: int = MAX_BYTES) -> Iterator[range]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline import errors
-from paceline.client.batching import Batch, make_batch
+from paceline.client.batching import Batch, as_datums, make_batch
 from paceline.client.commands import CommandQueue, outcomes
 from paceline.client.futures import PacelineFuture
 from paceline.client.transport import Worker
@@ -37,7 +37,7 @@ def put_custom_loss(
     forward pass or `loss_fn` fails, the seq_ids of the backward pass are used for forward-only passes over one
     position, which leave weights and gradient unchanged, so that the run can continue.
     """
-    own = list(data)
+    own = as_datums(data)
     spec = ForwardBackwardSpec("cross_entropy", forward_only=True)
     forward = make_batch(run_id, [_without_weights(datum) for datum in own], spec)
     count = len(forward.requests)

@@ -41,6 +41,8 @@ LOSS_INPUTS = (
 )
 """Loss inputs that the trainer's losses read. A client-side loss may read others."""
 
+_ENCODE = "give token ids or numbers: encode it with the model's tokenizer, `get_tokenizer().encode(text)`"
+
 
 class ComparedByValue:
     """Base of dataclasses declared with `eq=False`, whose instances are equal if their fields are `same`."""
@@ -284,16 +286,13 @@ def as_array(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
     if isinstance(values, np.ndarray):
         return values
     if isinstance(values, str | bytes):
-        raise InvalidDtype(
-            "is text; give token ids or numbers: encode it with the model's tokenizer, `get_tokenizer().encode(text)`",
-            field=field,
-        )
+        raise InvalidDtype(f"is text; {_ENCODE}", field=field)
     try:
         array = np.asarray(_from_torch(values))
     except (TypeError, ValueError, OverflowError) as problem:
         raise InvalidShape(f"is not an array of numbers: {problem}", field=field) from problem
     if array.dtype.kind not in "biuf":
-        raise InvalidDtype(f"holds {_describe(array)}; give numbers", field=field)
+        raise InvalidDtype(f"holds {_describe(array)}; {_ENCODE if _is_text(array) else 'give numbers'}", field=field)
     if dtype.kind in "iu" and array.size:
         _check_integers(array, dtype, field)
     return array.astype(dtype)
@@ -305,7 +304,7 @@ def as_tokens(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
     if array.ndim != 1:
         raise InvalidShape(f"is {list(array.shape)}; give one dimension", field=field)
     if array.dtype.kind not in "iu":
-        raise InvalidDtype(f"is {array.dtype.name}; give integers", field=field)
+        raise InvalidDtype(f"holds {_describe(array)}; {_ENCODE if _is_text(array) else 'give integers'}", field=field)
     return array
 
 
@@ -333,4 +332,8 @@ def _check_integers(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> No
 
 
 def _describe(array: NDArray[Any]) -> str:
-    return "text" if array.dtype.kind in "SU" else array.dtype.name
+    return "text" if _is_text(array) else array.dtype.name
+
+
+def _is_text(array: NDArray[Any]) -> bool:
+    return array.dtype.kind in "SU"

@@ -69,6 +69,15 @@ async def test_a_custom_loss_of_several_targets_that_fails_keeps_the_order(serve
     assert sorted(server.trainer.arrivals) == [1, 2, 3]
 
 
+async def test_a_custom_loss_of_what_is_no_list_of_datums_is_refused_before_anything_is_sent(server, training):
+    (datum,) = make_data(1)
+    for data, field in ((datum, "data"), ([datum, [1, 2]], "data[1]")):
+        with pytest.raises(errors.InvalidArgument) as caught:
+            training.forward_backward_custom(data, lambda _, rows: (rows[0].sum(), {}))
+        assert caught.value.field == field
+    assert server.trainer.arrivals == []
+
+
 async def test_commands_after_a_custom_loss_wait_for_its_second_half(server, training):
     custom = training.forward_backward_custom(make_data(), lambda _, rows: (torch.cat(rows).sum(), {}))
     stepped = training.optim_step()

@@ -56,6 +56,23 @@ def test_a_part_holds_at_most_1024_datums():
     assert [len(request.data) for request in batch_of([1] * 2049).requests] == [1024, 1024, 1]
 
 
+@pytest.mark.parametrize(
+    ("data", "field", "remedy"),
+    [
+        (datum_of(2), "data", r"is one Datum; give a list of them, \[datum\]"),
+        (None, "data", "is a NoneType; give a list of Datum"),
+        ({"model_input": [1]}, "data", "is a dict; give a list of Datum"),
+        ("text", "data", "is a str; give a list of Datum"),
+        ([datum_of(2), [1, 2]], r"data[1]", r"is a list; give a Datum, such as Datum.from_completion"),
+        ([[datum_of(2)]], r"data[0]", "is a list; give a Datum"),
+    ],
+)
+def test_what_is_no_list_of_datums_is_refused_with_its_place_and_what_to_give(data, field, remedy):
+    with pytest.raises(errors.InvalidArgument, match=remedy) as caught:
+        make_batch("run", data, ForwardBackwardSpec("cross_entropy"))
+    assert caught.value.field == field
+
+
 def test_every_part_carries_the_settings():
     data = [datum_of(1)] * 1025
     for request in make_batch(

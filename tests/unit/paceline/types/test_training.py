@@ -84,9 +84,11 @@ def test_a_misspelt_input_is_told_the_right_name_and_one_of_a_loss_of_ones_own_i
     assert Datum.from_completion([1], [2], reward=1.0).loss_inputs["reward"].tolist() == [1.0]
 
 
-def test_text_is_told_to_be_encoded():
-    with pytest.raises(errors.InvalidDtype, match=r"get_tokenizer\(\).encode"):
-        Datum.from_completion("Country:", " Peru")
+@pytest.mark.parametrize("text", ["Country:", ["Country:", "Capital:"], [["Country:"]], np.array(["Country:"])])
+def test_text_is_told_to_be_encoded(text):
+    with pytest.raises(errors.InvalidDtype, match=r"text; .*get_tokenizer\(\).encode") as caught:
+        Datum.from_completion(text, [1])
+    assert caught.value.field == "prompt"
 
 
 def test_values_with_arrays_are_compared_by_what_they_hold():
