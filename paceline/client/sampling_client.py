@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import TYPE_CHECKING, Self
 
@@ -25,6 +26,9 @@ from paceline.types.v1 import sampling_pb2, tensor_pb2
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_UNLIMITED_NOTICE_SECONDS = 5.0
+"""How long a sample without max_tokens may take before the log explains why."""
 
 
 class SamplingClient(Connected):
@@ -59,8 +63,10 @@ class SamplingClient(Connected):
     ) -> PacelineFuture[SampleResult]:
         """Sample completions of a prompt of P token ids.
 
-        With `prompt_logprobs` the answer includes the prompt's log-probabilities (at temperature 1); `topk_*` > 0 adds
-        the k most likely tokens at each position. A retried call draws new samples unless a seed is set.
+        Without `SamplingParams.max_tokens` a completion may fill the context; if that takes long, the log says so, once
+        per connection. With `prompt_logprobs` the answer includes the prompt's log-probabilities (at temperature 1);
+        `topk_*` > 0 adds the k most likely tokens at each position. A retried call draws new samples unless a seed is
+        set.
         """
         with sendable("num_samples"):
             request = pb.SampleRequest(
@@ -114,7 +120,19 @@ class SamplingClient(Connected):
 
     async def _sample(self, request: pb.SampleRequest) -> SampleResult:
         method, seconds = self.transport.sampler.Sample, self.transport.timeouts.sampling
-        return codec.sample_result_from_proto(await self.transport.call(method, request, seconds, self._metadata))
+        loop, is_limited = asyncio.get_running_loop(), request.params.HasField("max_tokens")
+        notice = None if is_limited else loop.call_later(_UNLIMITED_NOTICE_SECONDS, self._explain_unlimited)
+        try:
+            return codec.sample_result_from_proto(await self.transport.call(method, request, seconds, self._metadata))
+        finally:
+            if notice is not None:
+                notice.cancel()
+
+    def _explain_unlimited(self) -> None:
+        self.transport.warn_once(
+            f"Sample: no answer after {_UNLIMITED_NOTICE_SECONDS:g} s; max_tokens is unset, so a completion may fill "
+            "the context; to end it earlier, give SamplingParams(max_tokens=...)"
+        )
 
     async def _compute_logprobs(self, request: pb.ComputeLogprobsRequest) -> LogprobsResult:
         method, seconds = self.transport.sampler.ComputeLogprobs, self.transport.timeouts.sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import weakref
@@ -39,6 +40,7 @@ _PROBE = "/paceline.gateway.v1.GatewayService/WhoAmI"
 _PROBE_SECONDS = 0.2
 _HTTP1_SIGNS = ("http1.x", "ALPN")
 """Parts of gRPC's reasons for a peer that speaks HTTP/1.1, without and with TLS."""
+_log = logging.getLogger("paceline")
 
 
 class GrpcOwner:
@@ -114,6 +116,8 @@ class Transport:
         self._metadata: Metadata = ((API_KEY_KEY, f"Bearer {key}"),) if key else ()
         self._in_flight = asyncio.Semaphore(connection.max_in_flight)
         self._retries = RetryLog()
+        self._warnings: set[str] = set()
+        """Warnings that are not repeated."""
         self._unanswered = UnansweredCommands()
         self._connecting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -141,6 +145,12 @@ class Transport:
         """Run a function on THREAD without waiting for it; do nothing if the client is closed."""
         if self._stop.alive and OWNER.is_here:
             self._loop.call_soon_threadsafe(action)
+
+    def warn_once(self, message: str) -> None:
+        """Log a warning, unless this connection has logged it before."""
+        if message not in self._warnings:
+            self._warnings.add(message)
+            _log.warning("%s", message)
 
     async def start(
         self,

@@ -29,7 +29,11 @@ class SamplingParams:
     """How to choose tokens."""
 
     max_tokens: int | None = None
-    """None means up to the context length."""
+    """Maximum number of tokens of a completion.
+
+    None means no limit of its own: a completion without an end-of-sequence token, stop token or stop string fills the
+    context, which can take minutes.
+    """
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0

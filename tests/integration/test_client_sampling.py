@@ -57,6 +57,30 @@ async def test_a_sample_that_is_not_answered_in_time_raises_timed_out(server):
             await client.create_sampling_client().sample([1], sampling_params=SHORT)
 
 
+async def test_a_slow_sample_without_a_limit_is_explained_once_per_connection(server, client, caplog, monkeypatch):
+    monkeypatch.setattr("paceline.client.sampling_client._UNLIMITED_NOTICE_SECONDS", 0.05)
+    server.sampler.may_answer.clear()
+    limited = client.create_sampling_client().sample([1], sampling_params=SHORT)
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(limited.result, 0.2)
+    assert caplog.messages == []
+    unlimited = [client.create_sampling_client().sample([1]) for _ in range(3)]
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(unlimited[-1].result, 0.5)
+    (message,) = caplog.messages
+    assert "max_tokens is unset" in message
+    assert "SamplingParams(max_tokens=...)" in message
+    server.sampler.may_answer.set()
+    await asyncio.gather(limited, *unlimited)
+
+
+async def test_a_quick_sample_without_a_limit_is_not_remarked_on(client, caplog, monkeypatch):
+    monkeypatch.setattr("paceline.client.sampling_client._UNLIMITED_NOTICE_SECONDS", 0.5)
+    await client.create_sampling_client().sample([1])
+    await asyncio.sleep(0.7)
+    assert caplog.messages == []
+
+
 async def test_cancelling_a_sample_cancels_it_on_the_server(server, client):
     server.sampler.may_answer.clear()
     future = client.create_sampling_client().sample([1], sampling_params=SHORT)
@@ -155,6 +179,7 @@ async def test_a_cancelled_reader_cancels_a_silent_stream(server, client):
         ([[1, 2]], errors.InvalidShape),
         ([0.5], errors.InvalidDtype),
         ("hello", errors.InvalidDtype),
+        (["hello", "there"], errors.InvalidDtype),
     ],
 )
 async def test_a_prompt_that_is_no_row_of_token_ids_is_refused_before_it_is_sent(server, client, prompt, error):
