@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from pydantic_core import PydanticUndefined
+from support.doc_pages import ROOT, page, rows, section, shown
 
 from gateway.settings import GatewaySettings
 from paceline.errors import CATALOG
@@ -18,37 +18,9 @@ from sampler_service.settings import SamplerSettings
 from trainer_service.engine.loss.specs import LOSS_SPECS
 from trainer_service.settings import TrainerSettings
 
-ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
 SERVICES = {"Trainer": TrainerSettings, "Sampler": SamplerSettings, "Gateway": GatewaySettings}
 COMMON = "Every service"
-
-
-def page(name: str) -> str:
-    return (ROOT / "docs" / name).read_text()
-
-
-def section(text: str, heading: str) -> str:
-    """Return the text between a heading and the next one of any level."""
-    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found, f"no section {heading}"
-    return found[1]
-
-
-def rows(text: str) -> dict[str, list[str]]:
-    """Return the cells after the first of a text's table rows, by the code in the first."""
-    lines = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `"))
-    return {first.strip("` |"): [cell.strip("` |") for cell in rest] for first, *rest in lines}
-
-
-def shown(default: object) -> str:
-    """Format a default as the tables do."""
-    if default is PydanticUndefined:
-        return "required"
-    if isinstance(default, bool):
-        return str(default).lower()
-    text = ",".join(default) if isinstance(default, tuple) else str(default)
-    return {"None": "unset", "": "empty"}.get(text, text)
 
 
 def test_every_error_is_listed_with_its_status_and_class():
