@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline import errors, layout, weights
 from paceline.types import Checkpoint, CheckpointKind, LoraConfig
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.runs.peft_format import check_adapter_config
+from trainer_service.engine.runs.adapter_config import check_adapter_config
 from trainer_service.runs.record import RunOrigin
 
 _FILES = (layout.WEIGHTS_FILE, layout.CONFIG_FILE)
