@@ -34,7 +34,8 @@ _CONCURRENT_LOADS = 4
 """Most announced versions loaded at a time: a trainer that restarts announces every run at once."""
 
 _log = get_logger(__name__)
-Outbox = asyncio.Queue[pb.WatchVersionsRequest]
+Outbox = asyncio.Queue[pb.WatchVersionsRequest | None]
+"""Messages to send on a watch; None ends it."""
 
 
 class VersionWatcher:
@@ -91,9 +92,9 @@ class VersionWatcher:
 
     async def _watch(self) -> str:
         """Watch once; return why it ended."""
-        self._outbox = Outbox()
+        outbox = self._outbox = Outbox()
         self._send(pb.WatchVersionsRequest(hello=self._hello()))
-        call = self._trainer.watch(_drain(self._outbox))
+        call = self._trainer.watch(_drain(outbox))
         try:
             async for message in call:
                 self._hear(message)
@@ -110,6 +111,7 @@ class VersionWatcher:
             if self._group is not None:
                 self._group.leave()
             call.cancel()
+            outbox.put_nowait(None)  # a broken call leaves its reader of the outbox waiting
         return "closed by the trainer"
 
     def _hello(self) -> pb.Hello:
@@ -275,5 +277,5 @@ def acknowledge(entry: LoadedVersion, sampler_id: str, milliseconds: float) -> p
 
 
 async def _drain(outbox: Outbox) -> AsyncIterator[pb.WatchVersionsRequest]:
-    while True:
-        yield await outbox.get()
+    while (message := await outbox.get()) is not None:
+        yield message

@@ -1,0 +1,57 @@
+"""The sampler's watch on the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import grpc
+
+from paceline.types import ModelInfo
+from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
+from sampler_service.transports.trainer_link import TrainerLink
+from sampler_service.watcher import VersionWatcher
+
+MODEL = ModelInfo("tiny", 128, 259, "float32", 8, 2)
+
+
+class _Ending(WeightServiceServicer):
+    """Ends each watch when it has heard from the sampler."""
+
+    def __init__(self) -> None:
+        self.watches = 0
+
+    async def WatchVersions(self, request_iterator, context):  # noqa: N802
+        await anext(request_iterator)
+        self.watches += 1
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "stopping")
+        yield
+
+
+async def test_a_watch_that_ended_leaves_no_task_behind():
+    servicer, server = _Ending(), grpc.aio.server()
+    add_WeightServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    listeners = SimpleNamespace(loaded=[], released=[])
+    registry = SimpleNamespace(listeners=listeners, held=list)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        watcher = VersionWatcher(
+            TrainerLink(channel, "", 5.0),
+            registry,
+            SimpleNamespace(),
+            "sampler",
+            MODEL,
+            SimpleNamespace(),
+            SimpleNamespace(),
+            needs_volume=False,
+            offers=None,
+            group=None,
+        )
+        for _ in range(3):
+            assert await watcher._watch() == "UNAVAILABLE"
+        await asyncio.sleep(0.1)
+        left = [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task)]
+    await server.stop(0)
+    assert servicer.watches == 3
+    assert left == []
