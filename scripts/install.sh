@@ -9,8 +9,8 @@ fail() {
     printf '%s\n' "$@" >&2
     exit 1
 }
-is_suitable() {
-    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+is_suitable() { # sets `said` to what the interpreter, or the shell in its place, prints
+    said=$("$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>&1)
 }
 install() { # arguments of `pip install`
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: Location' >&2)
@@ -19,7 +19,7 @@ install() { # arguments of `pip install`
 if [ -z "$python" ]; then
     for python in python3 python3.13 python3.12 python3.11; do is_suitable "$python" && break; done
 fi
-is_suitable "$python" || fail "Paceline needs Python 3.11, 3.12 or 3.13, but $python is another version or missing; run make with PYTHON=<one of these>"
+is_suitable "$python" || fail ${said:+"$said"} "Paceline needs Python 3.11, 3.12 or 3.13, but $python is another version or missing; run make with PYTHON=<one of these>"
 if [ "$(uname -s)" = Linux ] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
     fail "vLLM's CPU build needs the library libnuma.so.1: install the package libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora)"
 fi

@@ -68,3 +68,12 @@ def test_a_python_that_will_not_do_is_refused_by_its_name(tmp_path: Path, broken
     assert done.returncode == 1
     assert "/no/such/python" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "venv").exists()
+
+
+def test_what_an_interpreter_says_instead_of_running_is_shown(tmp_path: Path, broken: Path) -> None:
+    shim = tmp_path / "python3.13"
+    shim.write_text("#!/bin/sh\necho 'pyenv: python3.13: command not found' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    said, last = install(tmp_path / "venv", shim, broken).stderr.splitlines()
+    assert said == "pyenv: python3.13: command not found"
+    assert str(shim) in last
