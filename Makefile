@@ -24,7 +24,7 @@ demo: proto ## Train the embedded model by reinforcement learning, end to end
 	@$(RUN)/python scripts/demo.py
 
 up: proto ## Run the three services with the embedded model until Ctrl-C
-	@$(RUN)/paceline up --model "$$($(RUN)/python scripts/make_model.py)"
+	@exec $(RUN)/paceline up --model "$$($(RUN)/python scripts/make_model.py)"
 
 test: proto ## Run every test that needs no GPU
 	@scripts/test.sh $(RUN)

@@ -1,7 +1,8 @@
 """Generate the typed gRPC stubs from `proto/` into the tree, beside the code that imports them.
 
 This is the project's only generator: `make proto`, the build hook and the tests all call `generate`. A contract's path
-below `proto/` is the import path of its stubs, so nothing is rewritten afterwards.
+below `proto/` is the import path of its stubs, so nothing is rewritten afterwards. As a script it leaves stubs alone
+that are those of these contracts and generators.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
+from hashlib import sha256
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -30,7 +32,29 @@ def generate(root: Path = ROOT) -> list[Path]:
     contracts = sorted(source.rglob("*.proto"))
     _remove_old(root, source, contracts)
     _run_protoc(root, source, contracts)
+    _stamp(root).write_text(_digest(root))
     return contracts
+
+
+def is_current(root: Path = ROOT) -> bool:
+    """Return whether `generate` would write what is there."""
+    stamp = _stamp(root)
+    return stamp.exists() and stamp.read_text() == _digest(root)
+
+
+def _stamp(root: Path) -> Path:
+    return root / "paceline" / "types" / "v1" / ".digest"
+
+
+def _digest(root: Path) -> str:
+    """Hash the contracts, their stubs, this file and the versions of the generators."""
+    digest = sha256(f"{version('grpcio-tools')} {version('mypy-protobuf')}".encode())
+    contracts = sorted((root / "proto").rglob("*.proto"))
+    stubs = sorted(path for path in (root / "paceline").glob("*/v1/*.py*") if path.suffix in {".py", ".pyi"})
+    digest.update(Path(__file__).read_bytes())
+    for path in (*contracts, *stubs):
+        digest.update(f"{path.relative_to(root)} {sha256(path.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()
 
 
 def _remove_old(root: Path, source: Path, contracts: Sequence[Path]) -> None:
@@ -58,4 +82,5 @@ def _script(name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(f"generated the stubs of {len(generate())} contracts")
+    if not is_current():
+        print(f"generated the stubs of {len(generate())} contracts")
