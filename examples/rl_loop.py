@@ -66,6 +66,8 @@ def main() -> None:
                     loop.publish()
                     continue
                 progress.update(bar, advance=1, reward=f"reward {reports[-1].reward:.2f}")
+                if not console.is_terminal:  # where no bar is drawn
+                    console.print(describe(reports[-1], options.steps))
         after = loop.evaluate()
         training.save_weights_for_sampler("final").result()
     show(console, reports, before, after, options.out)
@@ -145,6 +147,13 @@ class Loop:
         """Return the prompt's token ids."""
         tokens: list[int] = self.tokenizer.encode(question.prompt, add_special_tokens=False)
         return tokens
+
+
+def describe(report: StepReport, steps: int) -> str:
+    """Describe a step in a line."""
+    return (
+        f"step {report.step} of {steps}: reward {report.reward:.2f}, version {report.version}, {report.seconds:.1f} s"
+    )
 
 
 def show(console: Console, reports: list[StepReport], before: float, after: float, out: Path) -> None:

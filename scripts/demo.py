@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -26,11 +27,16 @@ ADDRESS = "127.0.0.1:50250"
 def main(arguments: list[str]) -> int:
     """Run the demo; return the exit status of the loop."""
     console, start = Console(), perf_counter()
-    with console.status("creating the embedded model (once)") as status:
+    making = "creating the embedded model (once)"
+    with console.status(making) as status:
+        # Without a terminal a status is not drawn.
+        say = status.update if console.is_terminal else partial(print, flush=True)
+        if not default_directory().exists():
+            say(making)
         model = make_model(default_directory())
         options = UpOptions(str(model), state=str(STATE), address=ADDRESS, max_lora_rank=16)
         try:
-            with local_services(options, STATE / "services.log", status.update) as services:
+            with local_services(options, STATE / "services.log", say) as services:
                 status.stop()
                 console.print(f"trainer, sampler and gateway are up after {perf_counter() - start:.0f} s")
                 code = run_loop(services, arguments)
