@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import cache, partial
+from time import monotonic
 from typing import Any
 
 import grpc
@@ -47,6 +48,8 @@ _OWN_PREFIXES = ("x-paceline-", "grpc-", ":")
 _AWAY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 """Statuses that gRPC itself gives for a service that is not there, or that stops and ends its calls."""
 _READY = grpc.ChannelConnectivity.READY
+_START_SECONDS = 60.0
+"""How long a service may take to come up before it counts as down."""
 _CONNECTING = {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING}
 _log = get_logger(__name__)
 
@@ -218,8 +221,9 @@ class Upstream:
         self.stream: Callable[[str], StreamCall] = cache(self._channel.stream_stream)
         """Returns the callable for a method of any kind."""
         self._up = asyncio.Event()
-        self._logged: bool | None = None
-        """The value of `ready` that was logged last."""
+        self._created, self._was_up = monotonic(), False
+        self._logged = ""
+        """The event that was logged last."""
         self._watching: asyncio.Task[None] | None = None
 
     def connect(self) -> None:
@@ -247,8 +251,14 @@ class Upstream:
             if state not in _CONNECTING:
                 self.settled.set()
                 # A connection that was closed for being idle is reopened at once, so this is not logged.
-                if self.ready is not self._logged:
-                    self._logged = self.ready
-                    log = _log.info if self.ready else _log.warning
-                    log("upstream is up" if self.ready else "upstream is down", upstream=self.name, target=self.target)
+                self._log_change()
             await self._channel.wait_for_state_change(state)
+
+    def _log_change(self) -> None:
+        self._was_up |= self.ready
+        is_late = self._was_up or monotonic() - self._created > _START_SECONDS
+        event = "upstream is up" if self.ready else "upstream is down" if is_late else "waiting for upstream"
+        if event != self._logged:
+            self._logged = event
+            log = _log.warning if event == "upstream is down" else _log.info
+            log(event, upstream=self.name, target=self.target)

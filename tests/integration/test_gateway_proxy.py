@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 from support.patience import PATIENCE
+from support.ports import free_port
 from support.stacks.gateway_stack import CREDENTIAL, Sampler, bearer, gateway, serving
 
 from gateway.keys import add_key
@@ -182,3 +184,26 @@ async def test_services_refuse_calls_past_the_gateway(tmp_path):
             await method(b"", metadata=(("x-paceline-tenant", "team-a"), ("x-paceline-credential", "guess")))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert CREDENTIAL not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_service_that_is_not_up_yet_is_no_warning_unless_it_takes_long(monkeypatch, is_late):
+    if is_late:
+        monkeypatch.setattr("gateway.proxy._START_SECONDS", 0.0)
+    port = free_port()
+    upstream = Upstream("trainer", f"127.0.0.1:{port}", None)
+    with capture_logs() as logged:
+        upstream.connect()
+        await asyncio.wait_for(upstream.settled.wait(), PATIENCE)
+        server = grpc.aio.server()
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        await upstream.wait_until_ready(PATIENCE)
+        await server.stop(None)
+        async with asyncio.timeout(PATIENCE):
+            while len(logged) < 3:  # noqa: ASYNC110 - a log has no event
+                await asyncio.sleep(0.02)
+    await upstream.close()
+    first = ("warning", "upstream is down") if is_late else ("info", "waiting for upstream")
+    said = [(line["log_level"], line["event"]) for line in logged]
+    assert said == [first, ("info", "upstream is up"), ("warning", "upstream is down")]
