@@ -112,7 +112,9 @@ class AgreementStatus:
         try:
             owner = await self._compare(agreement, ref, tokens, theirs)
         except errors.PacelineError as error:
-            _log.warning("not compared with the trainer", weights=str(ref), reason=error.reason, error=error.message)
+            # A run may be deleted while its version is compared.
+            log = _log.info if isinstance(error, errors.RunNotFound) else _log.warning
+            log("not compared with the trainer", weights=str(ref), reason=error.reason, error=error.message)
             return None
         if ref.is_base:
             self._base = agreement

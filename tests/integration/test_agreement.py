@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from support.models.tiny_models import make_tiny_llama, make_tiny_qwen3
 from support.stacks.cluster import Cluster
 from support.stacks.sampler_stack import PROMPT, Client, base_ref, sampling, until, version_ref
@@ -206,6 +207,13 @@ async def test_of_a_run_that_is_refused_its_tenant_alone_is_told(two_tenants):
     assert (info.refusal, list(info.agreements)) == ("", [])
     with pytest.raises(errors.RunNotFound, match=r"no such run$"):
         await two_tenants.bob.sample(version_ref(two_tenants.alices))
+
+
+async def test_a_run_that_was_deleted_before_it_is_compared_is_no_warning(trainer, client):
+    with capture_logs() as logged:
+        trainer.tell(probe(np.zeros(63, np.float32), ModelRef(run_id=new_run_id(), version=1)))
+        (line,) = await until(lambda: [line for line in logged if line["event"] == "not compared with the trainer"])
+    assert (line["reason"], line["log_level"]) == ("RUN_NOT_FOUND", "info")
 
 
 async def test_a_later_version_that_agrees_ends_a_runs_refusal_from_there_on(two_tenants):
