@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
+from time import monotonic
+from typing import Any, cast
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
@@ -39,6 +43,10 @@ _IDLE_SECONDS = 75
 _HEAD_SECONDS = 20.0
 """How long a request's head may take to arrive, from the connection or, on a reused one, from its own first byte."""
 _BACKLOG = 4096
+_HTTP2 = b"PRI * HTTP/2.0"
+"""How a connection of HTTP/2, such as a gRPC client's, begins."""
+_HTTP2_SECONDS = 60.0
+"""Least time between two warnings of such connections: a client that is not answered connects again and again."""
 _log = get_logger(__name__)
 
 
@@ -94,7 +102,7 @@ class HttpEdge:
 def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        http=TimedProtocol,
+        http=cast("type[asyncio.Protocol]", partial(TimedProtocol, on_http2=_GrpcCallers(settings.listen).warn)),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -125,6 +133,12 @@ class TimedProtocol(HttpToolsProtocol):
     """HTTP/1.1 with a timeout for a request's head."""
 
     _waiting: asyncio.TimerHandle | None = None
+    _is_new = True
+
+    def __init__(self, *arguments: Any, on_http2: Callable[[str], object] = lambda peer: None, **options: Any) -> None:
+        """`on_http2` is called with the peer's address if the connection begins as HTTP/2."""
+        super().__init__(*arguments, **options)
+        self._on_http2 = on_http2
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -137,6 +151,11 @@ class TimedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._waiting is None and (self.cycle is None or self.cycle.response_complete):
             self._wait_for_head()
+        is_new, self._is_new = self._is_new, False
+        if is_new and data.startswith(_HTTP2):
+            self._on_http2(self.client[0] if self.client else "")
+            self.send_400_response("This port serves HTTP/1.1; gRPC has a port of its own.")
+            return
         super().data_received(data)
 
     def on_headers_complete(self) -> None:
@@ -150,6 +169,21 @@ class TimedProtocol(HttpToolsProtocol):
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+
+
+class _GrpcCallers:
+    """Warns of gRPC clients at the HTTP port."""
+
+    def __init__(self, grpc_address: str) -> None:
+        self._grpc_address = grpc_address
+        self._warned = -math.inf
+
+    def warn(self, peer: str) -> None:
+        """Log a warning, unless the last one was recent."""
+        if monotonic() - self._warned >= _HTTP2_SECONDS:
+            self._warned = monotonic()
+            remedy = f"give it the gRPC port, which is at {self._grpc_address}"
+            _log.warning("gRPC client at the HTTP port", peer=peer, remedy=remedy)
 
 
 def make_app(*apis: APIRouter) -> FastAPI:

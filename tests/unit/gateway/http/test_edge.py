@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 import uvicorn
 from pydantic import ValidationError
 from starlette.requests import Request
+from structlog.testing import capture_logs
 
 from gateway.http import edge
 from gateway.http.tinker.downloads import Downloads
@@ -20,16 +23,25 @@ async def _answer(scope, receive, send):
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch):
-    monkeypatch.setattr(edge, "_HEAD_SECONDS", 0.2)
-    listening = edge._bind("127.0.0.1:0")
-    config = uvicorn.Config(_answer, http=edge.TimedProtocol, log_config=None, lifespan="off")
-    server = edge._Server(config)
+@asynccontextmanager
+async def _serve(config):
+    """Yield the address of a running server."""
+    listening, server = edge._bind("127.0.0.1:0"), edge._Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     await server.is_up.wait()
     try:
+        yield listening.getsockname()
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch):
+    monkeypatch.setattr(edge, "_HEAD_SECONDS", 0.2)
+    config = uvicorn.Config(_answer, http=edge.TimedProtocol, log_config=None, lifespan="off")
+    async with _serve(config) as address:
         for head, answer in ((b"", b""), (b"GET / HTTP/1.1\r\n", b""), (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"ok")):
-            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            reader, writer = await asyncio.open_connection(*address)
             writer.write(head)
             if answer:  # a second head that never arrives ends it too
                 assert (await reader.readuntil(b"ok")).endswith(answer)
@@ -37,9 +49,36 @@ async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch):
             async with asyncio.timeout(5):
                 assert await reader.read() == b""
             writer.close()
-    finally:
-        server.should_exit = True
-        await serving
+
+
+async def test_grpc_clients_at_the_http_port_are_one_warning_that_names_theirs():
+    settings = GatewaySettings(listen="127.0.0.1:50050", insecure=True)
+    with capture_logs() as logged:
+        async with _serve(edge._config(settings, _answer)) as address:
+            async with grpc.aio.insecure_channel("{}:{}".format(*address)) as channel:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await channel.unary_unary("/x.X/Y")(b"")
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 400")
+            writer.close()
+    (warning,) = logged
+    assert (warning["log_level"], warning["peer"]) == ("warning", "127.0.0.1")
+    assert warning["remedy"].endswith("127.0.0.1:50050")
+
+
+async def test_a_body_that_begins_as_http2_does_is_a_body():
+    async def read(scope, receive, send):
+        assert (await receive())["body"] == b"PRI * HTTP/2.0"
+        await _answer(scope, receive, send)
+
+    async with _serve(edge._config(GatewaySettings(insecure=True), read)) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 14\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        writer.write(b"PRI * HTTP/2.0")
+        assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        writer.close()
 
 
 @pytest.mark.parametrize(
