@@ -40,6 +40,7 @@ from trainer_service.publish.publisher import Publisher
 from trainer_service.publish.watch_hub import WatchHub
 from trainer_service.quotas import Quotas
 from trainer_service.recovery import Recovery
+from trainer_service.rpc.calls_in_progress import CallsInProgress
 from trainer_service.rpc.trainer_servicer import TrainerServicer
 from trainer_service.rpc.weight_servicer import WeightServicer
 from trainer_service.run_lifecycle import RunLifecycle
@@ -122,6 +123,7 @@ class TrainerService:
             self._publisher,
             self._recovery.start,
         )
+        self._calls = CallsInProgress()
         self._readiness: Readiness | None = None
         self._lock: int | None = None
         self._tokenizer_files: Mapping[str, bytes] = {}
@@ -133,7 +135,7 @@ class TrainerService:
         ).set_function(self._group.count)
 
     def interceptors(self) -> Sequence[AroundInterceptor]:
-        return (CredentialInterceptor(self._settings.secret),)
+        return (CredentialInterceptor(self._settings.secret), self._calls)
 
     async def start(self, readiness: Readiness) -> None:
         self._readiness = readiness
@@ -180,7 +182,9 @@ class TrainerService:
         weights.register(server)
 
     def drain(self) -> None:
+        """Refuse commands that have not started, and end the watches after the other calls."""
         self._registry.drain()
+        self._background.spawn(self._end_watches())
 
     async def stop(self) -> None:
         await self._background.close()
@@ -190,6 +194,11 @@ class TrainerService:
         await self._registry.close()
         if self._lock is not None:
             os.close(self._lock)
+
+    async def _end_watches(self) -> None:
+        # Not earlier: a publish in progress waits for acknowledgements, which arrive on the watches.
+        await self._calls.finished()
+        self._hub.close()
 
     def _find_version(self, run: RunRecord, version: int) -> Path:
         return self._publisher.find(run, version)

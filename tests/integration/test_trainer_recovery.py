@@ -2,6 +2,7 @@
 
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import grpc
 import pytest
@@ -12,8 +13,11 @@ from support.stacks.cluster import wait_for
 from support.stacks.warm_trainer import SERVICE, WarmRun
 
 from paceline import codec, errors
+from paceline.rpc.identity import peer_metadata
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum
+from paceline.weights.v1 import weight_service_pb2 as weights_pb
+from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
 
 pytestmark = pytest.mark.services
 
@@ -160,3 +164,28 @@ def test_bytes_on_the_volume_are_counted_rightly_after_a_kill_in_the_middle_of_a
         assert counted(stub) == on_disk()
         run.delete(checkpoints=True)
         assert counted(stub) == on_disk() == 0
+
+
+def test_a_trainer_that_stops_ends_the_watches_after_the_publishes_that_need_them(trainer):
+    assert trainer.start(drain_seconds=10 * PATIENCE)
+    said = SimpleQueue()
+    with trainer.connect() as stub, grpc.insecure_channel(f"127.0.0.1:{trainer.port}") as channel:
+        hello = weights_pb.WatchVersionsRequest(hello=weights_pb.Hello(sampler_id="one"))
+        said.put(hello)
+        watch = WeightServiceStub(channel).WatchVersions(
+            iter(said.get, None), timeout=PATIENCE, metadata=peer_metadata("")
+        )
+        assert next(watch).HasField("welcome")
+        run = WarmRun(stub)
+        with ThreadPoolExecutor() as pool:
+            publishing = pool.submit(run.publish, wait_for=pb.ACK_POLICY_ALL, ack_timeout_ms=int(1e3 * PATIENCE))
+            model = next(message for message in watch if message.HasField("announcement")).announcement.manifest.model
+            trainer.service.stop()
+            wait_for(lambda: "draining" in trainer.text(), PATIENCE, trainer.text)
+            ack = weights_pb.Acknowledgement(run_id=model.run_id, version=1, sha256=model.sha256, sampler_id="one")
+            said.put(weights_pb.WatchVersionsRequest(acknowledgement=ack))
+            assert publishing.result(PATIENCE).version == 1
+        assert not [message for message in watch if message.HasField("run_deleted")]
+        assert watch.code() is grpc.StatusCode.OK
+        said.put(None)
+    assert trainer.service.wait(PATIENCE)

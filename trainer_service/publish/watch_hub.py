@@ -45,8 +45,8 @@ class Watcher:
     """Whether the sampler wants to be notified of versions as soon as their files are staged."""
     instance: str = ""
     """Distinguishes a sampler that reconnects from another one of the same name; empty if not reported."""
-    outbox: asyncio.Queue[pb.WatchVersionsResponse | errors.PacelineError] = field(default_factory=asyncio.Queue)
-    """Messages to the sampler; an error ends its watch."""
+    outbox: asyncio.Queue[pb.WatchVersionsResponse | errors.PacelineError | None] = field(default_factory=asyncio.Queue)
+    """Messages to the sampler; an error or None ends its watch."""
 
     def announce(self, announcement: pb.Announcement) -> None:
         """Queue the announcement of a version."""
@@ -104,6 +104,11 @@ class WatchHub:
                 watcher.announce(announcement)
         _log.info("sampler watches", sampler=watcher.sampler_id, holds=len(watcher.held))
         await self._notify()
+
+    def close(self) -> None:
+        """End every watch. The samplers reconnect by themselves."""
+        for watcher in self._watchers.values():
+            watcher.outbox.put_nowait(None)
 
     async def leave(self, watcher: Watcher) -> bool:
         """Remove a watcher; its leases end. Return whether no other watcher has its name."""

@@ -156,7 +156,7 @@ class WeightServicer(WeightServiceServicer):
 
 
 async def _outbox(watcher: Watcher, listening: asyncio.Task[None]) -> AsyncIterator[pb.WatchVersionsResponse]:
-    """Yield responses for the watcher until it leaves.
+    """Yield responses for the watcher until it leaves or the trainer ends its watch.
 
     Raises the error that its messages caused, or the error with which its watch is to end.
     """
@@ -168,6 +168,8 @@ async def _outbox(watcher: Watcher, listening: asyncio.Task[None]) -> AsyncItera
                 listening.result()
                 return
             response = next_response.result()
+            if response is None:
+                return
             if isinstance(response, errors.PacelineError):
                 raise response
             yield response
