@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -21,11 +22,11 @@ from time import monotonic
 from typing import IO
 
 from paceline.up import UP
-from paceline.up.plan import CannotStart, UpOptions, read_or_make_key
+from paceline.up.plan import CannotStart, UpOptions, read_or_make_key, stop_seconds
 
 _START_SECONDS = 600.0
-_STOP_SECONDS = 90.0
-"""Longer than `paceline up` ever takes to stop."""
+_END_SECONDS = 30.0
+"""How much longer than its services `paceline up` may take to stop: processes that it kills end, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ def local_services(
         _wait_until_up(_follow(process, log), on_line)
         yield LocalServices(options.address, key_file.read_text().strip())
     finally:
-        _stop(process)
+        services_stop = sum(stop_seconds(name, os.environ) for name in ("gateway", "sampler", "trainer"))
+        _stop(process, services_stop + _END_SECONDS)
 
 
 def _follow(process: subprocess.Popen[bytes], log: Path) -> SimpleQueue[str | None]:
@@ -89,10 +91,10 @@ def _wait_until_up(lines: SimpleQueue[str | None], on_line: Callable[[str], obje
         on_line(last_line)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(_STOP_SECONDS)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -52,6 +52,8 @@ class Plan:
     """Cores that it may use; empty means all."""
     share: str = ""
     """The service's share of the machine, in words."""
+    stop_seconds: float = 0.0
+    """How long it may take to stop after SIGTERM: calls in progress finish and runs are saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ _KEY_NAME = "up"
 """Name of the key of `paceline up` in the gateway's keys file."""
 _DRAIN_SECONDS = 5
 """Short, because a user has pressed Ctrl-C and is waiting."""
+_CLOSE_SECONDS = 20.0
+"""How long a service may take after that: the trainer saves its runs and closes their journals."""
 
 
 def read_or_make_key(state: Path) -> Path:
@@ -157,7 +161,8 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
         variables = {prefix + key.upper(): value for key, value in {**common, **settings}.items()}
         chosen = {key: value for key, value in given.items() if key.startswith(prefix)}
         environment = {**share.environment, **variables, **chosen}
-        return Plan(name, module, environment, health[name], service, share.cores, share.name)
+        stop = stop_seconds(name, given)
+        return Plan(name, module, environment, health[name], service, share.cores, share.name, stop)
 
     model = {
         "model": options.model,
@@ -182,6 +187,15 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
         plan("sampler", "sampler_service", "paceline.sampler.v1.SamplerService", {**model, **sampler, **base}),
         plan("gateway", "gateway", "paceline.gateway.v1.GatewayService", gateway),
     ]
+
+
+def stop_seconds(name: str, given: Mapping[str, str]) -> float:
+    """Return how long a service may take to stop; an invalid `drain_seconds` is refused by the service's settings."""
+    try:
+        drain = float(given.get(f"PACELINE_{name.upper()}_DRAIN_SECONDS", _DRAIN_SECONDS))
+    except ValueError:
+        drain = _DRAIN_SECONDS
+    return drain + _CLOSE_SECONDS
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:

@@ -25,11 +25,10 @@ _MAX_FAILURES = 3
 _STEADY_SECONDS = 10.0
 """How long a service must have been ready for its next death to count as the first."""
 _RESTART_SECONDS = 1.0
-_STOP_SECONDS = 20.0
-"""How long a service may take to stop: calls in progress finish and runs are saved."""
 _BROKEN_STOP_SECONDS = 5.0
-"""The same if not all services were ever ready, so that no caller was served."""
+"""How long a service may take to stop if not all were ever ready, so that no caller was served."""
 _KILL_SECONDS = 5.0
+"""How long the kernel may take to end a killed process."""
 _POLL_SECONDS = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -46,7 +45,7 @@ _NOISE = re.compile(r"^(?:\s|Traceback |During handling|The above exception|[^ ]
 class Supervisor:
     """Runs one process per plan, each writing directly to its own log file, independently of this process.
 
-    `run` ends within `_STOP_SECONDS` + `_KILL_SECONDS` per service of the first signal, and immediately after a second.
+    `run` ends within `stop_seconds` + `_KILL_SECONDS` per service of the first signal, and immediately after a second.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class Supervisor:
         if service is None or service.ended.done():
             return
         service.process.terminate()
-        seconds = _BROKEN_STOP_SECONDS if self._not_ready else _STOP_SECONDS
+        seconds = _BROKEN_STOP_SECONDS if self._not_ready else service.plan.stop_seconds
         hurrying = asyncio.create_task(self._hurrying.wait())
         either: set[asyncio.Future[Any]] = {service.ended, hurrying}
         await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

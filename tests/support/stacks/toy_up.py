@@ -17,10 +17,17 @@ from paceline.up.plan import CannotStart, Plan
 def main(path: str) -> None:
     given = json.loads(Path(path).read_text())
     plans = [
-        Plan(name, "support.stacks.toy_service", environment, environment["TOY_HEALTH"], "toy")
+        Plan(
+            name,
+            "support.stacks.toy_service",
+            environment,
+            environment["TOY_HEALTH"],
+            "toy",
+            stop_seconds=given["stop_seconds"],
+        )
         for name, environment in given["services"].items()
     ]
-    supervisor._STOP_SECONDS = supervisor._BROKEN_STOP_SECONDS = given["stop_seconds"]
+    supervisor._BROKEN_STOP_SECONDS = given["stop_seconds"]
     running = supervisor.Supervisor(plans, Path(given["logs"]), say, lambda: say("up"))
     try:
         asyncio.run(running.run(until_eof=given["until_eof"]))

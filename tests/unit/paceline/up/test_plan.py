@@ -111,6 +111,32 @@ def test_variables_go_to_their_services_and_win(tmp_path):
 
 def test_both_services_compute_in_float32_on_a_cpu(tmp_path):
     planned = environments({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+def test_a_service_may_take_20_seconds_longer_to_stop_than_its_calls_may_take_to_finish(tmp_path):
+    given = {"PACELINE_TRAINER_DRAIN_SECONDS": "60", "PACELINE_SAMPLER_DRAIN_SECONDS": "long"}
+    plans = make_plans(UpOptions("tiny"), tmp_path, given)
+    assert {plan.name: plan.stop_seconds for plan in plans} == {"trainer": 80.0, "sampler": 25.0, "gateway": 25.0}
+
+
+def test_both_services_compute_in_float32_on_a_cpu(tmp_path):
+    planned = environments({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+def test_a_service_may_take_20_seconds_longer_to_stop_than_its_calls_may_take_to_finish(tmp_path):
+    given = {"PACELINE_TRAINER_DRAIN_SECONDS": "60", "PACELINE_SAMPLER_DRAIN_SECONDS": "long"}
+    plans = make_plans(UpOptions("tiny"), tmp_path, given)
+    assert {plan.name: plan.stop_seconds for plan in plans} == {"trainer": 80.0, "sampler": 25.0, "gateway": 25.0}
+
+
+def test_the_largest_rank_is_that_of_services_started_by_hand():
+    assert UpOptions("tiny").max_lora_rank == TrainerSettings.model_fields["max_lora_rank"].default
+
+
+def test_the_help_says_that_a_model_is_required(capsys):
+    with pytest.raises(SystemExit):
+        main(["up", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--model MODEL required; base model: a local directory or a Hugging Face id --model-name" in told
+    assert f"(default: {UpOptions('tiny').max_lora_rank})" in told
+
+
     assert planned["trainer"]["PACELINE_TRAINER_DTYPE"] == "float32"
     assert planned["sampler"]["PACELINE_SAMPLER_DTYPE"] == "float32"
 
