@@ -20,7 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="run trainer, sampler and gateway on this machine until Ctrl-C",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    up.add_argument("--model", required=True, help="base model: a local directory or a Hugging Face id")
+    # Without a default, which the help would print.
+    up.add_argument(
+        "--model",
+        required=True,
+        default=argparse.SUPPRESS,
+        help="required; base model: a local directory or a Hugging Face id",
+    )
     up.add_argument("--model-name", default="", help="name that clients use; empty: the last part of --model")
     up.add_argument("--state", default=".paceline", help="directory of checkpoints, logs and the API key")
     up.add_argument("--address", default="127.0.0.1:50050", help="address of the gateway")
@@ -37,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="auto",
         help="dtype of both services; auto: float32 on CPUs, bfloat16 on GPUs",
     )
-    up.add_argument("--max-lora-rank", type=int, default=32, help="largest rank of an adapter")
+    up.add_argument("--max-lora-rank", type=int, default=64, help="largest rank of an adapter")
     up.add_argument("--log-level", default="INFO", help="DEBUG, INFO, WARNING or ERROR")
     up.add_argument("--until-eof", action="store_true", help="also end when standard input ends")
     atropos = commands.add_parser(

@@ -33,7 +33,7 @@ class UpOptions:
     engine: str = "vllm"
     bridge: str = "stream"
     dtype: str = "auto"
-    max_lora_rank: int = 32
+    max_lora_rank: int = 64
     log_level: str = "INFO"
 
 

@@ -15,6 +15,7 @@ from support.ports import free_service_ports
 from gateway.keys import add_key, read_keys
 from paceline import up as module
 from paceline.api_keys import hash_token
+from paceline.cli import main
 from paceline.machine import visible_gpus
 from paceline.up import up
 from paceline.up.plan import (
@@ -27,6 +28,7 @@ from paceline.up.plan import (
     share_cores,
     share_gpus,
 )
+from trainer_service.settings import TrainerSettings
 
 
 def make_model_files(directory):
@@ -104,21 +106,11 @@ def test_variables_go_to_their_services_and_win(tmp_path):
     given = {"PACELINE_SAMPLER_MAX_LORA_RANK": "8", "PACELINE_TRAINER_PACK_TOKENS": "64", "PACELINE_API_KEY": "secret"}
     planned = environments(given, tmp_path)
     assert planned["sampler"]["PACELINE_SAMPLER_MAX_LORA_RANK"] == "8"
-    assert planned["trainer"]["PACELINE_TRAINER_MAX_LORA_RANK"] == "32"
+    assert planned["trainer"]["PACELINE_TRAINER_MAX_LORA_RANK"] == "64"
     assert planned["trainer"]["PACELINE_TRAINER_PACK_TOKENS"] == "64"
     assert not any("secret" in environment.values() for environment in planned.values())
 
 
-def test_both_services_compute_in_float32_on_a_cpu(tmp_path):
-    planned = environments({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
-def test_a_service_may_take_20_seconds_longer_to_stop_than_its_calls_may_take_to_finish(tmp_path):
-    given = {"PACELINE_TRAINER_DRAIN_SECONDS": "60", "PACELINE_SAMPLER_DRAIN_SECONDS": "long"}
-    plans = make_plans(UpOptions("tiny"), tmp_path, given)
-    assert {plan.name: plan.stop_seconds for plan in plans} == {"trainer": 80.0, "sampler": 25.0, "gateway": 25.0}
-
-
-def test_both_services_compute_in_float32_on_a_cpu(tmp_path):
-    planned = environments({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
 def test_a_service_may_take_20_seconds_longer_to_stop_than_its_calls_may_take_to_finish(tmp_path):
     given = {"PACELINE_TRAINER_DRAIN_SECONDS": "60", "PACELINE_SAMPLER_DRAIN_SECONDS": "long"}
     plans = make_plans(UpOptions("tiny"), tmp_path, given)
@@ -137,6 +129,8 @@ def test_the_help_says_that_a_model_is_required(capsys):
     assert f"(default: {UpOptions('tiny').max_lora_rank})" in told
 
 
+def test_both_services_compute_in_float32_on_a_cpu(tmp_path):
+    planned = environments({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
     assert planned["trainer"]["PACELINE_TRAINER_DTYPE"] == "float32"
     assert planned["sampler"]["PACELINE_SAMPLER_DTYPE"] == "float32"
 
