@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -16,6 +15,7 @@ from make_model import default_directory, make_model
 from rich.console import Console
 
 from paceline.local import LocalServices, local_services
+from paceline.up import UP
 from paceline.up.plan import CannotStart, UpOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     making = "creating the embedded model (once)"
     with console.status(making) as status:
         # Without a terminal a status is not drawn.
-        say = status.update if console.is_terminal else partial(print, flush=True)
+        say = status.update if console.is_terminal else print_progress
         if not default_directory().exists():
             say(making)
         model = make_model(default_directory())
@@ -44,6 +44,12 @@ def main(arguments: list[str]) -> int:
             sys.exit(str(failure))
     console.print(f"done in {perf_counter() - start:.0f} s")
     return code
+
+
+def print_progress(line: str) -> None:
+    """Print a line, except the last one of `paceline up`, which addresses those who run it themselves."""
+    if not line.startswith(UP):
+        print(line, flush=True)
 
 
 def run_loop(services: LocalServices, arguments: list[str]) -> int:
