@@ -16,6 +16,15 @@ install() { # arguments of `pip install`
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: Location' >&2)
 }
 
+# An environment that is there keeps its interpreter: packages of two versions must not mix in it.
+version='import sys; print("%d.%d" % sys.version_info[:2])'
+if is_suitable "$venv/bin/python"; then
+    has=$("$venv/bin/python" -c "$version")
+    if [ -n "$python" ] && is_suitable "$python" && [ "$("$python" -c "$version")" != "$has" ]; then
+        fail "$venv was made with Python $has; remove it, and run make again, to install with $("$python" -V)"
+    fi
+    python=${python:-$venv/bin/python}
+fi
 if [ -z "$python" ]; then
     for python in python3 python3.13 python3.12 python3.11; do is_suitable "$python" && break; done
 fi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ REASON = "ImportError: libcudnn.so.9: cannot open shared object file"
 PYTHON = """#!/bin/sh
 # Makes an environment in which pip installs the torch of BROKEN, and nothing else.
 case "$1 $2" in
-"-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+"-m venv") mkdir -p "$3/bin" && {{ [ "$0" -ef "$3/bin/python" ] || cp "$0" "$3/bin/python"; }} ;;
 "-m pip") shift 2; echo "$@" >> "$BROKEN/asked" ;;
 *) PYTHONPATH=$BROKEN exec {python} "$@" ;;
 esac
@@ -77,3 +78,36 @@ def test_what_an_interpreter_says_instead_of_running_is_shown(tmp_path: Path, br
     said, last = install(tmp_path / "venv", shim, broken).stderr.splitlines()
     assert said == "pyenv: python3.13: command not found"
     assert str(shim) in last
+
+
+@pytest.fixture
+def pythons(tmp_path: Path) -> Callable[[str], Path]:
+    """Return a maker of interpreters that say that they are of a version, and make environments that say the same."""
+
+    def make(version: str) -> Path:
+        python = tmp_path / f"python{version}"
+        code = f"import sys; sys.version_info = (*map(int, {version!r}.split('.')), 0)\n"
+        (tmp_path / f"as{version}").mkdir()
+        (tmp_path / f"as{version}" / "sitecustomize.py").write_text(code)
+        text = PYTHON.replace("PYTHONPATH=$BROKEN", f"PYTHONPATH={tmp_path}/as{version}:$BROKEN")
+        python.write_text(text.format(python=sys.executable))
+        python.chmod(0o755)
+        return python
+
+    return make
+
+
+def test_an_environment_keeps_the_interpreter_that_it_was_made_with(
+    tmp_path: Path, broken: Path, pythons: Callable[[str], Path]
+) -> None:
+    venv = tmp_path / "venv"
+    install(venv, pythons("3.13"), broken)
+    made = (venv / "bin" / "python").read_text()
+    assert "as3.13" in made
+    assert REASON in install(venv, "", broken).stderr
+    assert (venv / "bin" / "python").read_text() == made
+
+    refused = install(venv, pythons("3.12"), broken)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"{venv} was made with Python 3.13; remove it")
+    assert (venv / "bin" / "python").read_text() == made
