@@ -1,4 +1,4 @@
-"""The trainer service: builds its components and connects them."""
+"""The trainer service, put together: starts the engine and restarts it when it died, and expires checkpoints."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from paceline.rpc.server import Readiness
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from paceline.types import ModelCertificate, ModelInfo, PackingMode, RunState
 from paceline.waiting_bytes import WaitingBytes
-from paceline.weight_sharing import is_lent, read_base
 from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import CommandExecutor, SnapshotPolicy
 from trainer_service.engine.client import EngineProcess
+from trainer_service.engine.shared_base_watch import SharedBaseWatch
 from trainer_service.engine.watchdog import Patience
 from trainer_service.failpoints import Failpoints
 from trainer_service.limits.disk_guard import DiskGuard
@@ -55,8 +55,6 @@ _log = get_logger(__name__)
 
 _RESTART_SECONDS, _MAX_RESTART_SECONDS = 1.0, 30.0
 """Delay between attempts to restart the engine: initial and maximum."""
-_POLL_SECONDS = 0.5
-"""Interval at which the sampler's lock is polled: a lock that is released by its holder's death causes no event."""
 
 
 class TrainerService:
@@ -277,37 +275,6 @@ class TrainerService:
                     _log.info("checkpoint expired", path=path)
             except OSError as error:  # affects the whole volume, for example no free descriptors
                 _log.error("expiring checkpoints failed; retrying", error=str(error))
-
-
-class SharedBaseWatch:
-    """Tracks the weights that the engine was started on. Without a directory it has its own, which never disappear."""
-
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
-        self._generation = ""
-        self._is_borrowed = False
-
-    async def wait_available(self) -> None:
-        """Wait until there are weights to start the engine on. Raises BaseMismatch if the directory is not usable."""
-        waited = False
-        while self._directory is not None:
-            try:
-                manifest = await asyncio.to_thread(read_base, self._directory)
-                self._generation, self._is_borrowed = manifest.generation, not manifest.writable
-                return
-            except errors.BaseUnavailable as error:
-                if not waited:
-                    _log.warning("waiting for base weights", reason=error.reason, error=error.message)
-                waited = True
-            await asyncio.sleep(_POLL_SECONDS)
-
-    async def wait_gone(self) -> None:
-        """Wait until the weights that `wait_available` found last, which the engine uses, are gone or replaced."""
-        while not self._is_borrowed or await self._is_available():  # noqa: ASYNC110 - file locks must be polled
-            await asyncio.sleep(_POLL_SECONDS)
-
-    async def _is_available(self) -> bool:
-        return self._directory is None or await asyncio.to_thread(is_lent, self._directory, self._generation)
 
 
 class CertificateMetrics(Collector):

@@ -1,4 +1,4 @@
-"""The checkpoint store.
+"""The checkpoints on the volume: saved, found, listed, opened, expired, deleted.
 
 A checkpoint is a directory with the adapter in PEFT's layout, or a whole model, and a manifest; a state checkpoint also
 holds optimizer, RNG and counters. A state checkpoint or a whole model also has a SHA256SUMS file over all of its files

@@ -1,4 +1,4 @@
-"""All runs of this trainer."""
+"""All runs of this trainer: read at start, with older formats rewritten; found by id; saved when the trainer stops."""
 
 from __future__ import annotations
 

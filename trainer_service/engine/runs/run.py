@@ -1,4 +1,4 @@
-"""Base class of the engine's runs."""
+"""Base class of the engine's runs: the gradient that accumulates, the step that applies it, state saved and loaded."""
 
 from __future__ import annotations
 
