@@ -1,4 +1,4 @@
-"""What every transport shares: keys of versions, the protocol of bridges, and the staged files that they return."""
+"""What transports share: the protocol of bridges, staged files, and which weights are accepted: rank, base, sizes."""
 
 from __future__ import annotations
 

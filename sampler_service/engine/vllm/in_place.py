@@ -1,4 +1,4 @@
-"""vLLM engines whose weights are replaced in place, without a restart: as whole models, or while requests run."""
+"""vLLM engines whose weights are replaced in place: requests pause meanwhile, or run on and their tokens are marked."""
 
 from __future__ import annotations
 
