@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the processes that services are forked from, once for all xdist workers; disable hypothesis deadlines."""
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+    gc.disable()  # collection imports half a million objects that stay; searching them for garbage takes a fifth of it
     if hasattr(config, "workerinput") or count_gpus():  # GPU drivers do not survive a fork
         return
     directory = TemporaryDirectory()
@@ -58,7 +60,12 @@ def vllm_here() -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server that vLLM's engines are forked from, if a test needs it, before tests start threads."""
+    """End the pause of garbage collection; if a test needs it, start the server that vLLM's engines are forked from.
+
+    It is started before tests start threads.
+    """
+    gc.freeze()
+    gc.enable()
     if any("vllm_here" in getattr(item, "fixturenames", ()) for item in session.items):
         from sampler_service.engine.vllm.forks import start_fork_server
 
