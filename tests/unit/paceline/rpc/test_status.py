@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -24,13 +26,20 @@ class _NeverAnswered(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(wait)
 
 
-async def test_a_call_that_a_stopping_server_ends_may_be_repeated():
+@asynccontextmanager
+async def _serving() -> AsyncIterator[tuple[_NeverAnswered, grpc.aio.Server, grpc.aio.Channel]]:
     handler = _NeverAnswered()
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield handler, server, channel
+    await server.stop(0)
+
+
+async def test_a_call_that_a_stopping_server_ends_may_be_repeated():
+    async with _serving() as (handler, server, channel):
         calls = [asyncio.ensure_future(_call(channel)) for _ in range(20)]
         await handler.arrived.wait()
         await server.stop(0)
@@ -43,18 +52,12 @@ async def test_a_call_that_a_stopping_server_ends_may_be_repeated():
 
 
 async def test_a_caller_that_cancels_gets_no_status():
-    handler = _NeverAnswered()
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((handler,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with _serving() as (handler, _, channel):
         call = channel.unary_unary("/a/b")(b"")
         await handler.arrived.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-    await server.stop(0)
 
 
 async def _call(channel: grpc.aio.Channel) -> bytes:
