@@ -42,6 +42,9 @@ _IDLE_SECONDS = 75
 """How long a connection may be idle after a response."""
 _HEAD_SECONDS = 20.0
 """How long a request's head may take to arrive, from the connection or, on a reused one, from its own first byte."""
+_MAX_HEAD = 64 << 10
+"""Most bytes of a request's head, or of the fields after a chunked body. The parser itself has no limit."""
+_HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _BACKLOG = 4096
 _HTTP2 = b"PRI * HTTP/2.0"
 """How a connection of HTTP/2, such as a gRPC client's, begins."""
@@ -130,10 +133,12 @@ def _bind(address: str) -> socket.socket:
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 with a timeout for a request's head."""
+    """HTTP/1.1 with a timeout and a length limit for a request's head."""
 
     _waiting: asyncio.TimerHandle | None = None
     _is_new = True
+    _held = 0
+    """Bytes received since the parser last passed on a whole head or a part of a body: it holds them."""
 
     def __init__(self, *arguments: Any, on_http2: Callable[[str], object] = lambda peer: None, **options: Any) -> None:
         """`on_http2` is called with the peer's address if the connection begins as HTTP/2."""
@@ -156,11 +161,25 @@ class TimedProtocol(HttpToolsProtocol):
             self._on_http2(self.client[0] if self.client else "")
             self.send_400_response("This port serves HTTP/1.1; gRPC has a port of its own.")
             return
+        self._held += len(data)
         super().data_received(data)
+        if self._held > _MAX_HEAD and not self.transport.is_closing():
+            if self._waiting is not None:
+                self.transport.write(_HEAD_TOO_LARGE)
+            self.transport.close()
 
     def on_headers_complete(self) -> None:
+        self._held = 0
         self._head_arrived()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._held = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._held = 0
+        super().on_message_complete()
 
     def _wait_for_head(self) -> None:
         self._waiting = self.loop.call_later(_HEAD_SECONDS, self.transport.close)

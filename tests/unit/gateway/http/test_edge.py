@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
@@ -79,6 +79,44 @@ async def test_a_body_that_begins_as_http2_does_is_a_body():
         writer.write(b"PRI * HTTP/2.0")
         assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+async def _echo_length(scope, receive, send):
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"%d bytes" % size})
+
+
+_CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("beginning", [b"GET / HTTP/1.1\r\nX: ", b"GET /", _CHUNKED + b"0\r\nX: ", _CHUNKED + b"5;"])
+async def test_a_head_without_an_end_is_not_kept(beginning):
+    async with _serve(edge._config(GatewaySettings(insecure=True), _echo_length)) as (host, port), asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(beginning)
+        with suppress(OSError):
+            for _ in range(64):
+                writer.write(b"x" * (1 << 20))
+                await writer.drain()
+            pytest.fail("64 MiB of a head were taken")
+        with suppress(OSError):
+            assert b" 200 " not in await reader.read()
+        writer.close()
+
+
+async def test_a_long_head_and_a_long_body_are_served():
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 60_000 + b"\r\nContent-Length: 8000000\r\n\r\n"
+    chunk = b"8\r\neight by\r\n" * 50_000
+    async with _serve(edge._config(GatewaySettings(insecure=True), _echo_length)) as (host, port), asyncio.timeout(20):
+        for request, size in ((head + bytes(8_000_000), 8_000_000), (_CHUNKED + chunk + b"0\r\n\r\n", 400_000)):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(request)
+            await reader.readuntil(b"%d bytes" % size)
+            writer.close()
 
 
 @pytest.mark.parametrize(
