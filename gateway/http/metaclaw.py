@@ -117,12 +117,14 @@ class Sample(Body):
 class _Session:
     """A run whose commands this API numbers."""
 
-    attachment: int
-    next_seq_id: int
-    step: int
+    attachment: int = 0
+    """Zero: this API is not attached to the run, so the numbers below are not known."""
+    next_seq_id: int = 0
+    step: int = 0
     losses: list[float] = field(default_factory=list)
     """Losses of the ForwardBackward calls since the last step."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a command is sent, so that the next one takes its number after the outcome is known."""
 
 
 class MetaClawApi:
@@ -208,7 +210,7 @@ class MetaClawApi:
             tenant = tenant_of(request)
             make = partial(pb.LoadCheckpointRequest, path=body.path, with_optimizer=True)
             reply = await self._send(tenant, body.session_id, make, pb.LoadCheckpointResponse)
-            (await self._session(tenant, body.session_id)).step = reply.run.step
+            self._known(tenant, body.session_id).step = reply.run.step
             return {"status": "ok", "step": reply.run.step}
 
     def _add_training(self, router: APIRouter) -> None:
@@ -223,7 +225,7 @@ class MetaClawApi:
             tenant = tenant_of(request)
             reply = await self._send(tenant, body.session_id, make, pb.ForwardBackwardResponse)
             mean = reply.metrics["loss:sum"] / len(data)
-            (await self._session(tenant, body.session_id)).losses.append(mean)
+            self._known(tenant, body.session_id).losses.append(mean)
             tokens = sum(max(1, int(np.count_nonzero(datum.advantages))) for datum in body.datums)
             return {"status": "ok", "loss": mean, "total_tokens": tokens, "num_datums": len(data)}
 
@@ -232,7 +234,7 @@ class MetaClawApi:
             make = partial(pb.OptimStepRequest, adamw=pb.AdamwParams(learning_rate=body.learning_rate, **_ADAMW))
             tenant = tenant_of(request)
             reply = await self._send(tenant, body.session_id, make, pb.OptimStepResponse)
-            session = await self._session(tenant, body.session_id)
+            session = self._known(tenant, body.session_id)
             losses, session.losses, session.step = session.losses, [], reply.step
             return {
                 "status": "ok",
@@ -287,32 +289,49 @@ class MetaClawApi:
 
     async def _send(self, tenant: str, run_id: str, make: Callable[..., Message], reply: type[Reply]) -> Reply:
         """Send the next command of a session. After a failure, the next one attaches again and continues from there."""
-        session = await self._session(tenant, run_id)
+        session = self._known(tenant, run_id)
         async with session.turn:
+            await self._attach(tenant, run_id, session)
             try:
                 with sendable("request"):
                     message = make(run_id=run_id, seq_id=session.next_seq_id, attachment=session.attachment)
                 answer = await self._services.call(tenant, message, reply, seconds=_SECONDS)
             except BaseException:
-                self._sessions.pop((tenant, run_id), None)
+                session.attachment = 0
                 raise
             session.next_seq_id += 1
         return answer
 
     async def _session(self, tenant: str, run_id: str) -> _Session:
-        """Return a run's session, attaching to the run if needed. Raises RunNotFound if it is not the tenant's."""
+        """Return a run's session, attached to the run. Raises RunNotFound if the run is not the tenant's."""
+        session = self._known(tenant, run_id)
+        async with session.turn:
+            await self._attach(tenant, run_id, session)
+        return session
+
+    async def _attach(self, tenant: str, run_id: str, session: _Session) -> None:
+        """Attach a session to its run unless it is. The caller holds its turn. Raises RunNotFound."""
+        if session.attachment:
+            return
+        request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
+        try:
+            reply = await self._services.call(tenant, request, pb.AttachRunResponse)
+        except errors.RunNotFound as error:
+            self._sessions.pop((tenant, run_id), None)
+            raise errors.RunNotFound("no such session; POST /v1/lora/create", field="session_id") from error
+        session.attachment, session.step = reply.attachment, reply.run.step
+        session.next_seq_id = reply.run.last_seq_id + 1
+
+    def _known(self, tenant: str, run_id: str) -> _Session:
+        """Return a run's session, attached or not: the same one to all callers, who take turns."""
         key = tenant, run_id
-        if key not in self._sessions:
-            request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
-            try:
-                reply = await self._services.call(tenant, request, pb.AttachRunResponse)
-            except errors.RunNotFound as error:
-                raise errors.RunNotFound("no such session; POST /v1/lora/create", field="session_id") from error
-            self._sessions[key] = _Session(reply.attachment, reply.run.last_seq_id + 1, reply.run.step)
+        session = self._sessions.setdefault(key, _Session())
         self._sessions.move_to_end(key)
-        while len(self._sessions) > _MAX_SESSIONS:
-            self._sessions.popitem(last=False)
-        return self._sessions[key]
+        if (excess := len(self._sessions) - _MAX_SESSIONS) > 0:
+            idle = [each for each, one in self._sessions.items() if one is not session and not one.turn.locked()]
+            for each in idle[:excess]:
+                del self._sessions[each]
+        return session
 
 
 def _datum(datum: WireDatum, place: str) -> datum_pb2.Datum:
