@@ -142,8 +142,15 @@ class Futures:
         await self._saving.finish()
 
     async def post(self, kind: Kind[T], request_id: str, tenant: str, session_id: str, request: T) -> None:
-        """Accept work durably; repeating the call has no effect. Raises RequestIdReused if the id names other work."""
-        body = kind.dump(request)
+        """Accept work durably; repeating the call has no effect.
+
+        Raises RequestIdReused if the id names other work, and UnreadableMessage if the request cannot be stored.
+        """
+        try:
+            body = kind.dump(request)
+        except ValueError as error:
+            message = "the request has text that is not Unicode, or is nested too deep"
+            raise errors.UnreadableMessage(message) from error
         digest = sha256(kind.name.encode() + body).digest()
         known = self._works.get(request_id) or self._store.future(request_id)
         if known is not None:

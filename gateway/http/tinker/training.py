@@ -42,9 +42,14 @@ _UNSERVED_LOSSES = {
 
 
 class Body(BaseModel):
-    """A request in JSON. Fields that the SDK sends and the gateway does not need are ignored."""
+    """A request in JSON. Fields that the SDK sends and the gateway does not need are ignored.
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=(), populate_by_name=True)
+    NaN and infinity are stored as such, since null would be read as a field that is not set.
+    """
+
+    model_config = ConfigDict(
+        extra="ignore", protected_namespaces=(), populate_by_name=True, ser_json_inf_nan="constants"
+    )
 
 
 class Lora(Body):
@@ -179,10 +184,8 @@ class Training:
         self.save_external = kind("save_weights_external", SaveWeights, self._save_external)
         self.save_for_sampler = kind("save_weights_for_sampler", SaveForSampler, self._save_for_sampler)
         self.unload_model = kind("unload_model", OfModel, self._unload_model)
-        message = tinker_pb2.ForwardBackwardRequest
-        self.forward_backward = futures.add(
-            Kind("forward_backward", message.SerializeToString, message.FromString, self._forward_backward)
-        )
+        load = tinker_pb2.ForwardBackwardRequest.FromString
+        self.forward_backward = futures.add(Kind("forward_backward", _bytes_of, load, self._forward_backward))
 
     async def _create_model(self, tenant: str, request: CreateModel) -> Result:
         _check_optimizer(request.optimizer_config)
@@ -377,6 +380,11 @@ class Training:
         except errors.RunNotFound:
             pass
         await self._store.end_model(model.model_id)
+
+
+def _bytes_of(batch: tinker_pb2.ForwardBackwardRequest) -> bytes:
+    """Return the same bytes for the same batch in every process; otherwise the order of maps differs between them."""
+    return batch.SerializeToString(deterministic=True)
 
 
 def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:

@@ -1,0 +1,59 @@
+"""How posted training requests are stored: equal bytes for equal requests, and nothing changed by storing them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gateway.http.tinker.futures import Futures
+from gateway.http.tinker.names import Aliases, Names
+from gateway.http.tinker.sessions import Sessions
+from gateway.http.tinker.store import Store
+from gateway.http.tinker.training import Adam, CreateModel, OptimStep, Training
+from paceline import errors
+from paceline.tinker.v1 import tinker_pb2
+from paceline.waiting_bytes import WaitingBytes
+
+
+@pytest.fixture
+def futures(tmp_path):
+    store = Store(tmp_path / "tinker.sqlite")
+    yield Futures(store, WaitingBytes())
+    store.close()
+
+
+@pytest.fixture
+def training(futures):
+    store = futures._store
+    return Training(None, store, Names(store), Aliases(()), Sessions(store, futures), futures, 1 << 20)
+
+
+def test_a_batch_is_stored_with_its_inputs_in_order(training):
+    # Otherwise a gateway that has restarted takes a batch that is posted again for another one.
+    names = ["target_tokens", "weights", "logprobs", "advantages", "mask", "one", "two", "three"]
+    inputs = {name: tinker_pb2.Tensor(dense=name.encode()) for name in names}
+    batch = tinker_pb2.ForwardBackwardRequest(model_id="model", data=[tinker_pb2.Datum(loss_fn_inputs=inputs)])
+    stored = training.forward_backward.dump(batch)
+    assert training.forward_backward.load(stored) == batch
+    keys = {name: b"\x0a" + bytes([len(name)]) + name.encode() for name in names}
+    assert sorted(names, key=lambda name: stored.index(keys[name])) == sorted(names)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_is_stored_as_such(training, value):
+    # As null it would be the default after a restart, and the step would be taken.
+    step = OptimStep(model_id="m", seq_id=1, adam_params=Adam(learning_rate=value), optimizer_params={"eps": value})
+    loaded = training.optim_step.load(training.optim_step.dump(step))
+    assert str(loaded) == str(step)
+
+
+def nested(depth):
+    return {"inside": nested(depth - 1)} if depth else {}
+
+
+@pytest.mark.parametrize("metadata", [nested(400), {"text": "\ud800"}], ids=["deep", "half a surrogate pair"])
+async def test_what_cannot_be_stored_is_refused(futures, training, metadata):
+    request = CreateModel(session_id="s", model_seq_id=0, user_metadata=metadata)
+    with pytest.raises(errors.UnreadableMessage):
+        await futures.post(training.create_model, "s:train:0:0", "tenant", "s", request)
