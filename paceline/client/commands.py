@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 
+from paceline import errors
 from paceline.client.futures import PacelineFuture
-from paceline.client.retry import call_name
+from paceline.client.retry import call_name, is_unread
 from paceline.client.transport import Transport
+from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 MAX_COMMANDS_UNANSWERED = 32
 """Maximum number of commands of one run in flight. More would only wait at the server while their deadlines run."""
@@ -108,10 +111,26 @@ class CommandQueue:
         for request, seq_id in zip(requests, seq_ids, strict=True):
             request.seq_id, request.attachment = seq_id, self._attachment
             await self._in_flight.acquire()
-            call = await self._transport.start(method, request, self._transport.timeouts.training)
+            answer = await self._transport.start(method, request, self._transport.timeouts.training)
+            call = self._transport.start_task(self._counted(answer, seq_id))
             call.add_done_callback(lambda _: self._in_flight.release())
             calls.append(call)
         return calls
+
+    async def _counted(self, answer: asyncio.Task[Reply], seq_id: int) -> Reply:
+        """Wait for an answer. If the command was refused unread, have its seq_id used up by a command that is refused.
+
+        Otherwise later commands would wait for it. If it was used up after all, the second command has no effect.
+        """
+        try:
+            return await answer
+        except errors.PacelineError as error:
+            if is_unread(error):
+                empty = pb.ForwardBackwardRequest(run_id=self._run_id, seq_id=seq_id, attachment=self._attachment)
+                transport = self._transport
+                with suppress(errors.PacelineError):
+                    await transport.call_beside(transport.trainer.ForwardBackward, empty, transport.timeouts.training)
+            raise
 
 
 async def outcomes(calls: Sequence[asyncio.Task[Reply]]) -> Sequence[Outcome[Reply]]:

@@ -166,7 +166,7 @@ class Transport:
 
         await self._connected()
         await self._in_flight.acquire()
-        task = self._start_task(self._with_retries(attempt, request))
+        task = self.start_task(self._with_retries(attempt, request))
         task.add_done_callback(lambda _: self._in_flight.release())
         return task
 
@@ -179,6 +179,16 @@ class Transport:
     ) -> Reply:
         """Call a method and return its reply. `seconds` is the timeout of each attempt. Raises PacelineError."""
         return await (await self.start(method, request, seconds, metadata))
+
+    async def call_beside(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request, seconds: float
+    ) -> Reply:
+        """Like `call`, but outside the limit on calls in flight, because those in flight may be waiting for it."""
+
+        async def attempt() -> Reply:
+            return await method(request, timeout=seconds, metadata=self._metadata)
+
+        return await self._with_retries(attempt, request)
 
     def query(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request
@@ -255,7 +265,8 @@ class Transport:
             raise
         return asyncio.run_coroutine_threadsafe(self._guard(work), self._loop)
 
-    def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task that ends with the connection. Only on THREAD."""
         return self._track(asyncio.ensure_future(work))
 
     def _track(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
@@ -266,7 +277,7 @@ class Transport:
     async def _connected(self) -> None:
         """Wait for the first connection; concurrent first calls share the wait."""
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
-            self._connecting = self._start_task(self._connect())
+            self._connecting = self.start_task(self._connect())
         await asyncio.shield(self._connecting)
 
     async def _connect(self) -> None:

@@ -51,6 +51,23 @@ async def test_commands_of_several_threads_leave_no_gap(server, training):
     assert sorted(server.trainer.answers) == list(range(1, 81))
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [errors.MessageTooLarge("is too long"), errors.UnreadableMessage("is cut"), errors.OutOfRange("has too many")],
+    ids=lambda refusal: type(refusal).__name__,
+)
+async def test_commands_after_one_that_was_refused_unread_execute(server, refusal):
+    server.trainer.refusals[2] = [refusal]
+    async with ServiceClient(server.address, retry=QUICK, max_in_flight=2) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        futures = [training.forward_backward(make_data()) for _ in range(6)]
+        with pytest.raises(type(refusal)):
+            await futures.pop(1)
+        for future in futures:
+            await future
+        assert (await training.optim_step_async()).step == 1
+
+
 async def test_arguments_may_be_changed_once_a_command_is_issued(server, training):
     data = make_data(1)
     weights = data[0].loss_inputs["weights"].copy()

@@ -22,6 +22,7 @@ from gateway.http.tinker.sessions import Sessions
 from gateway.http.tinker.store import Model, Sampler, Store
 from paceline import codec, errors
 from paceline.client.batching import sendable
+from paceline.client.retry import is_unread
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.tinker.v1 import tinker_pb2
@@ -299,11 +300,12 @@ class Training:
     ) -> Reply:
         """Send a command of a model's run, made with its run_id and seq_id.
 
-        If `make` refuses it, send one that the trainer refuses instead: otherwise the commands after it would wait for
-        its seq_id.
+        If `make` refuses it, or it is refused unread, send one that the trainer refuses instead: otherwise the commands
+        after it would wait for its seq_id.
         """
         model = self._names.model(tenant, model_id)
         place: Any = {"run_id": model.run_id, "seq_id": model.first_seq_id + seq_id - 1}
+        is_made = False
         try:
             with sendable("request"):
                 # Convert a batch in a thread: it may take a while, and must not delay other requests.
@@ -311,12 +313,14 @@ class Training:
                 message = await asyncio.to_thread(make, **place) if is_batch else make(**place)
             if (size := message.ByteSize()) > self._max_message_bytes:
                 raise errors.MessageTooLarge(f"is {size} bytes; at most {self._max_message_bytes} are accepted")
-        except errors.PacelineError:
-            refused = pb.ForwardBackwardRequest(**place)
-            with suppress(errors.InvalidArgument):
-                await self._services.call(tenant, refused, pb.ForwardBackwardResponse, seconds=_SECONDS)
+            is_made = True
+            return await self._services.call(tenant, message, reply, seconds=_SECONDS)
+        except errors.PacelineError as error:
+            if not is_made or is_unread(error):
+                refused = pb.ForwardBackwardRequest(**place)
+                with suppress(errors.InvalidArgument, errors.SeqIdReused):
+                    await self._services.call(tenant, refused, pb.ForwardBackwardResponse, seconds=_SECONDS)
             raise
-        return await self._services.call(tenant, message, reply, seconds=_SECONDS)
 
     async def _unload_model(self, tenant: str, request: OfModel) -> Result:
         model = self._names.model(tenant, request.model_id)

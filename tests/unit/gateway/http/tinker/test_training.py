@@ -9,7 +9,7 @@ import pytest
 from gateway.http.tinker.futures import Futures
 from gateway.http.tinker.names import Aliases, Names
 from gateway.http.tinker.sessions import Sessions
-from gateway.http.tinker.store import Store
+from gateway.http.tinker.store import Model, Store
 from gateway.http.tinker.training import Adam, CreateModel, OptimStep, Training
 from paceline import errors
 from paceline.tinker.v1 import tinker_pb2
@@ -57,3 +57,24 @@ async def test_what_cannot_be_stored_is_refused(futures, training, metadata):
     request = CreateModel(session_id="s", model_seq_id=0, user_metadata=metadata)
     with pytest.raises(errors.UnreadableMessage):
         await futures.post(training.create_model, "s:train:0:0", "tenant", "s", request)
+
+
+class Refusing:
+    """A trainer that refuses each command whose loss is named, unread, and records what it gets."""
+
+    def __init__(self):
+        self.got = []
+
+    async def call(self, tenant, request, reply, **_):
+        self.got.append(request)
+        raise errors.OutOfRange("too many fields") if request.loss_fn else errors.EmptyBatch("no data", field="data")
+
+
+async def test_a_batch_that_is_refused_unread_uses_up_its_seq_id(futures):
+    store, trainer = futures._store, Refusing()
+    training = Training(trainer, store, Names(store), Aliases(()), Sessions(store, futures), futures, 1 << 20)
+    await store.add_model(Model("m", "tenant", "s", "run-1", "base", 1, 0.0, 0.0, {}, {}))
+    batch = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="ppo")
+    with pytest.raises(errors.OutOfRange):
+        await training.forward_backward.run("tenant", batch)
+    assert [(request.seq_id, request.loss_fn) for request in trainer.got] == [(7, "ppo"), (7, "")]
