@@ -55,10 +55,17 @@ class PacelineFuture(Generic[T]):
     def add_done_callback(self, callback: Callable[[PacelineFuture[T]], object]) -> None:
         """Call `callback` with this future when the call has ended, on the thread of all clients of the process.
 
-        It must not block: meanwhile no client gets an answer.
+        It must not block: meanwhile no client gets an answer. What it raises is logged, also SystemExit.
         """
+
+        def call(_: Future[T]) -> None:
+            try:
+                callback(self)
+            except BaseException:  # SystemExit would end the thread, and every later call would wait forever
+                _log.exception("a callback of a future failed")
+
         self._mark_retrieved()
-        self._future.add_done_callback(lambda _: callback(self))
+        self._future.add_done_callback(call)
 
     def __await__(self) -> Generator[Any, None, T]:
         self._mark_retrieved()

@@ -68,6 +68,18 @@ async def test_commands_after_one_that_was_refused_unread_execute(server, refusa
         assert (await training.optim_step_async()).step == 1
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("mine")], ids=repr)
+async def test_a_callback_that_raises_ends_no_other_call(training, caplog, error):
+    def fail(_):
+        raise error
+
+    future = training.forward_backward(make_data())
+    future.add_done_callback(fail)
+    await future
+    assert (await asyncio.wait_for(training.optim_step_async(), 20)).step == 1
+    assert "a callback of a future failed" in caplog.text
+
+
 async def test_arguments_may_be_changed_once_a_command_is_issued(server, training):
     data = make_data(1)
     weights = data[0].loss_inputs["weights"].copy()
