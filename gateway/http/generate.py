@@ -22,6 +22,8 @@ from paceline.types import SamplingParams
 _SECONDS = 3600.0
 _PREFIX = "token_id:"
 """Prefix of a token's name when ids replace texts."""
+_MAX_TOP = 1_000_000
+"""The contract's bound of `topk_prompt_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class GenerateApi:
             prompt = prompt.get("prompt_token_ids")
         if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
             raise errors.InvalidArgument("is one prompt: text, or prompt_token_ids", field="prompt")
+        if top is not None and (type(top) is not int or not 0 <= top <= _MAX_TOP):
+            raise errors.InvalidArgument(f"must be a number of tokens, 0 to {_MAX_TOP}", field="prompt_logprobs")
         more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         body = {**given, **more, "model": name, "prompt": prompt}
         whole = self.openai.complete_whole(tenant_of(request), name, body)
@@ -83,11 +87,9 @@ class GenerateApi:
         return JSONResponse(reply, headers=headers)
 
     async def _prompt_logprobs(
-        self, tenant: str, name: str, tokens: Sequence[int], k: object
+        self, tenant: str, name: str, tokens: Sequence[int], k: int
     ) -> list[dict[str, float] | None]:
         """Return each prompt token's log-probability and those of the k most likely; None for the first token."""
-        if type(k) is not int or k < 0:
-            raise errors.InvalidArgument("must be a number of tokens", field="prompt_logprobs")
         ref = await self.models.resolve(tenant, name)
         prompt, params = np.array(tokens, np.int32), SamplingParams(max_tokens=1, temperature=0)
         scored = {"prompt_logprobs": True, "topk_prompt_logprobs": max(k, 1)}

@@ -186,6 +186,13 @@ def test_generate_answers_as_atropos_expects(cluster, call, service):
     )
 
 
+@pytest.mark.parametrize("top", [-1, 10**12, True, "2"])
+def test_generate_refuses_prompt_logprobs_before_it_samples(call, top):
+    prompt = {"prompt_token_ids": PROMPT}
+    answer = call("/weights/model/generate", prompt=prompt, max_tokens=1, prompt_logprobs=top, status=400)
+    assert "prompt_logprobs" in str(answer)
+
+
 def test_generate_by_a_run_s_name_moves_with_its_versions(call, service, address):
     training = service.create_lora_training_client(rank=2, user_metadata={"name": "policy"})
     call("/weights/policy/generate", prompt="a", status=404)
