@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
@@ -57,11 +58,12 @@ class GroupTrainer(WeightServicer):
         """Announce and broadcast a version as the publisher does; return the acknowledgements of all samplers."""
         volume = self.versions.volume
         manifest = make_version(volume, model, RUN, version)
-        path = volume.version(RUN, version) / WEIGHTS_FILE
+        directory = volume.version(RUN, version)
         if damage:
-            whole, path = path.read_bytes(), path.with_suffix(".damaged")
-            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        generation = self.group.send(path, manifest.total_size)
+            directory = shutil.copytree(directory, volume.root / "damaged")
+            whole = (directory / WEIGHTS_FILE).read_bytes()
+            (directory / WEIGHTS_FILE).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        generation = self.group.send(manifest, directory)
         announcement = weights_pb.Announcement(manifest=manifest, broadcast_generation=generation)
         expected = self.hub.announce(announcement)
         return await self.hub.wait((RUN, version), AckPolicy.ALL, expected, 60.0)

@@ -11,6 +11,7 @@ from paceline.background import Background
 from paceline.collective import GroupMember, GroupMembership
 from paceline.errors import PeerLost
 from paceline.log import get_logger
+from paceline.weights import weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.publish.watch_hub import Watcher, WatchHub
 
@@ -66,11 +67,12 @@ class BroadcastGroup:
             self._refused = True
             self._changed.set()
 
-    def send(self, path: Path, size: int) -> int:
-        """Start broadcasting a file; return the generation to announce it with, or 0 if there is no group."""
+    def send(self, manifest: pb.Manifest, directory: Path) -> int:
+        """Start broadcasting a version; return the generation to announce it with, or 0 if there is no group."""
         if self._member is None:
             return 0
-        self._transfers.spawn(self._transfer(self._member, path, size))
+        path = directory / weights_file(manifest)
+        self._transfers.spawn(self._transfer(self._member, path, manifest.total_size))
         return self._member.generation
 
     async def run(self) -> None:

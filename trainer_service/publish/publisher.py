@@ -348,7 +348,7 @@ class Publisher:
     def _broadcast(self, manifest: pb.Manifest, directory: Path) -> Set[str]:
         """Broadcast a new version and announce it; a whole model is already on the volume."""
         # There is no await between the two, so that members receive files in the order of the announcements.
-        generation = self._group.send(directory / weights.weights_file(manifest), manifest.total_size)
+        generation = self._group.send(manifest, directory)
         is_staged = directory.is_relative_to(self._staging)
         return self._announce(manifest, on_volume=not is_staged, generation=generation)
 

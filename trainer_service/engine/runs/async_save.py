@@ -179,12 +179,12 @@ class AsyncSave:
         for file, content in zip(self._files, contents, strict=True):
             size = len(file.header) + file.size
             parts = itertools.chain([memoryview(file.header)], content)
-            if self._preallocated is None or not self._preallocated.write(directory / file.name, parts, size):
-                with (directory / file.name).open("wb", buffering=0) as target:
-                    for part in parts:
-                        layout.write_all(target.fileno(), part)
             if self._preallocated is not None:
-                self._preallocated.prepare(directory.parent, size)
+                self._preallocated.write(directory / file.name, parts, size)
+                continue
+            with (directory / file.name).open("wb", buffering=0) as target:
+                for part in parts:
+                    layout.write_all(target.fileno(), part)
 
     def _end(self) -> None:
         with self._lock:

@@ -25,25 +25,24 @@ class PreallocatedFile:
         self._descriptor: int | None = None
         self._lock = Lock()
 
-    def write(self, path: Path, parts: Iterable[bytes | memoryview], size: int) -> bool:
-        """Write `parts` of `size` bytes to the file and name it `path`; False if no file fits. Raises OSError."""
-        descriptor = self._exchange(None)
-        if descriptor is None:
-            return False
+    def write(self, path: Path, parts: Iterable[bytes | memoryview], size: int) -> None:
+        """Write `parts` of `size` bytes to `path`, by the preallocated file if it fits. Raises OSError.
+
+        Then allocate the next one in the background, beside the directory, if its file system has ample room.
+        """
+        descriptor, is_new = self._exchange(None), False
+        if descriptor is None or not _fits(descriptor, path, size):
+            self._close(descriptor)
+            descriptor, is_new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), True
         try:
-            found = os.fstat(descriptor)
-            if (found.st_size, found.st_dev) != (size, path.parent.stat().st_dev):
-                return False
             for part in parts:
                 layout.write_all(descriptor, part)
-            _link(descriptor, path)
-            return True
+            if not is_new:
+                _link(descriptor, path)
         finally:
             os.close(descriptor)
-
-    def prepare(self, directory: Path, size: int) -> None:
-        """Allocate a file of `size` bytes in the background, if `directory`'s file system has ample room."""
-        Thread(target=self._prepare, args=(directory, size), name="preallocated file", daemon=True).start()
+        beside = path.parent.parent
+        Thread(target=self._prepare, args=(beside, size), name="preallocated file", daemon=True).start()
 
     def drop(self) -> None:
         """Free the file; one that is being allocated stays for the next adapter."""
@@ -64,6 +63,14 @@ class PreallocatedFile:
     def _close(descriptor: int | None) -> None:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _fits(descriptor: int, path: Path, size: int) -> bool:
+    """Return whether an open file has `size` bytes and is on the file system of `path`."""
+    found = os.fstat(descriptor)
+    with suppress(FileNotFoundError):
+        return (found.st_size, found.st_dev) == (size, path.parent.stat().st_dev)
+    return False
 
 
 def _allocate(directory: Path, size: int) -> int:
