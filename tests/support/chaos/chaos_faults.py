@@ -227,7 +227,8 @@ class TrainerKiller(Killer):
             self.notes["trainer stopped by itself when told to"] += 1
             return
         assert patience < _STOP_SECONDS, "the trainer does not stop"
-        process.kill()
+        with suppress(ProcessLookupError):  # it stopped just now
+            process.kill()
 
     def _end_engine(self, process: WarmProcess) -> float:
         """Kill the engine, or stop it for good; return how many seconds its replacement may take."""
