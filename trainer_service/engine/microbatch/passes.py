@@ -1,4 +1,4 @@
-"""Run passes, one on each rank; split those that fail, so that a job fails only for reasons of its own."""
+"""Run passes, one on each rank, and sum their losses; split those that fail, so that a job fails by itself alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that train a LoRA adapter on the shared base model: the adapted modules, their initial weights, their files."""
+"""Runs that train a LoRA adapter on the shared base model: which modules are adapted, initial weights, files."""
 
 from __future__ import annotations
 
