@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.machine import visible_gpus
@@ -32,18 +33,18 @@ def up(options: UpOptions, *, until_eof: bool = False) -> None:
 def _run(options: UpOptions, state: Path, plans: Sequence[Plan], *, until_eof: bool) -> None:
     key_file = read_or_make_key(state)
     check_ports(read_settings(plans, os.environ))
-    _say(_describe_shares(plans, os.environ))
-    _say(f"their logs are in {state / 'logs'}")
+    say(_describe_shares(plans, os.environ))
+    say(f"their logs are in {state / 'logs'}")
 
     def announce() -> None:
-        _say(f"{UP}; Ctrl-C stops it. In another terminal:")
-        _say(f"  export PACELINE_ADDRESS={options.address}")
-        _say(f"  export PACELINE_API_KEY=$(cat {key_file})")
-        _say("or, for clients of Tinker's API:")
+        say(f"{UP}; Ctrl-C stops it. In another terminal:")
+        say(f"  export PACELINE_ADDRESS={options.address}")
+        say(f"  export PACELINE_API_KEY=$(cat {key_file})")
+        say("or, for clients of Tinker's API:")
         http = plans[-1].environment["PACELINE_GATEWAY_HTTP_LISTEN"]
-        _say(f"  export TINKER_BASE_URL=http://{http} TINKER_API_KEY=tml-$(cat {key_file})")
+        say(f"  export TINKER_BASE_URL=http://{http} TINKER_API_KEY=tml-$(cat {key_file})")
 
-    supervisor = Supervisor(plans, state / "logs", _say, announce)
+    supervisor = Supervisor(plans, state / "logs", say, announce)
     asyncio.run(supervisor.run(until_eof=until_eof))
 
 
@@ -58,6 +59,8 @@ def _describe_shares(plans: Sequence[Plan], environment: Mapping[str, str]) -> s
     return f"starting {has}; idle: GPU {', '.join(idle)} ({more})"
 
 
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+def say(line: str) -> None:
+    """Print a line, unless nobody is left to read it: the terminal is closed, or Ctrl-C has ended the pipe's reader."""
+    with suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()

@@ -25,7 +25,7 @@ SECONDS = 120
 class Running:
     """A supervisor of toy services, as a process."""
 
-    def __init__(self, folder: Path, services: dict[str, str], **options: object) -> None:
+    def __init__(self, folder: Path, services: dict[str, str], stderr: int | None = None, **options: object) -> None:
         self.folder = folder
         environments = {
             name: {"TOY_DOES": does, "TOY_HEALTH": f"127.0.0.1:{free_port()}", "TOY_PIDS": str(folder / name)}
@@ -38,7 +38,7 @@ class Running:
                 [sys.executable, "-m", "support.stacks.toy_up", str(folder / "plans.json")],
                 env=os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
                 stdin=subprocess.PIPE,
-                stderr=said,
+                stderr=said if stderr is None else stderr,
             )
 
     def said(self) -> str:
@@ -85,6 +85,18 @@ def test_a_killed_service_is_started_again_and_what_it_left_is_ended(tmp_path):
         running.process.send_signal(signal.SIGINT)
         assert running.wait() == 0
         assert not any(map(is_alive, running.left("sampler")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_services_end_although_nobody_reads_that_they_stop(tmp_path, number):
+    """As after Ctrl-C in `make up | tee log`, which ends tee too, or when the terminal is closed."""
+    with supervising(tmp_path, {"sampler": "serves"}, stderr=subprocess.PIPE) as running:
+        assert any(line == b"up\n" for line in running.process.stderr)
+        running.process.stderr.close()
+        (service,) = running.services()
+        running.process.send_signal(number)
+        assert running.wait() == 0
+        assert not is_alive(service.pid)
 
 
 def test_a_service_that_dies_three_times_in_a_row_is_given_up_with_its_reason_in_one_line(tmp_path):

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.up import supervisor
+from paceline.up import say, supervisor
 from paceline.up.plan import CannotStart, Plan
 
 
@@ -33,11 +33,6 @@ def main(path: str) -> None:
         asyncio.run(running.run(until_eof=given["until_eof"]))
     except CannotStart as failure:
         sys.exit(str(failure))
-
-
-def say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":
