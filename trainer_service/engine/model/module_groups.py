@@ -77,10 +77,16 @@ class AdapterGroups:
 
 
 def adaptable_modules(model: PreTrainedModel) -> list[str]:
-    """Return the full names, in order, of modules that can have an adapter: decoder linear layers and the head."""
+    """Return the full names, in order, of modules that can have an adapter: decoder linear layers and the head.
+
+    The parts of an adapted layer, which are named after runs, are none of them.
+    """
     refusal, adaptable = _Refusal(model), {id(output_head(model))}
     for layer in decoder_layers(model):
         adaptable |= {id(module) for path, module in layer.named_modules() if not _is_router(path)}
+    for adapted in model.modules():
+        if isinstance(adapted, AdaptedLinear):
+            adaptable -= {id(part) for part in adapted.modules() if part is not adapted}
     return [name for name, module in model.named_modules() if id(module) in adaptable and not refusal(name, module)]
 
 

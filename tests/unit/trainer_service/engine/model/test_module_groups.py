@@ -168,3 +168,14 @@ def test_a_name_that_both_groups_have_does_not_bring_in_the_other_group(tmp_path
     engine.save_adapter("run", tmp_path)
     adapted = PeftModel.from_pretrained(load(directory), tmp_path)
     assert not [name for name, _ in adapted.named_parameters() if "lora_" in name and ".mlp." in name]
+
+
+def test_a_refused_module_names_those_of_the_base_model_and_nothing_of_other_runs(tmp_path):
+    engine = PeftEngine(EngineOptions(str(make_tiny("llama", tmp_path)), "tiny"))
+    for run in ("run-of-another-tenant", "head"):
+        engine.create_run(run, LoraConfig(rank=2, train_unembed=run == "head"))
+    for target in ("nope", "base_layer", "run-of-another-tenant", "lora_A.head"):
+        with pytest.raises(InvalidArgument) as caught:
+            engine.create_run("run", LoraConfig(rank=2, target_modules=(target,)))
+        listed = caught.value.message.removesuffix(".").partition("those are ")[2].split(", ")
+        assert set(listed) == {*QKV, "o_proj", *GATED, "lm_head"}
