@@ -153,6 +153,10 @@ def _encode_tokens(tokens: Tokens, field: str) -> tensor_pb2.Tensor:
 
 
 def _encode_params(params: SamplingParams | None) -> sampling_pb2.SamplingParams:
+    if not isinstance(params, SamplingParams | None):
+        raise errors.InvalidArgument(
+            f"is of type {type(params).__name__}; give a paceline.SamplingParams(...)", field="sampling_params"
+        )
     with sendable("sampling_params"):
         return codec.sampling_params_to_proto(params or SamplingParams())
 

@@ -195,6 +195,14 @@ async def test_a_setting_that_cannot_be_sent_is_refused(client):
     assert caught.value.field == "sampling_params"
 
 
+async def test_sampling_params_of_another_type_are_refused_by_name(client):
+    sampling = client.create_sampling_client(base_model="model")
+    for sample in (sampling.sample, sampling.sample_stream):
+        with pytest.raises(errors.InvalidArgument, match="SamplingParams") as caught:
+            sample(np.array([1]), 1, {"max_tokens": 2})
+        assert caught.value.field == "sampling_params"
+
+
 async def test_one_set_of_weights_is_named_at_a_time(client):
     with pytest.raises(errors.InvalidArgument):
         client.create_sampling_client("paceline://a/sampler/b", run_id="a")
