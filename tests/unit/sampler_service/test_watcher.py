@@ -50,8 +50,8 @@ async def test_a_watch_that_ended_leaves_no_task_behind():
         )
         for _ in range(3):
             assert await watcher._watch() == "UNAVAILABLE"
-        await asyncio.sleep(0.1)
-        left = [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task)]
+        readers = [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task)]
+        _, left = await asyncio.wait(readers, timeout=5) if readers else ((), ())
     await server.stop(0)
     assert servicer.watches == 3
-    assert left == []
+    assert not left
