@@ -48,12 +48,12 @@ class Plan:
     """Address of its health service."""
     service: str
     """Full name of the gRPC service that must be ready."""
+    stop_seconds: float
+    """How long it may take to stop after SIGTERM: calls in progress finish and runs are saved."""
     cores: frozenset[int] = frozenset()
     """Cores that it may use; empty means all."""
     share: str = ""
     """The service's share of the machine, in words."""
-    stop_seconds: float = 0.0
-    """How long it may take to stop after SIGTERM: calls in progress finish and runs are saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
         chosen = {key: value for key, value in given.items() if key.startswith(prefix)}
         environment = {**share.environment, **variables, **chosen}
         stop = stop_seconds(name, given)
-        return Plan(name, module, environment, health[name], service, share.cores, share.name, stop)
+        return Plan(name, module, environment, health[name], service, stop, share.cores, share.name)
 
     model = {
         "model": options.model,
