@@ -13,11 +13,13 @@ import pytest
 from support.stacks.deploy_files import ROOT
 
 PACELINE = """#!/usr/bin/env python3
-# Ends without an error at Ctrl-C, as `paceline up` does.
-import signal
+# Ends without an error after Ctrl-C, as `paceline up` does, which needs a while to stop its services. make itself complains
+# if its child ends while it handles the signal.
+import signal, time
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 print("up", flush=True)
 signal.sigwait({signal.SIGINT})
+time.sleep(1.0)
 """
 
 
