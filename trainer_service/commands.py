@@ -235,19 +235,13 @@ class CommandExecutor:
         if not self._publisher.has_made(run, command.seq_id):
             size = run.state_bytes(CheckpointKind.SAMPLER)
             self._guard.check(run.tenant, self._settings.checkpoint_dir, size)
-        done = await self._publisher.publish(
+        return await self._publisher.publish(
             run,
             seq_id=command.seq_id,
             durable=request.durable,
             policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
             ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
             progress=progress,
-        )
-        return pb.PublishWeightsResponse(
-            model=codec.served_model_to_proto(done.model),
-            acknowledgements=done.acknowledgements,
-            stage_milliseconds=done.stage_milliseconds,
-            total_milliseconds=done.total_milliseconds,
         )
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 
 from paceline import errors, layout, weights
 from paceline.log import get_logger
+from paceline.trainer.v1.trainer_service_pb2 import PublishWeightsResponse
 from paceline.types import FullParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.engine.client import EngineProcess
@@ -30,17 +30,6 @@ _log = get_logger(__name__)
 
 _NUMBERS_RESERVED = 64
 """Version numbers that one write of run.json reserves, so that not every publish waits for the disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """The result of a publish."""
-
-    model: ServedModel
-    acknowledgements: Sequence[pb.Acknowledgement]
-    stage_milliseconds: float
-    """Time until the version was staged and announced."""
-    total_milliseconds: float
 
 
 class Publisher:
@@ -100,7 +89,7 @@ class Publisher:
         policy: AckPolicy,
         ack_seconds: float,
         progress: CommandProgress,
-    ) -> Publication:
+    ) -> PublishWeightsResponse:
         """Publish the run's current weights as its next version, or reuse the one that `seq_id` made before a crash.
 
         The number is assigned in the command's turn; if the publish fails later, it is not used again. Raises
@@ -123,8 +112,12 @@ class Publisher:
             await asyncio.shield(persisting)
         waiting = policy is not AckPolicy.NONE
         acks = await self._hub.wait((run.run_id, version), policy, expected, ack_seconds) if waiting else ()
-        model = ServedModel(run.base_model, run.run_id, version, sha256=manifest.model.sha256)
-        return Publication(model, acks, 1e3 * (staged - start), 1e3 * (perf_counter() - start))
+        return PublishWeightsResponse(
+            model=manifest.model,
+            acknowledgements=acks,
+            stage_milliseconds=1e3 * (staged - start),
+            total_milliseconds=1e3 * (perf_counter() - start),
+        )
 
     def has_made(self, run: RunRecord, seq_id: int) -> bool:
         """Return whether the version that command `seq_id` publishes is on the volume from before a crash."""

@@ -1,4 +1,4 @@
-"""Check by adapter_config.json that an adapter's weights compute in a run what they computed where they were made."""
+"""An adapter's adapter_config.json: written for a run, and checked before another's weights are read into it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,27 @@ _DEFAULTS = {"use_rslora": False, "init_lora_weights": True}
 def scaling_alpha(lora: LoraConfig) -> float:
     """Return LoRA's alpha: 2 r unless set."""
     return float(2 * lora.rank if lora.alpha is None else lora.alpha)
+
+
+def adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dict[str, Any]:
+    """Return adapter_config.json of a finished adapter, with the fields that every version of PEFT and vLLM knows."""
+    alpha = scaling_alpha(lora)
+    return {
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": lora.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": targets,
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": lora.use_rslora,
+    }
 
 
 def check_adapter_config(lora: LoraConfig, config: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from paceline.weights import read_adapter_config
 from trainer_service.engine.model.base_model import decoder_layers
 from trainer_service.engine.model.lora_linear import AdaptedLinear, Routing
 from trainer_service.engine.model.module_groups import GROUPS, AdapterGroups, adaptable_modules
-from trainer_service.engine.runs.adapter_config import check_adapter_config, scaling_alpha
+from trainer_service.engine.runs.adapter_config import adapter_config, check_adapter_config, scaling_alpha
 from trainer_service.engine.runs.async_save import SaveContent, TensorFile
 from trainer_service.engine.runs.run import EngineRun, seeded_rng_state
 from trainer_service.engine.runs.state_files import check_tensors, read_tensors
@@ -40,10 +40,8 @@ class LoraRun(EngineRun):
     """A run with an adapter: float32 weights by PEFT's names."""
 
     trained: LoraConfig
-    targets: list[str]
-    """target_modules of the adapter."""
-    base_model: str
-    """What the adapter's files name as their base model."""
+    config: dict[str, Any]
+    """adapter_config.json of the finished adapter."""
     _files: dict[torch.dtype, TensorFile] = field(default_factory=dict, init=False)
     """The file that `export` uses for each dtype; reused because the run's tensors stay the same objects."""
 
@@ -53,7 +51,7 @@ class LoraRun(EngineRun):
     def export(self, dtype: torch.dtype) -> SaveContent:
         """Return an adapter in PEFT's layout."""
         file = self._files.setdefault(dtype, TensorFile(WEIGHTS_FILE, self.parameters, dtype, {"format": "pt"}))
-        return SaveContent([file], {CONFIG_FILE: _adapter_config(self.trained, self.targets, self.base_model)})
+        return SaveContent([file], {CONFIG_FILE: self.config})
 
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
         """Without `exact`, accept any floating-point adapter, also PEFT's, of the same modules, rank and scaling."""
@@ -82,33 +80,11 @@ def make_lora_run(
     return LoraRun(
         run_id=run_id,
         trained=lora,
-        targets=targets,
-        base_model=base_model,
+        config=adapter_config(lora, targets, base_model),
         parameters=parameters,
         rng_state=seeded_rng_state(lora.seed, device),
         uses_dropout=lora.dropout > 0,
     )
-
-
-def _adapter_config(lora: LoraConfig, targets: list[str], base_model: str) -> dict[str, Any]:
-    """Return adapter_config.json of a finished adapter, with the fields that every version of PEFT and vLLM knows."""
-    alpha = scaling_alpha(lora)
-    return {
-        "base_model_name_or_path": base_model,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-        "lora_dropout": lora.dropout,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "target_modules": targets,
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": lora.use_rslora,
-    }
 
 
 def adapt(model: PreTrainedModel) -> Routing:
