@@ -79,6 +79,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "zaya": {"num_experts_per_tok": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "xmod": {"default_language": "en_XX"},
     "reformer": {"attn_layers": ["local", "local"], "axial_pos_embds": False},
     "xlm": {"emb_dim": 64, "n_words": 64, "causal": True, "is_encoder": False},

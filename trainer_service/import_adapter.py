@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import struct
 import sys
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint of this name")
     given = parser.parse_args(arguments)
     volume = layout.Volume(given.checkpoint_dir)
+    os.umask(0o077)  # like the trainer's own files, whatever the shell's umask is
     try:
         made = asyncio.run(import_adapter(given.directory, volume, given.run, given.name, overwrite=given.overwrite))
     except errors.PacelineError as error:

@@ -13,8 +13,8 @@ import pytest
 from support.stacks.deploy_files import ROOT
 
 PACELINE = """#!/usr/bin/env python3
-# Ends without an error after Ctrl-C, as `paceline up` does, which needs a while to stop its services. make itself complains
-# if its child ends while it handles the signal.
+# Ends without an error after Ctrl-C, as `paceline up` does, which needs a while to stop its services. make complains
+# if its child ends while make itself handles the signal.
 import signal, time
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 print("up", flush=True)

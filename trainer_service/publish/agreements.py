@@ -224,7 +224,12 @@ class Agreements:
                 return
             tokens = self._tokens()
             lora = cast("LoraConfig", run.parameters)  # a whole model is scored by its run
-            logprobs = await self._when_available(lambda: self._score(tokens, lora, self._find(run, version)))
+            try:
+                logprobs = await self._when_available(lambda: self._score(tokens, lora, self._find(run, version)))
+            except (errors.PacelineError, OSError):
+                if run.run_id in seen.comparing:
+                    raise
+                return  # the run was deleted meanwhile, and the version with it
         self._send(watcher, ModelRef(run_id=run.run_id, version=version), tokens, logprobs, self._dtype(run))
 
     def _dtype(self, run: RunRecord) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from dataclasses import asdict
 
 import numpy as np
@@ -94,3 +96,13 @@ def test_the_command_says_what_is_wrong(volume, run_id, source, run, name, text)
     arguments = [str(source), "--checkpoint-dir", str(volume.root), "--run", run or run_id, "--name", name]
     with pytest.raises(SystemExit, match=text):
         main(arguments)
+
+
+def test_the_command_makes_private_files_whatever_the_umask_is(volume, run_id, source):
+    before = os.umask(0o022)
+    try:
+        main([str(source), "--checkpoint-dir", str(volume.root), "--run", run_id, "--name", "made"])
+    finally:
+        os.umask(before)
+    made = CheckpointStore(volume).find(CheckpointPath(run_id, CheckpointKind.SAMPLER, "made"), Identity("team"))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made.iterdir()} == {0o600}
