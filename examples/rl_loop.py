@@ -206,13 +206,15 @@ def progress_bar(console: Console) -> Progress:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=32)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=32, help="optimizer steps")
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
     parser.add_argument("--samples", type=int, default=8, help="completions per prompt")
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=2e-4, help="of AdamW")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter")
+    parser.add_argument("--seed", type=int, default=0, help="of the adapter, the prompts and the samples")
     parser.add_argument("--out", type=Path, default=Path("results"), help="directory of the curve and the numbers")
     return parser.parse_args()
 

@@ -22,9 +22,11 @@ EXAMPLES = [
 
 def main() -> None:
     """Train, then sample from the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW")
     options = parser.parse_args()
 
     with paceline.ServiceClient() as service:

@@ -16,9 +16,13 @@ from paceline import SamplingParams
 
 def main() -> None:
     """Stream one completion of the base model."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("question", nargs="?", default="Why is the sky blue? Answer in one sentence.")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "question", nargs="?", default="Why is the sky blue? Answer in one sentence.", help="what to ask"
+    )
+    parser.add_argument("--max-tokens", type=int, default=64, help="most tokens of the answer")
     options = parser.parse_args()
 
     with paceline.ServiceClient() as service:
