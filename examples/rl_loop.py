@@ -214,7 +214,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="completions per prompt")
     parser.add_argument("--learning-rate", type=float, default=2e-4, help="of AdamW")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
-    parser.add_argument("--seed", type=int, default=0, help="of the adapter, the prompts and the samples")
+    parser.add_argument("--seed", type=int, default=0, help="of the adapter and the prompts")
     parser.add_argument("--out", type=Path, default=Path("results"), help="directory of the curve and the numbers")
     return parser.parse_args()
 
