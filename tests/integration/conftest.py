@@ -23,7 +23,7 @@ def service(cluster):
 
 @pytest.fixture(scope="module")
 def forked_engines():
-    """Fork trainer engines of one rank. Their `pid` is then that of a process that stands in for the engine."""
+    """Fork trainer engines and their ranks. Their `pid` is then that of a process that stands in for the fork."""
     with pytest.MonkeyPatch.context() as patch:
         if warm := os.environ.get(VARIABLE):
             patch.setattr(sys, "executable", str(Path(warm) / "python"))

@@ -18,6 +18,7 @@ from support.descendants import descendants
 from support.memory_limits import short_of_memory
 from support.models.engine_cases import gradients, lora_gradients, make_data, weights
 from support.models.tiny_models import VOCAB_SIZE, make_tiny, make_tiny_llama, make_tiny_qwen3
+from support.stacks.warm_processes import behind
 from tiny_architectures import make_architecture
 
 from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory, Unsupported
@@ -27,7 +28,7 @@ from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.watchdog import Patience
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("forked_engines")]
 
 LENGTHS = (5, 17, 9, 30, 50, 61, 12, 44)
 """Five packs of 64 tokens, so that one rank has no pack in the third round."""
@@ -148,8 +149,8 @@ class Processes:
     """An engine's processes: the launcher and its ranks."""
 
     def __init__(self, engine: EngineProcess) -> None:
-        self.launcher = engine.pid
-        self.ranks = [process.pid for process in descendants(pid=engine.pid)]
+        self.launcher = behind(engine.pid)
+        self.ranks = [behind(process.pid) for process in descendants(pid=self.launcher)]
         self._descriptors = [os.pidfd_open(pid) for pid in (self.launcher, *self.ranks)]
 
     def wait(self) -> None:

@@ -3,7 +3,8 @@
 For each service, a fork server listens on a socket, imports the service's modules on the first request, and forks the
 service on every request. The forks are the real programs, `python -m trainer_service` and the like, in processes of
 their own; only the interpreter's start and the imports are shared. The trainer starts its engine as always, by
-executing sys.executable. There, that is a script that requests a fork and ends as the fork ends.
+executing sys.executable, and torch's launcher starts the engine's ranks by PYTHON_EXEC. There, both are a script that
+requests a fork, passes signals on to it, and ends as the fork ends.
 """
 
 import gc
@@ -16,6 +17,8 @@ import sys
 import threading
 from array import array
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -23,11 +26,15 @@ VARIABLE = "WARM_PROCESSES"
 """Environment variable with the directory of the sockets, for the tests and the processes that they start."""
 
 _ENGINE = "trainer_service.engine"
+_LAUNCHER = "torch.distributed.run"
+_BEHIND_STAND_INS = (_ENGINE, _LAUNCHER)
+"""Programs that services start. They are forked from the process of the trainer, which has torch."""
 _RECORDER = "support.chaos.file_recorder"
 _TESTS = str(Path(__file__).parents[2])
 _PROGRAMS = {
     "trainer_service": (
         f"{_ENGINE}.__main__",
+        _LAUNCHER,
         _RECORDER,
         "grpc",
         "peft",
@@ -67,9 +74,11 @@ class OwnWarmProcesses(WarmProcesses):
         stand_in = directory / "python"
         stand_in.write_text(
             f"#!{sys.executable} -SE\nimport os, sys\n"
-            f"if sys.argv[1:3] != ['-m', {_ENGINE!r}]:\n"
+            "words = sys.argv[2:] if sys.argv[1:2] == ['-u'] else sys.argv[1:]\n"
+            f"if words[:1] != ['-m'] or words[1] not in {_BEHIND_STAND_INS!r}:\n"
             f"    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
-            f"sys.path.insert(0, {_TESTS!r})\nfrom {__spec__.name} import stand_in\nstand_in(int(sys.argv[-1]))\n"
+            f"sys.path.insert(0, {_TESTS!r})\nfrom {__spec__.name} import stand_in\n"
+            "stand_in(words[1], words[2:])\n"
         )
         stand_in.chmod(0o755)
         # The other end reads EOF when this process ends, for whatever reason.
@@ -155,14 +164,28 @@ class WarmPopen(WarmProcess):
 
 
 def _ask_for_service(directory: Path, program: str, environment: dict[str, str], log: Path) -> socket.socket:
-    with log.open("ab") as file:
-        return _ask(directory, program, program, {**environment, VARIABLE: str(directory)}, [file.fileno()])
+    request = _Request(program, [], {**environment, VARIABLE: str(directory)}, str(Path.cwd()))
+    with log.open("ab") as file, Path(os.devnull).open() as nothing:
+        return _ask(directory, program, request, (nothing.fileno(), file.fileno(), file.fileno()))
 
 
-def _ask(directory: Path, server: str, program: str, environment: dict[str, str], files: list[int]) -> socket.socket:
+@dataclass(frozen=True)
+class _Request:
+    """A fork to make."""
+
+    program: str
+    arguments: list[str]
+    environment: dict[str, str]
+    cwd: str
+    stand_in: int | None = None
+    """Process id of the process that stands in for the fork."""
+
+
+def _ask(directory: Path, server: str, request: _Request, files: tuple[int, int, int]) -> socket.socket:
+    """Request a fork with these files as standard input, output and error."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(str(directory / f"{server}.sock"))
-    message = json.dumps({"program": program, "environment": environment, "cwd": str(Path.cwd())}).encode()
+    message = json.dumps(vars(request)).encode()
     connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))])
     return connection
 
@@ -180,7 +203,7 @@ def _serve(program: str, listener: socket.socket, alive: int) -> None:
     threading.Thread(target=_end_with_parent, args=(alive, forks), daemon=True).start()
     while True:
         connection, _ = listener.accept()
-        message, files = _receive(connection)
+        request, files = _receive(connection)
         for module in (f"{program}.__main__", *_PROGRAMS[program]):
             import_module(module)
         gc.freeze()
@@ -189,9 +212,9 @@ def _serve(program: str, listener: socket.socket, alive: int) -> None:
             listener.close()
             connection.close()
             os.close(alive)
-            _run(message, files)
+            _run(request, files)
         forks.add(pid)
-        if message["program"] != _ENGINE:
+        if request.program != _ENGINE:
             with suppress(PermissionError, ProcessLookupError):
                 os.setpgid(pid, pid)  # before the requester can kill the group
         for file in files:
@@ -201,12 +224,12 @@ def _serve(program: str, listener: socket.socket, alive: int) -> None:
         threading.Thread(target=_end_with, args=(connection, pid), daemon=True).start()
 
 
-def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
+def _receive(connection: socket.socket) -> tuple[_Request, list[int]]:
     data, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_LEN(16))
     files = array("i")
     for _, _, content in ancillary:
         files.frombytes(content)
-    return json.loads(data), list(files)
+    return _Request(**json.loads(data)), list(files)
 
 
 def _report(connection: socket.socket, pid: int, forks: set[int]) -> None:
@@ -226,29 +249,30 @@ def _end_with(connection: socket.socket, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _run(message: dict, files: list[int]) -> None:
+def _run(request: _Request, files: list[int]) -> None:
     """Run the program in this fork."""
-    program, environment = message["program"], message["environment"]
+    program, environment = request.program, request.environment
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(message["cwd"])
+    os.chdir(request.cwd)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     status = 1
     try:
         if recorder := sys.modules.get(_RECORDER):
             recorder.record_me()
-        if program == _ENGINE:
-            os.dup2(files[1], 2)
-            sys.argv = [program, "--fd", str(files[0])]
-        else:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(files[0], 1)
-            os.dup2(files[0], 2)
-            sys.argv = [program]
+        for descriptor, file in enumerate(files):
+            os.dup2(file, descriptor)
+            os.close(file)
+        sys.argv = [program, *request.arguments]
+        stand_in = str(Path(environment[VARIABLE]) / "python")
         if program == "trainer_service":
-            sys.executable = str(Path(environment[VARIABLE]) / "python")
-        sys.modules[f"{program}.__main__"].main()
+            sys.executable = stand_in
+        elif program == _LAUNCHER:
+            os.environ["PYTHON_EXEC"] = stand_in
+        if request.stand_in is not None:
+            os.getppid = partial(_parent_of, request.stand_in)  # ranks end when the launcher does
+        sys.modules.get(f"{program}.__main__", sys.modules[program]).main()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else bool(end.code)
@@ -265,19 +289,30 @@ def _run(message: dict, files: list[int]) -> None:
 
 
 def behind(pid: int) -> int:
-    """Return the process id of the engine that a process stands in for, or else the process's own."""
+    """Return the process id of the fork that a process stands in for, or else the process's own."""
     name = Path(f"/proc/{pid}/comm").read_text().strip()
     return int(name) if name.isdigit() else pid
 
 
-def stand_in(descriptor: int) -> None:
-    """Stand in for the engine of the trainer that started this process."""
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def stand_in(program: str, arguments: list[str]) -> None:
+    """Stand in for a program that the parent of this process started."""
     directory = Path(os.environ[VARIABLE])
-    connection = _ask(directory, "trainer_service", _ENGINE, dict(os.environ), [descriptor, 2])
-    os.close(descriptor)
-    Path("/proc/self/comm").write_text(connection.recv(64).decode())  # for `behind`
+    request = _Request(program, arguments, dict(os.environ), str(Path.cwd()), os.getpid())
+    connection = _ask(directory, "trainer_service", request, (0, 1, 2))
+    os.close(0)
+    os.close(1)
+    fork = int(connection.recv(64))
+    Path("/proc/self/comm").write_text(str(fork))  # for `behind`
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _frame: os.kill(fork, received))
     status = int(connection.recv(64) or 1)
     if status < 0:
+        with suppress(OSError):  # SIGKILL cannot be set
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 
