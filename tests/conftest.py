@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import settings
 from support.stacks.warm_processes import VARIABLE, OwnWarmProcesses
 
@@ -20,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the processes that services are forked from, once for all xdist workers; disable hypothesis deadlines."""
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+    # By default, structlog renders the source of each frame of an exception in colour, which takes half a second.
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
     gc.disable()  # collection imports half a million objects that stay; searching them for garbage takes a fifth of it
     if hasattr(config, "workerinput") or count_gpus():  # GPU drivers do not survive a fork
         return
