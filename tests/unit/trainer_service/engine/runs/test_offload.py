@@ -42,9 +42,9 @@ def make_engine(model, tmp_path):
     return make
 
 
-def test_64_runs_in_the_memory_of_4_come_out_as_if_all_had_stayed(make_engine, adapter_bytes, tmp_path):
+def test_20_runs_in_the_memory_of_4_come_out_as_if_all_had_stayed(make_engine, adapter_bytes, tmp_path):
     paged, whole = make_engine(4 * adapter_bytes), make_engine()
-    names, peak = [f"run{number}" for number in range(64)], 0
+    names, peak = [f"run{number}" for number in range(20)], 0
     optimizers = list(PARAMS.values())
     for number, name in enumerate(names):
         for engine in (paged, whole):
@@ -57,7 +57,7 @@ def test_64_runs_in_the_memory_of_4_come_out_as_if_all_had_stayed(make_engine, a
                 if turn % 2:  # Every other turn leaves a pending gradient on disk.
                     engine.optim_step(name, optimizers[number % len(optimizers)])
             peak = max(peak, paged.held_bytes)
-    assert whole.held_bytes > 8 * 4 * adapter_bytes
+    assert whole.held_bytes > len(names) // 2 * adapter_bytes
     assert 3 * adapter_bytes < peak <= 4 * adapter_bytes
     for name in names:
         assert saved(paged, tmp_path / f"paged-{name}", name) == saved(whole, tmp_path / f"whole-{name}", name)
