@@ -20,7 +20,7 @@ Every leaf has a `reason`, listed in `paceline.types.v1.ErrorReason` and explain
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Self
 from uuid import uuid4
 
 
@@ -100,6 +100,11 @@ class InvalidArgument(PacelineError, reason="INVALID_FIELD"):
     """A field has a value that no more specific class covers."""
 
     code = Code.INVALID_ARGUMENT
+
+    @classmethod
+    def of_type(cls, value: object, wanted: str, field: str) -> Self:
+        """Return the error of a value of the wrong type; `wanted` says what to give instead."""
+        return cls(f"is of type {type(value).__name__}; give {wanted}", field=field)
 
 
 class UnreadableMessage(InvalidArgument, reason="UNREADABLE_MESSAGE"):

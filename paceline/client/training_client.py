@@ -131,7 +131,7 @@ class TrainingClient(Connected):
         OptimizerChanged, OutOfMemory.
         """
         with sendable("params"):
-            request = codec.optimizer_to_proto(params or AdamParams())
+            request = codec.optimizer_to_proto(AdamParams() if params is None else params)
         request.run_id = self.run_id
         return self._queue.put_one(self.transport.trainer.OptimStep, request, _optim_step_from_proto)
 

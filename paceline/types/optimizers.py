@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from paceline.errors import InvalidArgument
+
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
@@ -110,8 +112,9 @@ OPTIMIZERS: Mapping[str, type[OptimizerParams]] = {
 
 
 def optimizer_name(params: OptimizerParams) -> str:
-    """Return the name of the optimizer that `params` configure. Raises TypeError."""
+    """Return the name of the optimizer that `params` configure. Raises InvalidArgument for anything else."""
     for name, kind in OPTIMIZERS.items():
         if type(params) is kind:
             return name
-    raise TypeError(f"{type(params).__name__} is not a class of optimizer settings")
+    classes = ", ".join(kind.__name__ for kind in OPTIMIZERS.values())
+    raise InvalidArgument.of_type(params, f"the settings of an optimizer, an instance of one of {classes}", "params")

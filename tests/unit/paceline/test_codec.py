@@ -159,8 +159,9 @@ def test_a_request_without_an_optimizer_is_refused():
 
 
 def test_what_is_no_optimizers_settings_has_no_wire_form():
-    with pytest.raises(TypeError):
+    with pytest.raises(errors.InvalidArgument, match=r"is of type LoraConfig; give .* AdamParams") as caught:
         codec.optimizer_to_proto(LoraConfig())
+    assert caught.value.field == "params"
 
 
 @given(params)
