@@ -58,6 +58,8 @@ class CheckpointPath:
     @classmethod
     def parse(cls, path: str, field: str = "path") -> CheckpointPath:
         """Parse a path. Raises InvalidPath unless it has exactly this form."""
+        if not isinstance(path, str):
+            raise errors.InvalidPath.of_type(path, "the path of a checkpoint, paceline://...", field)
         run_id, _, rest = path.removeprefix(SCHEME).partition("/")
         folder, _, name = rest.partition("/")
         kinds = {kind.folder: kind for kind in CheckpointKind}

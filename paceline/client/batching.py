@@ -73,9 +73,8 @@ def make_batch(
     to those of the whole.
     """
     data = as_datums(data)
-    with sendable("loss_fn_config"):
-        count = None if spec.reduction is Reduction.SUM else spec.reduction.count(data)
-        template = codec.spec_to_proto(run_id, replace(spec, reduction_count=count))
+    count = None if spec.reduction is Reduction.SUM else spec.reduction.count(data)
+    template = codec.spec_to_proto(run_id, replace(spec, reduction_count=count))
     requests = []
     for part in split([_size(datum) for datum in data]):
         request = pb.ForwardBackwardRequest()
@@ -157,9 +156,8 @@ async def render_all(
     sizes, done = [len(conversation) for conversation in conversations], 0
     while done < len(conversations) or not conversations:
         part = next(split(sizes[done:], _MAX_CONVERSATIONS, _MAX_CONVERSATION_BYTES), range(0))
-        request = pb.RenderConversationsRequest(
-            base_model=base_model, conversations=conversations[done : done + len(part)]
-        )
+        some = conversations[done : done + len(part)]
+        request = codec.make(pb.RenderConversationsRequest, base_model=base_model, conversations=some)
         try:
             reply = await call(request)
         except errors.PacelineError as error:
@@ -172,7 +170,7 @@ async def render_all(
 
 @contextmanager
 def sendable(field: str) -> Iterator[None]:
-    """Convert protobuf's error for a value that does not fit its field into InvalidArgument."""
+    """Convert the error of a value that cannot be converted for its message into InvalidArgument. See `codec.make`."""
     try:
         yield
     except (TypeError, ValueError, OverflowError) as problem:

@@ -83,7 +83,7 @@ class Catalog(Connected):
 
     async def get_run_async(self, run_id: str) -> Run:
         """Return a run. Errors: RunNotFound."""
-        reply = await self.transport.query(self.transport.trainer.GetRun, pb.GetRunRequest(run_id=run_id))
+        reply = await self.transport.query(self.transport.trainer.GetRun, codec.make(pb.GetRunRequest, run_id=run_id))
         return codec.run_from_proto(reply.run)
 
     get_run = blocking(get_run_async)
@@ -93,7 +93,7 @@ class Catalog(Connected):
 
         Waits for the run's command in progress. Errors: RunNotFound.
         """
-        request = pb.DeleteRunRequest(run_id=run_id, delete_checkpoints=delete_checkpoints)
+        request = codec.make(pb.DeleteRunRequest, run_id=run_id, delete_checkpoints=delete_checkpoints)
         call = self.transport.call(self.transport.trainer.DeleteRun, request, self.transport.timeouts.training)
         await self.transport.submit(call)
 
@@ -102,7 +102,9 @@ class Catalog(Connected):
     async def list_checkpoints_async(self, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
         """List checkpoints, newest first, of one run or all runs, of one kind or both. Errors: RunNotFound."""
         checkpoints: list[Checkpoint] = []
-        request = pb.ListCheckpointsRequest(run_id=run_id, page_size=_PAGE_SIZE)
+        if not isinstance(kind, CheckpointKind | None):
+            raise errors.InvalidArgument.of_type(kind, "CheckpointKind.STATE or CheckpointKind.SAMPLER", "kind")
+        request = codec.make(pb.ListCheckpointsRequest, run_id=run_id, page_size=_PAGE_SIZE)
         if kind is not None:
             request.kind = pb.CheckpointKind.ValueType(kind.value)
         while True:
@@ -119,7 +121,8 @@ class Catalog(Connected):
 
         Errors: InvalidPath, CheckpointNotFound (also if a first attempt deleted it but its answer was lost).
         """
-        await self.transport.query(self.transport.trainer.DeleteCheckpoint, pb.DeleteCheckpointRequest(path=path))
+        request = codec.make(pb.DeleteCheckpointRequest, path=path)
+        await self.transport.query(self.transport.trainer.DeleteCheckpoint, request)
 
     delete_checkpoint = blocking(delete_checkpoint_async)
 
@@ -140,8 +143,7 @@ class Catalog(Connected):
 
         Errors: InvalidPath, CheckpointNotFound, OutOfRange.
         """
-        with sendable("ttl_seconds"):
-            request = pb.SetCheckpointTtlRequest(path=path, ttl_seconds=ttl_seconds)
+        request = codec.make(pb.SetCheckpointTtlRequest, path=path, ttl_seconds=ttl_seconds)
         reply = await self.transport.query(self.transport.trainer.SetCheckpointTtl, request)
         return codec.checkpoint_from_proto(reply.checkpoint)
 

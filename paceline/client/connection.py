@@ -105,6 +105,8 @@ def make_tls(ca: str | Path | None, cert: str | Path | None, key: str | Path | N
 
 
 def _find_address(given: str | None) -> str:
+    if not isinstance(given, str | None):
+        raise errors.InvalidArgument.of_type(given, "host:port", "address")
     source = "address" if given else ADDRESS_VARIABLE
     address = (given or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS).strip()
     if "://" in address and address.partition("://")[0] in {"http", "https", "grpc", "grpcs"}:
@@ -113,6 +115,8 @@ def _find_address(given: str | None) -> str:
 
 
 def _find_key(given: str | None) -> tuple[str, str]:
+    if not isinstance(given, str | None):
+        raise errors.InvalidArgument.of_type(given, "the key, a string", "api_key")
     key, source = (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE) if given is None else (given, "api_key")
     key = key.strip()
     if not all(" " <= character <= "~" for character in key):

@@ -10,7 +10,6 @@ import grpc
 import numpy as np
 
 from paceline import codec, errors
-from paceline.client.batching import sendable
 from paceline.client.connection import Connection
 from paceline.client.futures import PacelineFuture, awaitable
 from paceline.client.results import LogprobsResult
@@ -68,16 +67,16 @@ class SamplingClient(Connected):
         `topk_*` > 0 adds the k most likely tokens at each position. A retried call draws new samples unless a seed is
         set.
         """
-        with sendable("num_samples"):
-            request = pb.SampleRequest(
-                model=self._wire_model,
-                prompt=_encode_tokens(prompt, "prompt"),
-                params=_encode_params(sampling_params),
-                num_samples=num_samples,
-                prompt_logprobs=prompt_logprobs,
-                topk_prompt_logprobs=topk_prompt_logprobs,
-                topk_logprobs=topk_logprobs,
-            )
+        request = codec.make(
+            pb.SampleRequest,
+            model=self._wire_model,
+            prompt=_encode_tokens(prompt, "prompt"),
+            params=_encode_params(sampling_params),
+            num_samples=num_samples,
+            prompt_logprobs=prompt_logprobs,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_logprobs=topk_logprobs,
+        )
         return self.transport.submit(self._sample(request))
 
     sample_async = awaitable(sample)
@@ -89,13 +88,13 @@ class SamplingClient(Connected):
 
         Completions are interleaved; `delta.index` identifies them. No retries after the first tokens arrive.
         """
-        with sendable("num_samples"):
-            request = pb.SampleStreamRequest(
-                model=self._wire_model,
-                prompt=_encode_tokens(prompt, "prompt"),
-                params=_encode_params(sampling_params),
-                num_samples=num_samples,
-            )
+        request = codec.make(
+            pb.SampleStreamRequest,
+            model=self._wire_model,
+            prompt=_encode_tokens(prompt, "prompt"),
+            params=_encode_params(sampling_params),
+            num_samples=num_samples,
+        )
         return SampleStream(self.transport, request, self._metadata)
 
     def compute_logprobs(self, tokens: Tokens) -> PacelineFuture[LogprobsResult]:
@@ -154,11 +153,8 @@ def _encode_tokens(tokens: Tokens, field: str) -> tensor_pb2.Tensor:
 
 def _encode_params(params: SamplingParams | None) -> sampling_pb2.SamplingParams:
     if not isinstance(params, SamplingParams | None):
-        raise errors.InvalidArgument(
-            f"is of type {type(params).__name__}; give a paceline.SamplingParams(...)", field="sampling_params"
-        )
-    with sendable("sampling_params"):
-        return codec.sampling_params_to_proto(params or SamplingParams())
+        raise errors.InvalidArgument.of_type(params, "a paceline.SamplingParams(...)", "sampling_params")
+    return codec.sampling_params_to_proto(params or SamplingParams())
 
 
 class SampleStream:

@@ -9,7 +9,6 @@ from typing import Self
 from uuid import uuid4
 
 from paceline import codec, errors
-from paceline.client.batching import sendable
 from paceline.client.catalog import Catalog
 from paceline.client.connection import Connection, RetryPolicy, Timeouts, make_connection, make_tls
 from paceline.client.sampling_client import SamplingClient
@@ -93,7 +92,7 @@ class ServiceClient(Catalog):
             train_attn,
             train_mlp,
             train_unembed,
-            layers=tuple(layers),
+            layers=layers,
             use_rslora=use_rslora,
             target_modules=as_names(target_modules, "target_modules"),
         )
@@ -117,6 +116,8 @@ class ServiceClient(Catalog):
         (docs/memory.md). A sampler can also be started with a checkpoint from `save_weights_for_sampler` as its model.
         Errors: ModelNotFound, OutOfMemory, TooManyRuns.
         """
+        if not isinstance(storage, WeightStorage):
+            raise errors.InvalidArgument.of_type(storage, "WeightStorage.FLOAT32 or WeightStorage.BFLOAT16", "storage")
         return await self._create(base_model, FullParameters(storage, seed), user_metadata or {})
 
     create_full_training_client = blocking(create_full_training_client_async)
@@ -142,7 +143,7 @@ class ServiceClient(Catalog):
         Only the newest client trains a run: later commands of earlier clients are refused with ClientSuperseded. To
         inspect a run without training it, use `get_run`. Errors: RunNotFound.
         """
-        request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
+        request = codec.make(pb.AttachRunRequest, run_id=run_id, request_id=uuid4().hex)
         reply = await self.transport.query(self.transport.trainer.AttachRun, request)
         return TrainingClient(self.transport, codec.run_from_proto(reply.run), reply.attachment)
 
@@ -189,10 +190,8 @@ class ServiceClient(Catalog):
     async def _create(
         self, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str]
     ) -> TrainingClient:
-        with sendable("user_metadata"):
-            request = pb.CreateRunRequest(base_model=base_model, user_metadata=user_metadata)
-        with sendable("lora" if isinstance(parameters, LoraConfig) else "full"):
-            codec.put_parameters(request, parameters)
+        request = codec.make(pb.CreateRunRequest, base_model=base_model, user_metadata=user_metadata)
+        codec.put_parameters(request, parameters)
         return await self._create_run(request)
 
     async def _create_run(self, request: pb.CreateRunRequest) -> TrainingClient:

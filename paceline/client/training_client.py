@@ -130,8 +130,7 @@ class TrainingClient(Connected):
         A run keeps the optimizer of its first step. Errors: OutOfRange, NoGradient, NonFiniteGradient,
         OptimizerChanged, OutOfMemory.
         """
-        with sendable("params"):
-            request = codec.optimizer_to_proto(AdamParams() if params is None else params)
+        request = codec.optimizer_to_proto(AdamParams() if params is None else params)
         request.run_id = self.run_id
         return self._queue.put_one(self.transport.trainer.OptimStep, request, _optim_step_from_proto)
 
@@ -192,12 +191,14 @@ class TrainingClient(Connected):
         if wait_for not in _ACK_POLICIES:
             raise errors.InvalidArgument(f"is {wait_for!r}; use all, any or none", field="wait_for")
         with sendable("ack_timeout"):
-            request = pb.PublishWeightsRequest(
-                run_id=self.run_id,
-                durable=durable,
-                wait_for=_ACK_POLICIES[wait_for],
-                ack_timeout_ms=max(1, round(ack_timeout * 1e3)),
-            )
+            milliseconds = max(1, round(ack_timeout * 1e3))
+        request = codec.make(
+            pb.PublishWeightsRequest,
+            run_id=self.run_id,
+            durable=durable,
+            wait_for=_ACK_POLICIES[wait_for],
+            ack_timeout_ms=milliseconds,
+        )
         return self._queue.put_one(self.transport.trainer.PublishWeights, request, publish_result_from_proto)
 
     publish_weights_async = awaitable(publish_weights)
@@ -236,20 +237,20 @@ class TrainingClient(Connected):
     def _save(
         self, name: str, kind: CheckpointKind, ttl_seconds: int | None, *, overwrite: bool
     ) -> PacelineFuture[Checkpoint]:
-        with sendable("ttl_seconds"):
-            request = pb.SaveCheckpointRequest(
-                run_id=self.run_id,
-                name=name,
-                kind=pb.CheckpointKind.ValueType(kind.value),
-                ttl_seconds=ttl_seconds,
-                overwrite=overwrite,
-            )
+        request = codec.make(
+            pb.SaveCheckpointRequest,
+            run_id=self.run_id,
+            name=name,
+            kind=pb.CheckpointKind.ValueType(kind.value),
+            ttl_seconds=ttl_seconds,
+            overwrite=overwrite,
+        )
         return self._queue.put_one(
             self.transport.trainer.SaveCheckpoint, request, lambda reply: codec.checkpoint_from_proto(reply.checkpoint)
         )
 
     def _load(self, path: str, *, with_optimizer: bool) -> PacelineFuture[Run]:
-        request = pb.LoadCheckpointRequest(run_id=self.run_id, path=path, with_optimizer=with_optimizer)
+        request = codec.make(pb.LoadCheckpointRequest, run_id=self.run_id, path=path, with_optimizer=with_optimizer)
         return self._queue.put_one(
             self.transport.trainer.LoadCheckpoint,
             request,

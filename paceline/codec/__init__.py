@@ -3,6 +3,7 @@
 Pure functions; decoding checks form (dtype, shape, length), never meaning.
 """
 
+from paceline.codec.messages import make
 from paceline.codec.models import (
     model_info_from_proto,
     model_info_to_proto,
@@ -53,6 +54,7 @@ __all__ = [
     "delta_from_proto",
     "lora_config_from_proto",
     "lora_config_to_proto",
+    "make",
     "model_info_from_proto",
     "model_info_to_proto",
     "model_ref_from_proto",

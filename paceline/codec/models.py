@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline import errors
+from paceline.codec.messages import make
 from paceline.types import AdapterGroup, ModelCertificate, ModelInfo, ModelRef, PackingMode, ServedModel
 from paceline.types.v1 import model_pb2 as pb
 
@@ -10,10 +11,10 @@ from paceline.types.v1 import model_pb2 as pb
 def model_ref_to_proto(ref: ModelRef) -> pb.ModelRef:
     """Encode a reference to weights."""
     if ref.checkpoint:
-        return pb.ModelRef(checkpoint=ref.checkpoint)
+        return make(pb.ModelRef, "model.", checkpoint=ref.checkpoint)
     if ref.run_id:
-        return pb.ModelRef(version=pb.VersionRef(run_id=ref.run_id, version=ref.version))
-    return pb.ModelRef(base=pb.BaseModel(name=ref.base))
+        return pb.ModelRef(version=make(pb.VersionRef, "model.version.", run_id=ref.run_id, version=ref.version))
+    return pb.ModelRef(base=make(pb.BaseModel, "model.base.", name=ref.base))
 
 
 def model_ref_from_proto(message: pb.ModelRef, field: str = "model") -> ModelRef:

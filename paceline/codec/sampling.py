@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from paceline.codec.messages import make
 from paceline.codec.models import served_model_from_proto, served_model_to_proto
 from paceline.codec.training import FLOATS, INTEGERS, tensor_from_proto, tensor_to_proto
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
@@ -21,7 +22,9 @@ from paceline.types.v1 import sampling_pb2 as pb
 
 def sampling_params_to_proto(params: SamplingParams) -> pb.SamplingParams:
     """Encode sampling parameters."""
-    return pb.SamplingParams(
+    return make(
+        pb.SamplingParams,
+        "params.",
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,

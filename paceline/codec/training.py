@@ -12,6 +12,7 @@ from math import prod
 import numpy as np
 
 from paceline import errors
+from paceline.codec.messages import make
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.types import (
     Datum,
@@ -136,7 +137,8 @@ def output_from_proto(message: datum_pb2.DatumOutput, field: str) -> dict[str, A
 
 def spec_to_proto(run_id: str, spec: ForwardBackwardSpec) -> trainer_pb.ForwardBackwardRequest:
     """Encode what to compute for a batch, without the batch."""
-    return trainer_pb.ForwardBackwardRequest(
+    return make(
+        trainer_pb.ForwardBackwardRequest,
         run_id=run_id,
         loss_fn=spec.loss_fn,
         loss_fn_config=spec.loss_fn_config,
@@ -168,7 +170,9 @@ def _reduction_from_proto(value: trainer_pb.Reduction.ValueType) -> Reduction:
 
 def lora_config_to_proto(config: LoraConfig) -> lora_pb2.LoraConfig:
     """Encode an adapter's configuration."""
-    return lora_pb2.LoraConfig(
+    return make(
+        lora_pb2.LoraConfig,
+        "lora.",
         rank=config.rank,
         alpha=config.alpha,
         dropout=config.dropout,
@@ -204,7 +208,7 @@ def put_parameters(message: trainer_pb.CreateRunRequest | trainer_pb.Run, parame
         message.lora.CopyFrom(lora_config_to_proto(parameters))
     else:
         storage = full_pb2.WeightStorage.ValueType(parameters.storage.value)
-        message.full.CopyFrom(full_pb2.FullParameters(storage=storage, seed=parameters.seed))
+        message.full.CopyFrom(make(full_pb2.FullParameters, "full.", storage=storage, seed=parameters.seed))
 
 
 def parameters_from_proto(message: trainer_pb.CreateRunRequest | trainer_pb.Run) -> RunParameters:
@@ -221,12 +225,13 @@ def parameters_from_proto(message: trainer_pb.CreateRunRequest | trainer_pb.Run)
 
 
 def optimizer_to_proto(params: OptimizerParams) -> trainer_pb.OptimStepRequest:
-    """Encode an optimizer and all of its settings, as a request that names no run yet."""
-    request = trainer_pb.OptimStepRequest()
-    member = getattr(request, optimizer_name(params))
-    member.SetInParent()
-    for setting, value in asdict(params).items():
-        setattr(member, setting, value)
+    """Encode an optimizer and all of its settings, as a request that names no run yet. Raises InvalidArgument."""
+    request, name = trainer_pb.OptimStepRequest(), optimizer_name(params)
+    member, settings = getattr(request, name), asdict(params)
+    for setting, value in settings.items():
+        if value is None:
+            raise errors.MissingField("is None; leave it out for its default", field=f"{name}.{setting}")
+    member.CopyFrom(make(type(member), f"{name}.", **settings))
     return request
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
@@ -60,9 +60,13 @@ class SamplingParams:
     """Regular expression that the whole completion matches."""
 
     def __post_init__(self) -> None:
-        strings, tokens = _sort_stops([self.stop] if isinstance(self.stop, str) else list(self.stop or ()))
+        strings, tokens = _sort_stops(_as_list(self.stop if self.stop is not None else ()))
         object.__setattr__(self, "stop", tuple(strings))
         object.__setattr__(self, "stop_token_ids", (*_token_ids(self.stop_token_ids), *tokens))
+
+
+def _as_list(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
 
 
 def _sort_stops(stops: Sequence[Any]) -> tuple[list[str], list[int]]:
@@ -75,7 +79,7 @@ def _sort_stops(stops: Sequence[Any]) -> tuple[list[str], list[int]]:
 
 
 def _token_ids(tokens: Any) -> list[int]:
-    ids = [tokens] if _is_token_id(tokens) else list(tokens)
+    ids = _as_list(tokens)
     for index, token in enumerate(ids):
         if not _is_token_id(token):
             message = f"is a {type(token).__name__}; give token ids, and strings in stop"

@@ -195,7 +195,7 @@ class LoraConfig:
     """Adapt the MLPs' linear layers, except routers; refused like `train_attn`, e.g. for experts in one tensor."""
     train_unembed: bool = False
     """Adapt the output head."""
-    layers: tuple[int, ...] = ()
+    layers: Sequence[int] = ()
     """Indices of the layers that get an adapter. Empty means all."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead (rsLoRA, arXiv 2312.03732)."""
@@ -309,9 +309,11 @@ def as_tokens(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
 
 
 def as_names(values: Iterable[str], field: str) -> tuple[str, ...]:
-    """Convert to a tuple of names. Raises InvalidArgument for a single string, whose letters would become names."""
+    """Convert to a tuple of names. Raises InvalidArgument for a single string, whose letters would be names."""
     if isinstance(values, str | bytes):
         raise InvalidArgument(f"is one string; give a list of them, [{values!r}]", field=field)
+    if not isinstance(values, Iterable):
+        raise InvalidArgument.of_type(values, "a list of names", field)
     return tuple(values)
 
 

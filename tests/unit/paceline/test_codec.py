@@ -13,7 +13,7 @@ from paceline import codec, errors
 from paceline.codec.resources import timestamp_from_proto, timestamp_to_proto
 from paceline.codec.training import FLOATS, INTEGERS, MASKS
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
-from paceline.trainer.v1.trainer_service_pb2 import ForwardBackwardRequest, OptimStepRequest
+from paceline.trainer.v1.trainer_service_pb2 import CreateRunRequest, ForwardBackwardRequest, OptimStepRequest
 from paceline.types import (
     AdafactorParams,
     Adam8bitParams,
@@ -44,7 +44,7 @@ from paceline.types import (
     VersionSpan,
 )
 from paceline.types.optimizers import OPTIMIZERS
-from paceline.types.v1 import model_pb2, sampling_pb2, tensor_pb2
+from paceline.types.v1 import lora_pb2, model_pb2, sampling_pb2, tensor_pb2
 
 DTYPES = ["float16", "float32", "int32", "int64", "uint8"]
 
@@ -162,6 +162,51 @@ def test_what_is_no_optimizers_settings_has_no_wire_form():
     with pytest.raises(errors.InvalidArgument, match=r"is of type LoraConfig; give .* AdamParams") as caught:
         codec.optimizer_to_proto(LoraConfig())
     assert caught.value.field == "params"
+
+
+def test_a_setting_without_a_value_is_refused_since_the_trainer_would_take_its_own():
+    with pytest.raises(errors.MissingField) as caught:
+        codec.optimizer_to_proto(AdamParams(weight_decay=None))
+    assert caught.value.field == "adamw.weight_decay"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "field", "wanted"),
+    [
+        ({"base_model": 1}, errors.InvalidArgument, "base_model", "is of type int; give a string"),
+        ({"base_model": "\ud800"}, errors.InvalidArgument, "base_model", r"cannot be sent: .*; give a string"),
+        (
+            {"user_metadata": {"a": "", "c": 1}},
+            errors.InvalidArgument,
+            "user_metadata[c]",
+            "is of type int; give a string",
+        ),
+        ({"user_metadata": {1: "b"}}, errors.InvalidArgument, "user_metadata.key", "is of type int; give a string"),
+        ({"user_metadata": "text"}, errors.InvalidArgument, "user_metadata", "is of type str; give a dict"),
+        ({"lora": 1}, errors.InvalidArgument, "lora", "is of type int; give a LoraConfig"),
+    ],
+)
+def test_what_does_not_fit_its_field_is_refused_by_the_field(fields, error, field, wanted):
+    with pytest.raises(error, match=wanted) as caught:
+        codec.make(CreateRunRequest, "request.", **fields)
+    assert caught.value.field == f"request.{field}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "field", "wanted"),
+    [
+        ({"rank": -1}, errors.OutOfRange, "rank", "give an integer from 0 to 4294967295"),
+        ({"rank": 1.5}, errors.InvalidArgument, "rank", "is of type float; give an integer from 0 to 4294967295"),
+        ({"alpha": 10**400}, errors.OutOfRange, "alpha", "give a number"),
+        ({"layers": 3}, errors.InvalidArgument, "layers", "is of type int; give a list"),
+        ({"layers": [0, -1]}, errors.OutOfRange, "layers[1]", "give an integer"),
+        ({"rank": 1, "train_attn": "yes"}, errors.InvalidArgument, "train_attn", "is of type str; give a bool"),
+    ],
+)
+def test_a_number_outside_its_fields_range_is_out_of_range(fields, error, field, wanted):
+    with pytest.raises(error, match=wanted) as caught:
+        codec.make(lora_pb2.LoraConfig, **fields)
+    assert (type(caught.value), caught.value.field) == (error, field)
 
 
 @given(params)

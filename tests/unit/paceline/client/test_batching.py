@@ -114,7 +114,7 @@ def test_a_dtype_that_cannot_be_sent_is_refused_by_the_name_of_its_field():
 def test_a_setting_that_is_no_number_is_refused_by_the_name_of_its_field():
     with pytest.raises(errors.InvalidArgument) as caught:
         make_batch("run", [datum_of(1)], ForwardBackwardSpec("ppo", {"clip_low_threshold": "low"}))
-    assert caught.value.field == "loss_fn_config"
+    assert caught.value.field == "loss_fn_config[clip_low_threshold]"
 
 
 def test_metrics_are_reduced_as_their_names_say():

@@ -14,6 +14,7 @@ from paceline import SamplingParams, errors
         ({"stop": "END"}, ("END",), ()),
         ({"stop": ["END", "\n"]}, ("END", "\n"), ()),
         ({"stop": [2]}, (), (2,)),
+        ({"stop": 2}, (), (2,)),
         ({"stop": [np.int32(2), "END"], "stop_token_ids": [5]}, ("END",), (5, 2)),
         ({"stop": None}, (), ()),
         ({"stop_token_ids": 2}, (), (2,)),
@@ -36,6 +37,15 @@ def test_a_string_is_one_stop_and_numbers_are_token_ids(given, strings, tokens):
     ],
 )
 def test_what_is_neither_is_refused_by_its_place(given, field):
+    with pytest.raises(errors.InvalidArgument) as caught:
+        SamplingParams(**given)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("given", "field"), [({"stop": 2.5}, "stop[0]"), ({"stop_token_ids": None}, "stop_token_ids[0]")]
+)
+def test_a_stop_that_is_neither_text_nor_a_token_is_refused_alone_too(given, field):
     with pytest.raises(errors.InvalidArgument) as caught:
         SamplingParams(**given)
     assert caught.value.field == field

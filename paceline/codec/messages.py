@@ -1,0 +1,84 @@
+"""Make messages of values that callers gave; a value that its field cannot hold is refused by the field's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Integral
+from typing import Any, ParamSpec, TypeVar, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from paceline import errors
+
+P = ParamSpec("P")
+M = TypeVar("M", bound=Message)
+
+_REFUSALS = (TypeError, ValueError, OverflowError)
+"""What protobuf raises for a value that its field cannot hold; the text does not name the field."""
+
+_DICT = "a dict"
+_WANTED = {
+    FieldDescriptor.CPPTYPE_STRING: "a string",
+    FieldDescriptor.CPPTYPE_BOOL: "a bool",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_INT32: f"an integer from {-1 << 31} to {(1 << 31) - 1}",
+    FieldDescriptor.CPPTYPE_INT64: f"an integer from {-1 << 63} to {(1 << 63) - 1}",
+    FieldDescriptor.CPPTYPE_UINT32: f"an integer from 0 to {(1 << 32) - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"an integer from 0 to {(1 << 64) - 1}",
+}
+
+
+def make(cls: Callable[P, M], place: str = "", /, *args: P.args, **fields: P.kwargs) -> M:
+    """Return a message of class `cls` with these fields; `place` comes before the names of fields in errors.
+
+    Raises OutOfRange for a number outside its field's range, InvalidArgument for anything else that does not fit.
+    """
+    try:
+        return cls(*args, **fields)
+    except _REFUSALS:
+        for name, value in fields.items():
+            _check(cast("type[Message]", cls), name, value, place)
+        raise
+
+
+def _check(cls: type[Message], name: str, value: Any, place: str = "") -> None:
+    """Raise what `make` raises if this field cannot hold this value."""
+    for part, argument, held, wanted in _parts(cast("FieldDescriptor", cls.DESCRIPTOR.fields_by_name[name]), value):
+        try:
+            cls(**{name: argument})
+        except _REFUSALS as problem:
+            where = f"{place}{name}{part}"
+            if isinstance(problem, TypeError) or wanted == _DICT:
+                raise errors.InvalidArgument.of_type(held, wanted, where) from problem
+            if isinstance(held, Integral):
+                raise errors.OutOfRange(f"is out of range; give {wanted}", field=where) from problem
+            raise errors.InvalidArgument(f"cannot be sent: {problem}; give {wanted}", field=where) from problem
+
+
+def _parts(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield the parts of a field's value: its place in the field, an argument of this part alone, it, what is wanted.
+
+    A part is an element of a list, a key or a value of a dict, and anything else as a whole.
+    """
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        if not isinstance(value, Mapping):
+            yield "", value, value, _DICT
+            return
+        for key, each in value.items():
+            if isinstance(key, str):
+                yield f"[{key}]", {key: each}, each, _wanted(kind.fields_by_name["value"])
+            else:
+                yield ".key", {key: each}, key, "a string"
+    elif field.is_repeated and isinstance(value, Iterable):
+        for index, each in enumerate(value):
+            yield f"[{index}]", [each], each, _wanted(field)
+    else:
+        yield "", value, value, "a list" if field.is_repeated else _wanted(field)
+
+
+def _wanted(field: FieldDescriptor) -> str:
+    kind = field.message_type or field.enum_type
+    return f"a {kind.name}" if kind else _WANTED[field.cpp_type]
