@@ -19,7 +19,6 @@ from paceline.client.results import Account, ServerCapabilities, capabilities_fr
 from paceline.client.transport import Connected, Transport, blocking, read
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.layout import MANIFEST_FILE, CheckpointPath
-from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Datum, Run
 from paceline.weights.manifest import read_manifest, weights_file
@@ -58,8 +57,7 @@ class Catalog(Connected):
             bodies = [json.dumps(_as_object(conversation)).encode() for conversation in conversations]
 
         async def call(request: pb.RenderConversationsRequest) -> pb.RenderConversationsResponse:
-            method, seconds = self.transport.trainer.RenderConversations, self.transport.timeouts.training
-            return await self.transport.call(method, request, seconds)
+            return await self.transport.call(self.transport.trainer.RenderConversations, request, "training")
 
         return [
             [codec.datum_from_proto(datum, "conversations") for datum in rendered.data]
@@ -94,7 +92,7 @@ class Catalog(Connected):
         Waits for the run's command in progress. Errors: RunNotFound.
         """
         request = codec.make(pb.DeleteRunRequest, run_id=run_id, delete_checkpoints=delete_checkpoints)
-        call = self.transport.call(self.transport.trainer.DeleteRun, request, self.transport.timeouts.training)
+        call = self.transport.call(self.transport.trainer.DeleteRun, request, "training")
         await self.transport.submit(call)
 
     delete_run = blocking(delete_run_async)
@@ -185,8 +183,7 @@ def _make_staging(directory: Path) -> Path:
 
 async def _receive(transport: Transport, request: pb.DownloadCheckpointRequest, directory: Path) -> dict[str, str]:
     """Write the files of a stream; return the SHA-256 of each by name."""
-    method, seconds = transport.trainer.DownloadCheckpoint, transport.timeouts.training
-    call, part = await transport.open_stream(method, request, seconds)
+    call, part = await transport.open_stream(transport.trainer.DownloadCheckpoint, request, "training")
     digests = {}
     try:
         while part is not None:
@@ -201,7 +198,7 @@ async def _receive(transport: Transport, request: pb.DownloadCheckpointRequest, 
             digests[name] = digest.hexdigest()
             part = await read(call)
     except grpc.aio.AioRpcError as failure:
-        raise error_from_rpc(failure) from failure
+        raise transport.error(failure, request, "training") from failure
     finally:
         transport.end_stream(call)
     return digests

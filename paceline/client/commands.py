@@ -111,7 +111,7 @@ class CommandQueue:
         for request, seq_id in zip(requests, seq_ids, strict=True):
             request.seq_id, request.attachment = seq_id, self._attachment
             await self._in_flight.acquire()
-            answer = await self._transport.start(method, request, self._transport.timeouts.training)
+            answer = await self._transport.start(method, request, "training")
             call = self._transport.start_task(self._counted(answer, seq_id))
             call.add_done_callback(lambda _: self._in_flight.release())
             calls.append(call)
@@ -129,7 +129,7 @@ class CommandQueue:
                 empty = pb.ForwardBackwardRequest(run_id=self._run_id, seq_id=seq_id, attachment=self._attachment)
                 transport = self._transport
                 with suppress(errors.PacelineError):
-                    await transport.call_beside(transport.trainer.ForwardBackward, empty, transport.timeouts.training)
+                    await transport.call_beside(transport.trainer.ForwardBackward, empty, "training")
             raise
 
 

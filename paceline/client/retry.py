@@ -14,7 +14,7 @@ import grpc
 
 from paceline import errors
 from paceline.client.connection import RetryPolicy
-from paceline.rpc.status import DETAILS_KEY, error_from_rpc
+from paceline.rpc.status import error_from_rpc, is_from_grpc
 
 T = TypeVar("T")
 
@@ -56,19 +56,25 @@ class RetryLog:
             _log.warning("%s: answered after %.1f s", call, waited)
 
 
-async def with_retries(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, log: RetryLog, call: str) -> T:
+async def with_retries(
+    attempt: Callable[[], Awaitable[T]],
+    policy: RetryPolicy,
+    log: RetryLog,
+    call: str,
+    convert: Callable[[grpc.aio.AioRpcError], errors.PacelineError] = error_from_rpc,
+) -> T:
     """Run `attempt` until it succeeds, fails permanently, or the policy's budget is spent. Raises PacelineError.
 
-    `call` is the call's name in the log.
+    `call` is the call's name in the log; `convert` returns the error of a failed attempt.
     """
     failures, since = 0, 0.0
     while True:
         try:
             answer = await attempt()
         except grpc.aio.AioRpcError as failure:
-            error, delay = error_from_rpc(failure), 0.0
+            error, delay = convert(failure), 0.0
             # Errors from gRPC itself, such as a lost connection, request no delay; the class's default is not theirs.
-            if any(key == DETAILS_KEY for key, _ in failure.trailing_metadata() or ()):
+            if not is_from_grpc(failure):
                 delay = error.retry_after or 0.0
         else:
             if failures:

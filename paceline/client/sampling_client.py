@@ -17,7 +17,6 @@ from paceline.client.tokenizer import get_tokenizer
 from paceline.client.transport import Connected, Metadata, Transport, blocking, read
 from paceline.codec.training import FLOATS
 from paceline.rpc.identity import ROUTE_KEY
-from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef, SampleResult, SamplingParams, StreamedTokens
 from paceline.types.training import Tokens, as_tokens
@@ -118,11 +117,12 @@ class SamplingClient(Connected):
     get_tokenizer = blocking(get_tokenizer_async)
 
     async def _sample(self, request: pb.SampleRequest) -> SampleResult:
-        method, seconds = self.transport.sampler.Sample, self.transport.timeouts.sampling
+        method = self.transport.sampler.Sample
         loop, is_limited = asyncio.get_running_loop(), request.params.HasField("max_tokens")
         notice = None if is_limited else loop.call_later(_UNLIMITED_NOTICE_SECONDS, self._explain_unlimited)
         try:
-            return codec.sample_result_from_proto(await self.transport.call(method, request, seconds, self._metadata))
+            reply = await self.transport.call(method, request, "sampling", self._metadata)
+            return codec.sample_result_from_proto(reply)
         finally:
             if notice is not None:
                 notice.cancel()
@@ -134,8 +134,8 @@ class SamplingClient(Connected):
         )
 
     async def _compute_logprobs(self, request: pb.ComputeLogprobsRequest) -> LogprobsResult:
-        method, seconds = self.transport.sampler.ComputeLogprobs, self.transport.timeouts.sampling
-        reply = await self.transport.call(method, request, seconds, self._metadata)
+        method = self.transport.sampler.ComputeLogprobs
+        reply = await self.transport.call(method, request, "sampling", self._metadata)
         logprobs = codec.tensor_from_proto(reply.logprobs, "logprobs", FLOATS)
         return LogprobsResult(logprobs, codec.served_model_from_proto(reply.model))
 
@@ -218,8 +218,8 @@ class SampleStream:
 
     async def _read(self) -> pb.SampleStreamResponse | None:
         if self._call is None:
-            method, seconds = self._transport.sampler.SampleStream, self._transport.timeouts.sampling
-            self._call, first = await self._transport.open_stream(method, self._request, seconds, self._metadata)
+            method = self._transport.sampler.SampleStream
+            self._call, first = await self._transport.open_stream(method, self._request, "sampling", self._metadata)
             return first
         try:
             return await read(self._call)
@@ -228,7 +228,7 @@ class SampleStream:
 
     def _stream_error(self, failure: grpc.aio.AioRpcError) -> errors.PacelineError:
         """Return the error that ended the stream, with the number of tokens received."""
-        error = error_from_rpc(failure)
+        error = self._transport.error(failure, self._request, "sampling")
         error.metadata["received_tokens"] = str(self._received)
         if isinstance(error, errors.Unavailable):
             received = f"{self._received} tokens had been received; sample again for the rest"

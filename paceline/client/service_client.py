@@ -196,7 +196,7 @@ class ServiceClient(Catalog):
 
     async def _create_run(self, request: pb.CreateRunRequest) -> TrainingClient:
         request.request_id = uuid4().hex
-        call = self.transport.call(self.transport.trainer.CreateRun, request, self.transport.timeouts.training)
+        call = self.transport.call(self.transport.trainer.CreateRun, request, "training")
         return await self.get_training_client_async((await self.transport.submit(call)).run.run_id)
 
     async def _from_state(self, path: str, *, with_optimizer: bool) -> TrainingClient:

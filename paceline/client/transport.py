@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import wraps
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
 import grpc
 
@@ -22,6 +22,8 @@ from paceline.client.retry import RetryLog, call_name, with_retries
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import API_KEY_KEY
+from paceline.rpc.status import error_from_rpc, is_from_grpc
+from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
@@ -35,6 +37,8 @@ P = ParamSpec("P")
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Metadata = Sequence[tuple[str, str]]
+Limit = Literal["training", "sampling", "query"]
+"""The field of Timeouts that limits a call."""
 
 _PROBE = "/paceline.gateway.v1.GatewayService/WhoAmI"
 _PROBE_SECONDS = 0.2
@@ -156,17 +160,17 @@ class Transport:
         self,
         method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
         request: Request,
-        seconds: float,
+        limit: Limit,
         metadata: Metadata = (),
     ) -> asyncio.Task[Reply]:
         """Wait for the limit on calls in flight, in FIFO order, then start a call with retries."""
 
         async def attempt() -> Reply:
-            return await method(request, timeout=seconds, metadata=(*self._metadata, *metadata))
+            return await method(request, timeout=self._seconds(limit), metadata=(*self._metadata, *metadata))
 
         await self._connected()
         await self._in_flight.acquire()
-        task = self.start_task(self._with_retries(attempt, request))
+        task = self.start_task(self._with_retries(attempt, request, limit))
         task.add_done_callback(lambda _: self._in_flight.release())
         return task
 
@@ -174,33 +178,33 @@ class Transport:
         self,
         method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
         request: Request,
-        seconds: float,
+        limit: Limit,
         metadata: Metadata = (),
     ) -> Reply:
-        """Call a method and return its reply. `seconds` is the timeout of each attempt. Raises PacelineError."""
-        return await (await self.start(method, request, seconds, metadata))
+        """Call a method and return its reply. `limit` names the timeout of each attempt. Raises PacelineError."""
+        return await (await self.start(method, request, limit, metadata))
 
     async def call_beside(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request, seconds: float
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request, limit: Limit
     ) -> Reply:
         """Like `call`, but outside the limit on calls in flight, because those in flight may be waiting for it."""
 
         async def attempt() -> Reply:
-            return await method(request, timeout=seconds, metadata=self._metadata)
+            return await method(request, timeout=self._seconds(limit), metadata=self._metadata)
 
-        return await self._with_retries(attempt, request)
+        return await self._with_retries(attempt, request, limit)
 
     def query(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request
     ) -> PacelineFuture[Reply]:
         """Call a method that answers immediately."""
-        return self.submit(self.call(method, request, self.timeouts.query))
+        return self.submit(self.call(method, request, "query"))
 
     async def open_stream(
         self,
         method: grpc.aio.UnaryStreamMultiCallable[Request, Reply],
         request: Request,
-        seconds: float,
+        limit: Limit,
         metadata: Metadata = (),
     ) -> tuple[grpc.aio.UnaryStreamCall[Request, Reply], Reply | None]:
         """Wait for the limit on calls in flight and open a stream; return it with its first message (None if empty).
@@ -209,13 +213,13 @@ class Transport:
         """
 
         async def first() -> tuple[grpc.aio.UnaryStreamCall[Request, Reply], Reply | None]:
-            stream = method(request, timeout=seconds, metadata=(*self._metadata, *metadata))
+            stream = method(request, timeout=self._seconds(limit), metadata=(*self._metadata, *metadata))
             return stream, await read(stream)
 
         await self._connected()
         await self._in_flight.acquire()
         try:
-            return await self._with_retries(first, request)
+            return await self._with_retries(first, request, limit)
         except BaseException:
             self._in_flight.release()
             raise
@@ -224,6 +228,15 @@ class Transport:
         """Cancel a stream, on the server too, if it has not ended, and release its place among the calls in flight."""
         stream.cancel()
         self._in_flight.release()
+
+    def error(self, failure: grpc.aio.AioRpcError, request: object, limit: Limit) -> errors.PacelineError:
+        """Return the error of a failed call. If the client's own timeout ended it, the error names the setting."""
+        if failure.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or not is_from_grpc(failure):
+            return error_from_rpc(failure)
+        remedy = f"give ServiceClient(timeouts=Timeouts({limit}=...)) a longer one"
+        if isinstance(request, sampler_pb.SampleRequest | sampler_pb.SampleStreamRequest):
+            remedy = remedy if request.params.HasField("max_tokens") else f"set SamplingParams.max_tokens, or {remedy}"
+        return errors.TimedOut(f"no answer within {self._seconds(limit):g} s (Timeouts.{limit}); {remedy}")
 
     def close(self, seconds: float | None = None) -> None:
         """Wait for commands, cancel all other calls and close the channel.
@@ -247,6 +260,10 @@ class Transport:
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._settle(seconds), self._loop))
         finally:
             self._stop_now()
+
+    def _seconds(self, limit: Limit) -> float:
+        seconds: float = getattr(self.timeouts, limit)
+        return seconds
 
     def _settle(self, seconds: float | None) -> Coroutine[Any, Any, None]:
         return self._unanswered.settle(self.timeouts.close if seconds is None else seconds)
@@ -310,9 +327,12 @@ class Transport:
             return failure.details() or failure.code().name
         return "the connection took too long"
 
-    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], request: object) -> T:
+    async def _with_retries(self, attempt: Callable[[], Awaitable[T]], request: object, limit: Limit) -> T:
+        def convert(failure: grpc.aio.AioRpcError) -> errors.PacelineError:
+            return self.error(failure, request, limit)
+
         try:
-            return await with_retries(attempt, self._retry, self._retries, call_name(request))
+            return await with_retries(attempt, self._retry, self._retries, call_name(request), convert)
         except errors.InvalidApiKey as error:
             raise self.connection.refused_key() from error
 

@@ -113,6 +113,11 @@ def error_from_rpc(failure: grpc.aio.AioRpcError) -> PacelineError:
     return cls(failure.details() or failure.code().name)
 
 
+def is_from_grpc(failure: grpc.aio.AioRpcError) -> bool:
+    """Return whether a call failed by gRPC itself (a lost connection, the caller's timeout) and not by the service."""
+    return all(key != DETAILS_KEY for key, _ in failure.trailing_metadata() or ())
+
+
 def error_from_details(raw: bytes, message: str) -> PacelineError:
     """Rebuild an error from a serialised `google.rpc.Status`."""
     status = status_pb2.Status.FromString(raw)

@@ -50,11 +50,33 @@ async def test_an_overloaded_sampler_is_asked_again(server, client):
     assert result.sequences[0].tokens.tolist() == [5, 6, 7]
 
 
-async def test_a_sample_that_is_not_answered_in_time_raises_timed_out(server):
+@pytest.mark.parametrize(
+    ("params", "remedy"),
+    [(SHORT, "give ServiceClient"), (None, "set SamplingParams.max_tokens, or give ServiceClient")],
+)
+async def test_a_sample_that_is_not_answered_in_time_says_which_timeout_ended_it(server, params, remedy):
     server.sampler.may_answer.clear()
     async with ServiceClient(server.address, timeouts=Timeouts(sampling=0.2)) as client:
-        with pytest.raises(errors.TimedOut):
-            await client.create_sampling_client().sample([1], sampling_params=SHORT)
+        with pytest.raises(errors.TimedOut) as caught:
+            await client.create_sampling_client().sample([1], sampling_params=params)
+    message = f"no answer within 0.2 s (Timeouts.sampling); {remedy}(timeouts=Timeouts(sampling=...)) a longer one"
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize("silent_after", [0, 2])
+async def test_a_stream_that_does_not_end_in_time_says_which_timeout_ended_it(server, silent_after):
+    server.sampler.silent_after = silent_after
+    async with ServiceClient(server.address, timeouts=Timeouts(sampling=0.2)) as client:
+        with pytest.raises(errors.TimedOut, match=r"within 0.2 s \(Timeouts.sampling\); give ServiceClient") as caught:
+            async for _ in client.create_sampling_client().sample_stream([1], sampling_params=SHORT):
+                pass
+    assert caught.value.metadata.get("received_tokens", "0") == str(silent_after)
+
+
+async def test_a_deadline_of_the_service_keeps_its_own_message(server, client):
+    server.sampler.refusals = [errors.TimedOut("the engine took too long")]
+    with pytest.raises(errors.TimedOut, match=r"^the engine took too long$"):
+        await client.create_sampling_client().sample([1], sampling_params=SHORT)
 
 
 async def test_a_slow_sample_without_a_limit_is_explained_once_per_connection(server, client, caplog, monkeypatch):
