@@ -39,7 +39,7 @@ def put_custom_loss(
     """
     own = as_datums(data)
     spec = ForwardBackwardSpec("cross_entropy", forward_only=True)
-    forward = make_batch(run_id, [_without_weights(datum) for datum in own], spec)
+    forward = make_batch(run_id, [_without_weights(datum, f"data[{index}]") for index, datum in enumerate(own)], spec)
     count = len(forward.requests)
     worker = Worker()
 
@@ -95,9 +95,12 @@ def _mask_like(row: Array, datum: Datum) -> Array:
     return np.broadcast_to(mask.reshape(-1, *[1] * (row.ndim - 1)), row.shape)
 
 
-def _without_weights(datum: Datum) -> Datum:
+def _without_weights(datum: Datum, place: str) -> Datum:
     kept = {name: datum.loss_inputs[name] for name in _SENT_INPUTS if name in datum.loss_inputs}
-    return Datum(datum.model_input, {**kept, "weights": np.zeros(datum.loss_inputs["target_tokens"].shape, np.float32)})
+    if "target_tokens" not in kept:
+        message = "is not set; give the token that each position predicts"
+        raise errors.MissingField(message, field=f"{place}.loss_inputs[target_tokens]")
+    return Datum(datum.model_input, {**kept, "weights": np.zeros(kept["target_tokens"].shape, np.float32)})
 
 
 def _backward(forward: Batch, weights: Sequence[Array]) -> Batch:

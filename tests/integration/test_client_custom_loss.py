@@ -6,7 +6,7 @@ import torch
 from support.stacks.toy_services import toy_server
 from support.stacks.toy_trainer import VOCABULARY, make_data
 
-from paceline import ServiceClient, errors
+from paceline import Datum, ServiceClient, errors
 
 
 @pytest.fixture
@@ -75,6 +75,14 @@ async def test_a_custom_loss_of_what_is_no_list_of_datums_is_refused_before_anyt
         with pytest.raises(errors.InvalidArgument) as caught:
             training.forward_backward_custom(data, lambda _, rows: (rows[0].sum(), {}))
         assert caught.value.field == field
+    assert server.trainer.arrivals == []
+
+
+async def test_a_custom_loss_of_a_datum_without_targets_is_refused_by_its_place(server, training):
+    data = [*make_data(1), Datum([1, 2], {"advantages": [0.5, 0.5]})]
+    with pytest.raises(errors.MissingField) as caught:
+        training.forward_backward_custom(data, lambda _, rows: (rows[0].sum(), {}))
+    assert caught.value.field == "data[1].loss_inputs[target_tokens]"
     assert server.trainer.arrivals == []
 
 
