@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,13 @@ from typing import Any
 from paceline import errors
 from paceline.rpc.channel import TlsFiles
 
-DEFAULT_ADDRESS = "localhost:50050"
+DEFAULT_PORT = 50050
+DEFAULT_ADDRESS = f"localhost:{DEFAULT_PORT}"
 SYSTEM_AUTHORITIES = "system"
 ADDRESS_VARIABLE, KEY_VARIABLE, CA_VARIABLE = "PACELINE_ADDRESS", "PACELINE_API_KEY", "PACELINE_TLS_CA"
+
+_WITHOUT_PORT = re.compile(r"[^:/]*:?|\[[^]]*\]:?|[0-9a-fA-F:]*::[0-9a-fA-F:]*")
+"""A name or an IPv4 address alone, an IPv6 address in brackets alone, or one without brackets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,9 @@ def _find_address(given: str | None) -> str:
     address = (given or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS).strip()
     if "://" in address and address.partition("://")[0] in {"http", "https", "grpc", "grpcs"}:
         raise errors.InvalidArgument(f"is {address}; leave the {address.partition('//')[0]}// out", field=source)
+    if _WITHOUT_PORT.fullmatch(address):
+        message = f"is {address}, without a port; give host:port. A gateway's gRPC port is {DEFAULT_PORT} by default"
+        raise errors.InvalidArgument(message, field=source)
     return address
 
 

@@ -334,6 +334,22 @@ async def test_arguments_and_variables_that_cannot_be_used_are_refused_by_name(s
         assert "two" not in str(caught.value)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "gateway.example", "localhost:", "[::1]", "::1"])
+async def test_an_address_without_a_port_is_refused_at_once_with_the_default(monkeypatch, address):
+    with pytest.raises(errors.InvalidArgument, match=r"without a port; give host:port.* 50050") as caught:
+        ServiceClient(address)
+    assert caught.value.field == "address"
+    monkeypatch.setenv("PACELINE_ADDRESS", address)
+    with pytest.raises(errors.InvalidArgument) as caught:
+        ServiceClient()
+    assert caught.value.field == "PACELINE_ADDRESS"
+
+
+@pytest.mark.parametrize("address", ["[::1]:50050", "dns:///gateway.example:50050", "unix:/run/gateway.socket"])
+async def test_other_addresses_that_grpc_knows_are_taken(address):
+    ServiceClient(address).close()
+
+
 @pytest.mark.parametrize(("key", "field"), [(None, "PACELINE_API_KEY"), ("wrong", "api_key")])
 async def test_a_refused_key_names_where_it_came_from_and_what_to_set(server, key, field):
     server.sampler.refusals = [errors.InvalidApiKey("is not known")]
