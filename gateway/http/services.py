@@ -57,8 +57,12 @@ class Services:
     async def sample(
         self, tenant: str, model: ModelRef, tokens: Array, params: SamplingParams, *, seconds: float, **options: Any
     ) -> SampleResult:
-        """Sample completions of a prompt; `options` are other fields of SampleRequest."""
-        request = pb.SampleRequest(
+        """Sample completions of a prompt; `options` are other fields of SampleRequest.
+
+        Raises OutOfRange for a number that its field cannot hold.
+        """
+        request = codec.make(
+            pb.SampleRequest,
             model=codec.model_ref_to_proto(model),
             prompt=codec.tensor_to_proto(tokens),
             params=codec.sampling_params_to_proto(params),
