@@ -171,7 +171,7 @@ class _Answer:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
+            self.status = int(message["status"])  # an HTTPStatus from FastAPI, which a log would show as such
         await self._send(message)
 
     async def fail(self, answer: Any, scope: Scope, receive: Receive) -> None:

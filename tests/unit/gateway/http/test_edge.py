@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
 
 import grpc
 import pytest
@@ -13,9 +14,11 @@ from starlette.requests import Request
 from structlog.testing import capture_logs
 
 from gateway.http import edge
+from gateway.http.middleware import AccessMiddleware
 from gateway.http.tinker.downloads import Downloads
 from gateway.settings import GatewaySettings
 from paceline.layout import CheckpointPath
+from paceline.waiting_bytes import WaitingBytes
 
 
 async def _answer(scope, receive, send):
@@ -65,6 +68,20 @@ async def test_grpc_clients_at_the_http_port_are_one_warning_that_names_theirs()
     (warning,) = logged
     assert (warning["log_level"], warning["peer"]) == ("warning", "127.0.0.1")
     assert warning["remedy"].endswith("127.0.0.1:50050")
+
+
+async def test_the_access_log_has_the_status_as_a_number():
+    async def answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def ignore(message):
+        pass
+
+    app = AccessMiddleware(answer, [], WaitingBytes(), 100, ["/health"])
+    with capture_logs() as logged:
+        await app({"type": "http", "method": "GET", "path": "/health", "headers": []}, ignore, ignore)
+    assert repr(logged[0]["status"]) == "200"
 
 
 async def test_a_body_that_begins_as_http2_does_is_a_body():
