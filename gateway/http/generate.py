@@ -48,7 +48,9 @@ class GenerateApi:
 
         @router.get("/weights/{weights}/health")
         async def health(request: Request, weights: str) -> dict[str, str]:
-            await self.models.resolve(tenant_of(request), weights, "weights")
+            ref = await self.models.resolve(tenant_of(request), weights, "weights")
+            if ref.run_id:
+                await self.models.run(tenant_of(request), ref.run_id)
             return {"status": "ok"}
 
         return router

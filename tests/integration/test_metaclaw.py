@@ -212,6 +212,13 @@ def test_generate_by_a_run_s_name_moves_with_its_versions(call, service, address
     call("/generate", prompt="a", status=400)
 
 
+def test_health_of_weights_is_that_of_a_run_that_exists(address, service):
+    headers = {"Authorization": f"Bearer {service.transport.connection.api_key}"}
+    run_id = service.create_lora_training_client(rank=2).run_id
+    for name, status in (("model", 200), (run_id, 200), ("run-" + "0" * 32, 404), ("nobody", 404)):
+        assert httpx.get(f"{address}/weights/{name}/health", headers=headers).status_code == status
+
+
 def test_a_name_stays_with_the_run_that_has_published(call, service, tmp_path):
     training = service.create_lora_training_client(rank=2, user_metadata={"name": "kept"})
     training.publish_weights().result()
