@@ -49,7 +49,11 @@ class PacelineFuture(Generic[T]):
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Cancel the call, on the server too; return False if it has ended or is a training command."""
+        """Cancel the call, on the server too; return False if it has ended or is a training command.
+
+        As with Python's own futures, `result` then raises concurrent.futures.CancelledError, and cancelling again
+        returns True.
+        """
         return self._command is None and self._future.cancel()
 
     def add_done_callback(self, callback: Callable[[PacelineFuture[T]], object]) -> None:

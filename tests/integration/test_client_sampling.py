@@ -1,6 +1,7 @@
 """Sampling through the client, against real services: limits, deadlines, streams, cancellation."""
 
 import asyncio
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -110,6 +111,11 @@ async def test_cancelling_a_sample_cancels_it_on_the_server(server, client):
     assert future.cancel()
     await server.sampler.left.wait()
     assert server.sampler.answered == 0
+    assert future.cancel()
+    with pytest.raises(CancelledError):
+        future.result()
+    with pytest.raises(asyncio.CancelledError):
+        await future
 
 
 async def test_a_stream_gives_every_token_and_ends(client):
