@@ -2,7 +2,8 @@
 # Check style, types, layers and contracts.   scripts/verify.sh BIN
 set -euo pipefail
 bin=$1
-echo "ruff" && "$bin/ruff" check . && "$bin/ruff" format --check .
+echo "ruff" && "$bin/ruff" check .
+echo "ruff format" && "$bin/ruff" format --check .
 echo "mypy --strict" && "$bin/mypy"
 echo "import-linter" && "$bin/lint-imports" --no-cache
 echo "buf lint" && "$bin/buf" lint
