@@ -577,6 +577,29 @@ async def test_checkpoints_are_listed_in_pages_and_expire_and_are_not_overwritte
         await caller.load(path)
 
 
+async def test_other_calls_are_answered_while_checkpoints_are_listed_on_a_slow_disk(caller, cluster):
+    await caller.save("slow")
+    file = cluster.state / "checkpoints" / "runs" / caller.run_id / "state" / "slow" / "manifest.json"
+    content = file.read_bytes()
+    file.unlink()
+    os.mkfifo(file)  # its reader waits for a writer
+    listing = asyncio.create_task(caller.list_checkpoints())
+    async with asyncio.timeout(PATIENCE):
+        while True:  # opens once somebody reads
+            try:
+                writer = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+                break
+            except OSError:
+                await asyncio.sleep(0.01)
+        assert (await caller.get_run()).run_id == caller.run_id
+        assert not listing.done()
+        file.unlink()
+        file.write_bytes(content)
+        os.write(writer, content)
+        os.close(writer)
+        assert [checkpoint.name for checkpoint in await listing] == ["slow"]
+
+
 @pytest.mark.parametrize("name", ["../../evil", "", ".hidden", "a/b", "/etc/passwd"])
 async def test_path_tricks_in_names_are_refused(caller, name):
     with pytest.raises(errors.InvalidName) as caught:
