@@ -8,6 +8,7 @@ instead of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 
 import grpc
 import numpy as np
@@ -26,6 +27,7 @@ LossFn = Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping
 Method = grpc.aio.UnaryUnaryMultiCallable[pb.ForwardBackwardRequest, pb.ForwardBackwardResponse]
 
 _SENT_INPUTS = ("target_tokens", "mask")
+_OWN_METRICS = ("loss:sum", "surrogate_loss:sum", "tokens:sum")
 
 
 def put_custom_loss(
@@ -37,6 +39,8 @@ def put_custom_loss(
     forward pass or `loss_fn` fails, the seq_ids of the backward pass are used for forward-only passes over one
     position, which leave weights and gradient unchanged, so that the run can continue.
     """
+    if not callable(loss_fn):
+        raise errors.InvalidArgument.of_type(loss_fn, "a function of the data and the log-probabilities", "loss_fn")
     own = as_datums(data)
     spec = ForwardBackwardSpec("cross_entropy", forward_only=True)
     forward = make_batch(run_id, [_without_weights(datum, f"data[{index}]") for index, datum in enumerate(own)], spec)
@@ -71,22 +75,51 @@ def evaluate(
 ) -> tuple[float, Mapping[str, float], list[Array]]:
     """Return C, the metrics of `loss_fn`, and -dC/dlp of each datum (float32, shape of lp; 0 where the mask is 0).
 
-    Raises InvalidArgument if `loss_fn` does not return a scalar that depends on the log-probabilities, NonFinite if C
-    or its gradient is not finite.
+    Raises InvalidArgument if `loss_fn` does not return a scalar that depends on the log-probabilities, and a dict of
+    numbers; NonFinite if C or its gradient is not finite.
     """
     masks = [_mask_like(row, datum) for row, datum in zip(logprobs, data, strict=True)]
     leaves = [
         torch.from_numpy(np.where(mask, row, np.float32(0))).requires_grad_()
         for mask, row in zip(masks, logprobs, strict=True)
     ]
-    loss, metrics = loss_fn(data, leaves)
+    loss, metrics = _checked(_call(loss_fn, data, leaves))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise errors.InvalidArgument("must return a scalar tensor computed from the log-probabilities", field="loss_fn")
-    gradients = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(loss.reshape(()), leaves, allow_unused=True)
+    if all(gradient is None for gradient in found):
+        raise errors.InvalidArgument("returned a scalar that does not depend on the log-probabilities", field="loss_fn")
+    gradients = [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(found, leaves, strict=True)]
     weights = [np.where(mask, -gradient.numpy(), 0.0) for mask, gradient in zip(masks, gradients, strict=True)]
     if not torch.isfinite(loss) or not all(np.isfinite(row).all() for row in weights):
         raise errors.NonFinite("its value or its gradient is not finite; nothing was accumulated", field="loss_fn")
     return loss.item(), metrics, [row.astype("<f4") for row in weights]
+
+
+def _call(loss_fn: LossFn, data: list[Datum], leaves: list[torch.Tensor]) -> object:
+    try:
+        return loss_fn(data, leaves)
+    except Exception:
+        raise
+    except BaseException as error:  # SystemExit would end the thread of all clients, and every later call would wait
+        raise errors.InvalidArgument(f"raised {error!r}", field="loss_fn") from error
+
+
+def _checked(returned: object) -> tuple[torch.Tensor, Mapping[str, float]]:
+    """Check the form of what a `loss_fn` returned. Its metrics must not have the names of the trainer's."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise errors.InvalidArgument.of_type(returned, "a pair: the loss, and a dict of metrics", "loss_fn")
+    loss, metrics = returned
+    if not isinstance(metrics, Mapping):
+        raise errors.InvalidArgument.of_type(metrics, "a dict of metrics beside the loss", "loss_fn")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not isinstance(value, Real):
+            raise errors.InvalidArgument(
+                f"returned the metric {name!r}: {value!r}; give names and numbers", field="loss_fn"
+            )
+        if name in _OWN_METRICS:
+            raise errors.InvalidArgument(f"returned the metric {name}, which the client makes itself", field="loss_fn")
+    return loss, metrics
 
 
 def _mask_like(row: Array, datum: Datum) -> Array:

@@ -1,5 +1,7 @@
 """Losses that the client computes: their gradients reach the trainer, and a loss that fails changes nothing."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -113,7 +115,13 @@ async def test_a_custom_loss_that_raises_changes_nothing_and_the_run_goes_on(ser
     [
         (lambda _, rows: (rows[0], {}), errors.InvalidArgument),
         (lambda _, rows: (torch.zeros(()), {}), errors.InvalidArgument),
+        (lambda _, rows: (torch.ones((), requires_grad=True) * 3, {}), errors.InvalidArgument),
         (lambda _, rows: (rows[0].sum() * float("nan"), {}), errors.NonFinite),
+        (lambda _, rows: None, errors.InvalidArgument),
+        (lambda _, rows: rows[0].sum(), errors.InvalidArgument),
+        (lambda _, rows: (rows[0].sum(), None), errors.InvalidArgument),
+        (lambda _, rows: (rows[0].sum(), {"a": "b"}), errors.InvalidArgument),
+        (lambda _, rows: (rows[0].sum(), {"loss:sum": 1.0}), errors.InvalidArgument),
     ],
 )
 async def test_a_custom_loss_without_a_usable_gradient_is_refused(server, training, loss_fn, error):
@@ -121,3 +129,22 @@ async def test_a_custom_loss_without_a_usable_gradient_is_refused(server, traini
         await training.forward_backward_custom(make_data(), loss_fn)
     assert caught.value.field == "loss_fn"
     assert not server.trainer.gradient.any()
+
+
+@pytest.mark.parametrize("end", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+async def test_a_custom_loss_that_ends_its_thread_is_refused_and_the_client_goes_on(server, training, end):
+    def loss_fn(data, logprobs):
+        raise end
+
+    with pytest.raises(errors.InvalidArgument, match=type(end).__name__) as caught:
+        await training.forward_backward_custom(make_data(), loss_fn)
+    assert caught.value.__cause__ is end
+    await training.forward_backward(make_data())
+    assert sorted(server.trainer.arrivals) == [1, 2, 3]
+
+
+async def test_a_custom_loss_that_cannot_be_called_is_refused_before_anything_is_sent(server, training):
+    with pytest.raises(errors.InvalidArgument, match="is of type str; give a function") as caught:
+        training.forward_backward_custom(make_data(), "cross_entropy")
+    assert caught.value.field == "loss_fn"
+    assert not server.trainer.arrivals
