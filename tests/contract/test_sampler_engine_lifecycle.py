@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from support.descendants import descendants
 from support.stacks.sampler_contract import PROMPT, ask, complete, one, options_for
 
-from paceline.errors import EngineUnavailable
+from paceline.errors import EngineUnavailable, InvalidArgument, Unsupported
 from paceline.layout import WEIGHTS_FILE
 from paceline.types import StopReason
 from sampler_service.engine.factory import create_engine
+from sampler_service.engine.protocol import TextEndpoint, TextRequest
 from sampler_service.engine.vllm.engine import engine_args
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -102,3 +103,16 @@ async def test_an_engine_that_starts_again_samples_other_completions(model_path)
         await engine.stop()
     assert drawn[0] != drawn[1]
     assert len({engine_args(options_for(model_path)).seed for _ in range(4)}) == 4, "vLLM's"
+
+
+async def test_a_text_request_that_cannot_be_sent_is_refused_and_leaves_nothing(engine):
+    @asynccontextmanager
+    async def place(*_):
+        yield
+
+    body = {"prompt": [PROMPT] * 3, "max_tokens": 1, "top_k": 2**64}
+    request = TextRequest(TextEndpoint.COMPLETIONS, body, None, "team", place, lambda logprobs: None)
+    with pytest.raises(Unsupported if engine.name == "hf" else InvalidArgument):
+        async for _ in engine.complete_text(request):
+            pass
+    assert engine.num_running() == 0

@@ -28,6 +28,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from paceline import errors
 from paceline.types import ModelInfo
@@ -165,10 +166,18 @@ class _Engine:
             prompt["cache_salt"] = request.tenant or None
             async with request.place(len(tokens), params.n, params.max_tokens or 1):
                 outputs = self._llm.generate(prompt, params, request_id, lora_request=lora)
-                async with aclosing(outputs) as source:
-                    async for output in source:
-                        _check(output, request)
-                        yield output
+                try:
+                    async with aclosing(outputs) as source:
+                        async for output in source:
+                            _check(output, request)
+                            yield output
+                except EngineGenerateError as error:
+                    await self._llm.abort(request_id)  # vLLM goes on counting a request that it could not send
+                    if isinstance(error.__cause__, OverflowError):
+                        raise errors.InvalidArgument(
+                            f"a number is too large to sample with: {error.__cause__}"
+                        ) from error
+                    raise
         except errors.PacelineError as error:
             call.failure = error
             raise
