@@ -39,6 +39,9 @@ from sampler_service.validation import (
     read_body,
 )
 
+_CONSTRAINING = frozenset({"response_format", "structured_outputs", "tools"})
+"""Fields of OpenAI's API that constrain what is sampled."""
+
 Generation = tuple[Lease, AsyncIterator[TokenDelta]]
 
 
@@ -130,7 +133,7 @@ class Sampler:
             def see(logprobs: Iterable[float]) -> None:
                 seen = list(logprobs)
                 self._metrics.tokens.inc(len(seen))
-                _check_numbers(seen, lease.served)
+                _check_numbers(seen, lease.served, is_constrained=not _CONSTRAINING.isdisjoint(body))
 
             request = TextRequest(endpoint, body, lease.adapter, tenant, place, see)
             async with aclosing(self._engine.complete_text(request)) as parts:
@@ -168,7 +171,8 @@ class Sampler:
 
                 def see(delta: TokenDelta) -> None:
                     self._metrics.tokens.inc(len(delta.tokens))
-                    _check_numbers(delta.logprobs, lease.served)
+                    is_constrained = bool(request.params.json_schema or request.params.regex)
+                    _check_numbers(delta.logprobs, lease.served, is_constrained=is_constrained)
                     if delta.prompt_logprobs is not None:
                         _check_numbers(delta.prompt_logprobs[1:].tolist(), lease.served)
 
@@ -216,16 +220,18 @@ async def complete(
         yield TokenDelta(index, [], [], StopReason.ABORTED)
 
 
-def _check_numbers(logprobs: Iterable[float], model: ServedModel) -> None:
+def _check_numbers(logprobs: Iterable[float], model: ServedModel, *, is_constrained: bool = False) -> None:
     """Check that the tokens were not sampled from NaN. Raises NonFinite."""
     if isnan(sum(logprobs)):
         version = f"version {model.version} of {model.run_id}" if model.version else ""
         weights = model.checkpoint or version or model.base_model
-        raise errors.NonFinite(
-            f"{weights} gives NaN here: its weights are so large that the computation overflows; continue from an "
-            "earlier checkpoint, with a lower learning rate",
-            field="model",
+        cause = (
+            "its weights are so large that the computation overflows; continue from an earlier checkpoint, with a "
+            "lower learning rate"
         )
+        if is_constrained:
+            cause = f"the constraint allows no token; if it does allow one, {cause}"
+        raise errors.NonFinite(f"{weights} gives NaN here: {cause}", field="model")
 
 
 async def _repeated(deltas: AsyncGenerator[TokenDelta], copies: int) -> AsyncGenerator[TokenDelta]:

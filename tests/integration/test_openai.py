@@ -294,6 +294,12 @@ def test_a_body_that_is_none_is_refused_in_json(cluster, address, content):
     assert answer.json()["error"]["message"]
 
 
+def test_a_constraint_that_allows_no_token_is_named_as_the_cause(client):
+    nothing = {"structured_outputs": {"regex": r"[^\x00-\U0010ffff]"}}
+    with pytest.raises(openai.APIStatusError, match="the constraint allows no token"):
+        client.completions.create(model="model", prompt="x", max_tokens=1, extra_body=nothing)
+
+
 def test_no_prompt_is_in_the_logs(cluster, client):
     secret = hashlib.sha256(b"secret").hexdigest()
     client.completions.create(model="model", prompt=secret, max_tokens=1)
