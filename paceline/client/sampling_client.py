@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator
+from numbers import Integral
 from typing import TYPE_CHECKING, Self
 
 import grpc
@@ -71,7 +72,7 @@ class SamplingClient(Connected):
             model=self._wire_model,
             prompt=_encode_tokens(prompt, "prompt"),
             params=_encode_params(sampling_params),
-            num_samples=num_samples,
+            num_samples=_checked_count(num_samples),
             prompt_logprobs=prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_logprobs=topk_logprobs,
@@ -92,7 +93,7 @@ class SamplingClient(Connected):
             model=self._wire_model,
             prompt=_encode_tokens(prompt, "prompt"),
             params=_encode_params(sampling_params),
-            num_samples=num_samples,
+            num_samples=_checked_count(num_samples),
         )
         return SampleStream(self.transport, request, self._metadata)
 
@@ -149,6 +150,13 @@ def _encode_tokens(tokens: Tokens, field: str) -> tensor_pb2.Tensor:
     if array.size == 0:
         raise errors.EmptyBatch("holds no token; give at least one", field=field)
     return codec.tensor_to_proto(array if array.dtype == np.int32 else array.astype(np.int64))
+
+
+def _checked_count(num_samples: int) -> int:
+    """Refuse 0, which in the contract means 1."""
+    if isinstance(num_samples, Integral) and num_samples == 0:
+        raise errors.OutOfRange("is 0; give 1 or more", field="num_samples")
+    return num_samples
 
 
 def _encode_params(params: SamplingParams | None) -> sampling_pb2.SamplingParams:

@@ -35,6 +35,9 @@ def make(cls: Callable[P, M], place: str = "", /, *args: P.args, **fields: P.kwa
 
     Raises OutOfRange for a number outside its field's range, InvalidArgument for anything else that does not fit.
     """
+    for name, value in fields.items():
+        if isinstance(value, Iterator):  # can be read once, and a refusal reads it again
+            fields[name] = list(value)
     try:
         return cls(*args, **fields)
     except _REFUSALS:

@@ -69,6 +69,7 @@ async def test_an_argument_of_the_wrong_type_is_refused_by_its_name(client, call
     [
         ((SamplingParams(max_tokens=1),), errors.InvalidArgument, "num_samples"),
         ((-1,), errors.OutOfRange, "num_samples"),
+        ((0,), errors.OutOfRange, "num_samples"),
         ((1, SamplingParams(json_schema={"type": "object"})), errors.InvalidArgument, "params.json_schema"),
         ((1, SamplingParams(top_k=-1)), errors.OutOfRange, "params.top_k"),
         ((1, SamplingParams(stop_token_ids=[2, -1])), errors.OutOfRange, "params.stop_token_ids[1]"),

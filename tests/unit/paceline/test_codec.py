@@ -200,6 +200,7 @@ def test_what_does_not_fit_its_field_is_refused_by_the_field(fields, error, fiel
         ({"alpha": 10**400}, errors.OutOfRange, "alpha", "give a number"),
         ({"layers": 3}, errors.InvalidArgument, "layers", "is of type int; give a list"),
         ({"layers": [0, -1]}, errors.OutOfRange, "layers[1]", "give an integer"),
+        ({"layers": iter([0, -1])}, errors.OutOfRange, "layers[1]", "give an integer"),
         ({"rank": 1, "train_attn": "yes"}, errors.InvalidArgument, "train_attn", "is of type str; give a bool"),
     ],
 )
