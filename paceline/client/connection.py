@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,22 @@ DEFAULT_ADDRESS = f"localhost:{DEFAULT_PORT}"
 SYSTEM_AUTHORITIES = "system"
 ADDRESS_VARIABLE, KEY_VARIABLE, CA_VARIABLE = "PACELINE_ADDRESS", "PACELINE_API_KEY", "PACELINE_TLS_CA"
 
+MAX_SECONDS = 10 * 365 * 86400.0
+"""Ten years. gRPC cannot hold much longer deadlines."""
+
 _WITHOUT_PORT = re.compile(r"[^:/]*:?|\[[^]]*\]:?|[0-9a-fA-F:]*::[0-9a-fA-F:]*")
 """A name or an IPv4 address alone, an IPv6 address in brackets alone, or one without brackets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Timeouts in seconds: of one attempt, by kind of call, and of connecting and closing."""
+    """Timeouts in seconds: of one attempt, by kind of call, and of connecting and closing.
+
+    At most 10 years; above 0, but `close` may be 0. Raises InvalidArgument, NonFinite or OutOfRange, naming the field.
+    """
 
     training: float = 600.0
-    """Commands of a run, and creating or deleting a run."""
+    """Commands of a run, creating or deleting a run, rendering conversations, and downloading a checkpoint."""
     sampling: float = 300.0
     """Samples, streams and log-probabilities."""
     query: float = 30.0
@@ -36,6 +44,11 @@ class Timeouts:
     close: float = 300.0
     """Unanswered commands, when the client is closed or the process ends. The log names what is being waited for."""
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = checked_seconds(getattr(self, each.name), each.name, allow_zero=each.name == "close")
+            object.__setattr__(self, each.name, value)
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -43,6 +56,8 @@ class RetryPolicy:
 
     The wait before attempt n + 1 is the delay requested by the service plus a random one, uniform between 0 and
     min(max_delay, first_delay * 2^(n - 1)) ("full jitter": clients that failed together do not retry together).
+
+    Each field is between 0 and 10 years. Raises InvalidArgument, NonFinite or OutOfRange, naming the field.
     """
 
     budget: float = 300.0
@@ -51,6 +66,10 @@ class RetryPolicy:
     """In seconds."""
     max_delay: float = 10.0
     """In seconds."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, checked_seconds(getattr(self, each.name), each.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +104,35 @@ def make_connection(
     address: str | None,
     api_key: str | None,
     tls: TlsFiles | None,
-    timeouts: Timeouts,
-    retry: RetryPolicy,
+    timeouts: Timeouts | None,
+    retry: RetryPolicy | None,
     max_in_flight: int,
 ) -> Connection:
     """Fill in missing arguments from the environment. Raises InvalidArgument, naming the argument or the variable."""
     key, source = _find_key(api_key)
-    return Connection(_find_address(address), key, source, tls, timeouts, retry, max_in_flight)
+    if not isinstance(timeouts, Timeouts | None):
+        raise errors.InvalidArgument.of_type(timeouts, "Timeouts(...), or None for the defaults", "timeouts")
+    if not isinstance(retry, RetryPolicy | None):
+        raise errors.InvalidArgument.of_type(retry, "RetryPolicy(...), or None for the defaults", "retry")
+    limit = _checked_limit(max_in_flight)
+    return Connection(_find_address(address), key, source, tls, timeouts or Timeouts(), retry or RetryPolicy(), limit)
+
+
+def checked_seconds(value: object, field_name: str, *, allow_zero: bool = True, maximum: float = MAX_SECONDS) -> float:
+    """Return a number of seconds as a float. Raises InvalidArgument, NonFinite or OutOfRange, naming the field."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise errors.InvalidArgument.of_type(value, "a number of seconds", field_name)
+    least = "0 or more" if allow_zero else "more than 0"
+    remedy = f"give {least}, and at most {maximum:.0f} seconds ({_in_words(maximum)})"
+    try:
+        seconds = float(value)
+    except OverflowError:
+        raise errors.OutOfRange(f"is too large; {remedy}", field=field_name) from None
+    if not math.isfinite(seconds):
+        raise errors.NonFinite(f"is {seconds}; {remedy}", field=field_name)
+    if not 0 <= seconds <= maximum or (seconds == 0 and not allow_zero):
+        raise errors.OutOfRange(f"is {seconds:g}; {remedy}", field=field_name)
+    return seconds
 
 
 def make_tls(ca: str | Path | None, cert: str | Path | None, key: str | Path | None) -> TlsFiles | None:
@@ -107,6 +148,19 @@ def make_tls(ca: str | Path | None, cert: str | Path | None, key: str | Path | N
         _readable(cert, "tls_cert") if cert else None,
         _readable(key, "tls_key") if key else None,
     )
+
+
+def _in_words(seconds: float) -> str:
+    days = seconds / 86400
+    return f"{days / 365:g} years" if days >= 365 else f"{days * 24:g} hours"
+
+
+def _checked_limit(value: object) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise errors.InvalidArgument.of_type(value, "an integer", "max_in_flight")
+    if value < 1:
+        raise errors.OutOfRange(f"is {value}; give 1 or more", field="max_in_flight")
+    return int(value)
 
 
 def _find_address(given: str | None) -> str:

@@ -40,6 +40,7 @@ class ServiceClient(Catalog):
     tls_ca: PEM file of the authorities that issued the gateway's certificate, or "system" for the machine's own; by
         default $PACELINE_TLS_CA. Empty means plaintext: the key is then readable on the network.
     tls_cert, tls_key: PEM files of a client certificate, if the gateway requires one.
+    max_in_flight: how many calls may be in flight at the same time, 1 or more; further calls wait.
     """
 
     def __init__(
@@ -55,7 +56,6 @@ class ServiceClient(Catalog):
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         tls = make_tls(tls_ca, tls_cert, tls_key)
-        timeouts, retry = timeouts or Timeouts(), retry or RetryPolicy()
         super().__init__(Transport(make_connection(address, api_key, tls, timeouts, retry, max_in_flight)))
 
     def __reduce__(self) -> tuple[Callable[..., ServiceClient], tuple[type[ServiceClient], Connection]]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from paceline import codec, errors
-from paceline.client.batching import make_batch, sendable
+from paceline.client.batching import make_batch
 from paceline.client.commands import CommandQueue
+from paceline.client.connection import checked_seconds
 from paceline.client.futures import PacelineFuture, awaitable
 from paceline.client.results import PublishResult, publish_result_from_proto
 from paceline.client.sampling_client import SamplingClient
@@ -41,6 +42,8 @@ _ACK_POLICIES: dict[str, pb.AckPolicy.ValueType] = {
     "any": pb.ACK_POLICY_ANY,
     "none": pb.ACK_POLICY_NONE,
 }
+_MAX_ACK_SECONDS = 86400.0
+"""The contract's bound of PublishWeightsRequest.ack_timeout_ms."""
 _REDUCTIONS: dict[str, Reduction] = {reduction.name.lower(): reduction for reduction in Reduction}
 
 
@@ -184,14 +187,13 @@ class TrainingClient(Connected):
 
         With `durable` the answer arrives once the version is synced to the checkpoint volume. `wait_for` selects which
         acknowledgements to wait for: those of all watching samplers (at least one), of any, or none. After
-        `ack_timeout` seconds the call raises AckTimeout, but the version exists. Samplers with bridge `restart` accept
-        versions of full-parameter runs. Errors: AckTimeout, DiskFull, the error with which a sampler refused the
-        version.
+        `ack_timeout` seconds (at most 86400) the call raises AckTimeout, but the version exists. Samplers with bridge
+        `restart` accept versions of full-parameter runs. Errors: InvalidArgument, NonFinite, OutOfRange, AckTimeout,
+        DiskFull, the error with which a sampler refused the version.
         """
         if wait_for not in _ACK_POLICIES:
             raise errors.InvalidArgument(f"is {wait_for!r}; use all, any or none", field="wait_for")
-        with sendable("ack_timeout"):
-            milliseconds = max(1, round(ack_timeout * 1e3))
+        milliseconds = max(1, round(1e3 * checked_seconds(ack_timeout, "ack_timeout", maximum=_MAX_ACK_SECONDS)))
         request = codec.make(
             pb.PublishWeightsRequest,
             run_id=self.run_id,
