@@ -51,6 +51,7 @@ def main() -> None:
 def _report(outcome: Outcome, done: int, speed: float) -> int:
     codes = ", ".join(f"{code} {count:,}" for code, count in outcome.codes.most_common())
     sys.stdout.write(f"{done:,} cases, {speed:,.0f} a second, {outcome.memory[-1] >> 20} MiB: {codes}\n")
+    sys.stdout.flush()  # a log shows it at once, too
     changed = outcome.losses != outcome.expected
     if changed:
         sys.stdout.write(f"the canary's losses changed: {outcome.losses}, alone {outcome.expected}\n")
