@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support.stacks.toy_services import toy_server
 from support.stacks.warm_processes import VARIABLE
 from support.stacks.warm_trainer import WarmTrainer
 
@@ -19,6 +20,19 @@ def service(cluster):
     """A client of the test module's cluster."""
     with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
         yield service
+
+
+@pytest.fixture
+async def server():
+    """A toy trainer behind gRPC, in this process."""
+    async with toy_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def training(server, client):
+    """A training client of the toy trainer's run, from the test module's own `client`."""
+    return await client.get_training_client_async(server.trainer.run_id)
 
 
 @pytest.fixture(scope="module")

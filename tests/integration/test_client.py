@@ -4,7 +4,6 @@ import asyncio
 
 import numpy as np
 import pytest
-from support.stacks.toy_services import toy_server
 from support.stacks.toy_trainer import VOCABULARY, make_data
 
 from paceline import RetryPolicy, SamplingParams, ServiceClient, Timeouts, errors
@@ -16,20 +15,9 @@ SHORT = SamplingParams(max_tokens=3)
 
 
 @pytest.fixture
-async def server():
-    async with toy_server() as running:
-        yield running
-
-
-@pytest.fixture
 async def client(server):
     async with ServiceClient(server.address, retry=QUICK) as connected:
         yield connected
-
-
-@pytest.fixture
-async def training(server, client):
-    return await client.get_training_client_async(server.trainer.run_id)
 
 
 async def test_commands_execute_in_the_order_of_issue_without_waiting_between_them(server, training):

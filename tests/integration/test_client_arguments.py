@@ -3,27 +3,15 @@
 import asyncio
 
 import pytest
-from support.stacks.toy_services import toy_server
 from support.stacks.toy_trainer import make_data
 
 from paceline import AdamParams, SamplingParams, ServiceClient, errors
 
 
 @pytest.fixture
-async def server():
-    async with toy_server() as running:
-        yield running
-
-
-@pytest.fixture
 async def client(server):
     async with ServiceClient(server.address) as connected:
         yield connected
-
-
-@pytest.fixture
-async def training(server, client):
-    return await client.get_training_client_async(server.trainer.run_id)
 
 
 @pytest.mark.parametrize("params", [1e-4, 0.0, AdamParams, {"learning_rate": 1e-4}])

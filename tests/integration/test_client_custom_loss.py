@@ -5,16 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from support.stacks.toy_services import toy_server
 from support.stacks.toy_trainer import VOCABULARY, make_data
 
 from paceline import Datum, ServiceClient, errors
-
-
-@pytest.fixture
-async def server():
-    async with toy_server() as running:
-        yield running
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from support.cut_proxy import CutProxy
 from support.patience import PATIENCE
-from support.stacks.toy_services import toy_server
 
 from paceline import RetryPolicy, SamplingParams, ServiceClient, StopReason, Timeouts, errors
 from paceline.client.retry import is_retryable
@@ -16,12 +15,6 @@ from paceline.rpc.channel import _CHANNEL_OPTIONS as OPTIONS
 QUICK = RetryPolicy(budget=60.0, first_delay=0.01, max_delay=0.05)
 SHORT = SamplingParams(max_tokens=3)
 ENDLESS = SamplingParams(max_tokens=10**9)
-
-
-@pytest.fixture
-async def server():
-    async with toy_server() as running:
-        yield running
 
 
 @pytest.fixture
