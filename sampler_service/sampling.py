@@ -169,9 +169,10 @@ class Sampler:
                     lease.release()
                     places.end()
 
+                is_constrained = bool(request.params.json_schema or request.params.regex)
+
                 def see(delta: TokenDelta) -> None:
                     self._metrics.tokens.inc(len(delta.tokens))
-                    is_constrained = bool(request.params.json_schema or request.params.regex)
                     _check_numbers(delta.logprobs, lease.served, is_constrained=is_constrained)
                     if delta.prompt_logprobs is not None:
                         _check_numbers(delta.prompt_logprobs[1:].tolist(), lease.served)

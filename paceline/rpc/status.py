@@ -103,9 +103,7 @@ def error_from_rpc(failure: grpc.aio.AioRpcError) -> PacelineError:
     A CANCELLED of gRPC's own comes from a server that stops and ends its calls: a caller that cancels a call gets
     asyncio.CancelledError instead.
     """
-    metadata = failure.trailing_metadata() or ()
-    raw = next((value for key, value in metadata if key == DETAILS_KEY), None)
-    if isinstance(raw, bytes):
+    if (raw := _details_of(failure)) is not None:
         return error_from_details(raw, failure.details() or "")
     if failure.code() is grpc.StatusCode.CANCELLED:
         return errors.UpstreamUnavailable("the server stopped before it answered")
@@ -115,7 +113,14 @@ def error_from_rpc(failure: grpc.aio.AioRpcError) -> PacelineError:
 
 def is_from_grpc(failure: grpc.aio.AioRpcError) -> bool:
     """Return whether a call failed by gRPC itself (a lost connection, the caller's timeout) and not by the service."""
-    return all(key != DETAILS_KEY for key, _ in failure.trailing_metadata() or ())
+    return _details_of(failure) is None
+
+
+def _details_of(failure: grpc.aio.AioRpcError) -> bytes | None:
+    """Return the serialised `google.rpc.Status` that the service sent; None if it sent none."""
+    found = (value for key, value in failure.trailing_metadata() or () if key == DETAILS_KEY)
+    raw = next(found, None)
+    return raw if isinstance(raw, bytes) else None
 
 
 def error_from_details(raw: bytes, message: str) -> PacelineError:
