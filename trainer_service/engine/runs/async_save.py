@@ -24,15 +24,13 @@ import torch
 from torch import Tensor
 
 from paceline import layout
-from trainer_service.engine.runs.preallocated_file import PreallocatedFile
+from trainer_service.engine.runs.preallocated_file import SERIAL_ELEMENTS, MappedFile, PreallocatedFile
 
 _ORDER = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.int32, torch.float32, torch.int64)
 """dtypes in safetensors' order; tensors of the last dtype come first, so that all are aligned."""
 _NAMES = dict(zip(_ORDER, ("U8", "I8", "F16", "BF16", "I32", "F32", "I64"), strict=True))
 _HEADER_ALIGNMENT = 8
 _COPY_ALIGNMENT = 64
-_SERIAL_ELEMENTS = 32_767
-"""Elements that torch copies without starting threads, which would compete with the arithmetic's threads."""
 
 
 class StagingMemory:
@@ -122,12 +120,13 @@ class AsyncSave:
     ) -> None:
         """Refer to `content`, whose tensors must not be changed in place before `secure`.
 
-        With a single file, `preallocated` may provide it; the next one is then allocated beside the directory.
+        With a single file, `preallocated` may provide it; the next one is then made beside the directory.
         """
         self._files = content.files
         self._texts = content.texts
         self._memory = memory
         self._preallocated = preallocated
+        self._mapped: MappedFile | None = None
         self._buffer: Tensor | None = None
         self._lock = Lock()
         self._written = Event()
@@ -146,23 +145,46 @@ class AsyncSave:
             with self._lock:
                 if not self._copy():
                     self._write_files(directory, map(self._bytes_of_tensors, self._files))
-            if self._buffer is not None:
+            if self._buffer is not None and not self._link(directory):
                 self._write_files(directory, ([part.numpy().data] for part in self._parts(self._buffer)))
             for name, text in self._texts.items():
                 (directory / name).write_bytes(text if isinstance(text, bytes) else _json(text))
         except OSError as error:
             raise layout.translate_os_error(error) from error
         finally:
-            self._end()
+            self._end(directory)
 
     def _copy(self) -> bool:
         """Copy the tensors unless they are copied already; return whether there was room."""
         if self._buffer is None:
-            self._buffer = self._memory.take(sum(_aligned(file.size) for file in self._files))
+            self._buffer = self._take_buffer()
             if self._buffer is not None:
                 for file, part in zip(self._files, self._parts(self._buffer), strict=True):
                     _copy_file(file, part, self._ready)
         return self._buffer is not None
+
+    def _take_buffer(self) -> Tensor | None:
+        """Return memory for the copies. On a CPU that may be the file itself; a GPU copies to pinned memory."""
+        if self._preallocated is not None:
+            header = self._files[0].header
+            self._mapped = self._preallocated.take(len(header) + self._files[0].size)
+            if self._mapped is not None:
+                self._mapped.content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+                if self._ready is None:
+                    return self._mapped.content[len(header) :]
+        return self._memory.take(sum(_aligned(file.size) for file in self._files))
+
+    def _link(self, directory: Path) -> bool:
+        """Name the preallocated file once it has the copies; return False if there is none, or none for `directory`."""
+        if self._mapped is None or self._buffer is None:
+            return False
+        if self._ready is not None:
+            self._mapped.content[len(self._files[0].header) :] = self._buffer[: self._files[0].size]
+        try:
+            self._mapped.link(directory / self._files[0].name)
+        except OSError:  # another file system
+            return False
+        return True
 
     def _parts(self, buffer: Tensor) -> Iterator[Tensor]:
         start = 0
@@ -177,21 +199,19 @@ class AsyncSave:
 
     def _write_files(self, directory: Path, contents: Iterable[Iterable[memoryview]]) -> None:
         for file, content in zip(self._files, contents, strict=True):
-            size = len(file.header) + file.size
-            parts = itertools.chain([memoryview(file.header)], content)
-            if self._preallocated is not None:
-                self._preallocated.write(directory / file.name, parts, size)
-                continue
             with (directory / file.name).open("wb", buffering=0) as target:
-                for part in parts:
+                for part in itertools.chain([memoryview(file.header)], content):
                     layout.write_all(target.fileno(), part)
 
-    def _end(self) -> None:
+    def _end(self, directory: Path) -> None:
         with self._lock:
-            buffer, self._files, self._buffer = self._buffer, (), None
+            files, buffer, mapped = self._files, self._buffer, self._mapped
+            self._files, self._buffer, self._mapped = (), None, None
             self._written.set()
-        if buffer is not None:
+        if buffer is not None and (mapped is None or self._ready is not None):
             self._memory.release(buffer)
+        if self._preallocated is not None:
+            self._preallocated.prepare(directory.parent, len(files[0].header) + files[0].size)
 
 
 @torch.no_grad()
@@ -212,7 +232,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     if not tensor.is_contiguous():
         return (tensor,)
     flat = tensor.view(-1)
-    return (flat,) if tensor.numel() <= _SERIAL_ELEMENTS else torch.split(flat, _SERIAL_ELEMENTS)
+    return (flat,) if tensor.numel() <= SERIAL_ELEMENTS else torch.split(flat, SERIAL_ELEMENTS)
 
 
 def _copy_pieces(targets: list[Tensor], sources: list[Tensor], ready: torch.cuda.Event | None) -> None:
