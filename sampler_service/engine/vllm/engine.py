@@ -42,6 +42,7 @@ from sampler_service.engine.protocol import (
     TokenDelta,
 )
 from sampler_service.engine.request_checks import check_loaded, check_tokens, completion_budget
+from sampler_service.engine.vllm.cpu import mid_step_loads
 from sampler_service.engine.vllm.cpu.kv_cache import clear_new_blocks
 from sampler_service.engine.vllm.grammar import check_grammar
 from sampler_service.engine.vllm.params import (
@@ -140,6 +141,8 @@ class VllmEngine:
         self._started = _Started(llm, _tap(llm, self._options), info, linear)
         direct = self._options.apply == "direct"
         sizes: list[int] = await llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
+        if direct and config.parallel_config.distributed_executor_backend is UniProcExecutor:
+            await llm.engine_core.call_utility_async(mid_step_loads.METHOD)
         self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
 
     async def stop(self) -> None:

@@ -146,6 +146,8 @@ CPU: tuple[Internal, ...] = (
     Has("vllm.model_executor.layers.fused_moe.layer:FusedMoEConfig", ("is_lora_enabled",)),
     Has("vllm.config:LoRAConfig", ("target_modules",)),
     Called("vllm.v1.engine.utils:get_mp_context", 0),
+    Called("vllm.v1.engine.core:EngineCoreProc._handle_client_request", 3),
+    Called("vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", 2),
 )
 _OPENAI = "vllm.entrypoints.openai"
 _SERVING = ("online_renderer", "request_logger")

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe import layer as moe_layer
 from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from sampler_service.engine.vllm.cpu import mid_step_loads
 from sampler_service.engine.vllm.cpu.kv_cache import clear_on
 
 _FEW_ROWS = 64
@@ -222,3 +223,4 @@ class GroupedLoraCpuWorker(CPUWorker):
         with _experts_for_cpus():
             super().load_model(*args, **kwargs)
         clear_on(self.model_runner)
+        mid_step_loads.add_method()

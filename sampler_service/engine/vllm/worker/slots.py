@@ -1,12 +1,12 @@
-"""Puts adapters directly into vLLM's slots: one copy from the staged file, between two steps.
+"""Puts adapters directly into vLLM's slots: one copy from the staged file.
 
 vLLM itself would read the file into tensors, scale them in a copy, clear the slot and copy again. Here an adapter's
 tensors are views of its file, scaled only when they are read. Everything else remains vLLM's: which adapter is in which
 slot, which one is evicted if all are taken, and how an evicted one returns, for which vLLM asks the adapter for its
 weights.
 
-Loading takes a quarter of the time of vLLM's own (`make bench-publish`). On a CPU the running step, which both wait
-for, hides that; on GPUs, whose steps are short, it has not been measured.
+Loading takes a quarter of the time of vLLM's own (`make bench-publish`), and on a CPU, where it touches no slot of a
+running step, it need not wait for the end of the step (`cpu.mid_step_loads`). On GPUs it has not been measured.
 """
 
 from __future__ import annotations
@@ -249,6 +249,11 @@ class SlotWriter:
         self._plans: dict[tuple[int, Layout], _Plan] = {}
         self._touched: set[str] = set()
         """Layers that some adapter has written; in all others every slot is still zero."""
+
+    @property
+    def writes_all_layers(self) -> bool:
+        """Whether this class can write every layer that can have adapters."""
+        return all(isinstance(layer, _LAYERS) for layer in self._internals.layers.values())
 
     def _layout(self, directory: Path) -> Layout | None:
         """Return the layout of an adapter; None if it is on a layer that this class cannot write."""
