@@ -236,7 +236,7 @@ class Transport:
         remedy = f"give ServiceClient(timeouts=Timeouts({limit}=...)) a longer one"
         if isinstance(request, sampler_pb.SampleRequest | sampler_pb.SampleStreamRequest):
             remedy = remedy if request.params.HasField("max_tokens") else f"set SamplingParams.max_tokens, or {remedy}"
-        return errors.TimedOut(f"no answer within {self._seconds(limit):g} s (Timeouts.{limit}); {remedy}")
+        return errors.TimedOut(f"not finished within {self._seconds(limit):g} s (Timeouts.{limit}); {remedy}")
 
     def close(self, seconds: float | None = None) -> None:
         """Wait for commands, cancel all other calls and close the channel.

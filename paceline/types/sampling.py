@@ -66,7 +66,7 @@ class SamplingParams:
 
 
 def _as_list(values: Any) -> list[Any]:
-    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes) else [values]
 
 
 def _sort_stops(stops: Sequence[Any]) -> tuple[list[str], list[int]]:

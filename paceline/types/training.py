@@ -61,7 +61,7 @@ class Datum(ComparedByValue):
     Position i of `model_input` predicts `loss_inputs["target_tokens"][i]`. Lists of Python numbers and torch tensors
     are converted: `target_tokens` to int64, masks to uint8, all other loss inputs to float32. Numpy arrays keep their
     dtype; the server refuses unsupported ones. Errors: InvalidDtype for text and for fractions where integers are
-    required, InvalidShape, OutOfRange.
+    required, InvalidShape, OutOfRange, InvalidArgument.
     """
 
     model_input: Array
@@ -75,6 +75,9 @@ class Datum(ComparedByValue):
     """
 
     def __init__(self, model_input: ArrayLike, loss_inputs: Mapping[str, ArrayLike] | None = None) -> None:
+        if not isinstance(loss_inputs, Mapping | None):
+            message = f"is a {type(loss_inputs).__name__}; give a dict of names and arrays"
+            raise InvalidArgument(message, field="loss_inputs")
         self.model_input = as_array(model_input, np.dtype(np.int32), "model_input")
         self.loss_inputs = {
             name: as_array(values, _default_dtype(name), f"loss_inputs[{name}]")
@@ -96,10 +99,12 @@ class Datum(ComparedByValue):
         Positions that predict the prompt get mask 0 and the value 0. `per_token` values (logprobs, advantages, ...) are
         arrays of shape [T] or one number for all T. Without any, the datum is for cross_entropy, with `weight` (default
         1) on each completion token. Errors: those of Datum, EmptyBatch, UnknownField for a name that looks like a
-        misspelt loss input, InvalidArgument for `weight` together with other values.
+        misspelt loss input, InvalidArgument for `weight` together with other values and for `target_tokens`.
         """
         if per_token and weight is not None:
             raise InvalidArgument("is only for a datum of cross_entropy; give weights= instead", field="weight")
+        if "target_tokens" in per_token:
+            raise InvalidArgument("are the completion's tokens; make other targets with Datum", field="target_tokens")
         first = as_tokens(prompt, np.dtype(np.int32), "prompt").astype(np.int32)
         second = as_tokens(completion, np.dtype(np.int32), "completion").astype(np.int32)
         if not first.size:

@@ -53,7 +53,7 @@ async def test_a_sample_that_is_not_answered_in_time_says_which_timeout_ended_it
     async with ServiceClient(server.address, timeouts=Timeouts(sampling=0.2)) as client:
         with pytest.raises(errors.TimedOut) as caught:
             await client.create_sampling_client().sample([1], sampling_params=params)
-    message = f"no answer within 0.2 s (Timeouts.sampling); {remedy}(timeouts=Timeouts(sampling=...)) a longer one"
+    message = f"not finished within 0.2 s (Timeouts.sampling); {remedy}(timeouts=Timeouts(sampling=...)) a longer one"
     assert caught.value.message == message
 
 

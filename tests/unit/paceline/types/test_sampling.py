@@ -32,6 +32,7 @@ def test_a_string_is_one_stop_and_numbers_are_token_ids(given, strings, tokens):
         ({"stop": [[2]]}, "stop[0]"),
         ({"stop": ["END", 0.5]}, "stop[1]"),
         ({"stop": [True]}, "stop[0]"),
+        ({"stop": b"ab"}, "stop[0]"),
         ({"stop_token_ids": "END"}, "stop_token_ids[0]"),
         ({"stop_token_ids": [0.5]}, "stop_token_ids[0]"),
     ],

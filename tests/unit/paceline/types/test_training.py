@@ -70,6 +70,8 @@ def test_tensors_of_torch_become_what_the_server_takes():
         (lambda: Datum.from_completion([1], [2, 3], advantage=1.0), errors.UnknownField, "advantage"),
         (lambda: Datum.from_completion([1], [2, 3], advantages=[1.0]), errors.InvalidShape, "advantages"),
         (lambda: Datum.from_completion([1], [2], weight=2.0, advantages=1.0), errors.InvalidArgument, "weight"),
+        (lambda: Datum.from_completion([1], [2], target_tokens=[3]), errors.InvalidArgument, "target_tokens"),
+        (lambda: Datum([1], [1]), errors.InvalidArgument, "loss_inputs"),
     ],
 )
 def test_what_is_no_datum_is_refused_by_the_name_of_its_field(make, error, field):
