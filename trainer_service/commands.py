@@ -71,7 +71,7 @@ class CommandExecutor:
         }
 
     def check(self, run: RunRecord, command: Command) -> Command:
-        """Check a command on arrival, as far as this needs only the command and the room for it in the journal.
+        """Check a command on arrival, as far as the command and the room in the journal allow.
 
         An invalid command is returned without its content, which is no longer needed. It keeps its place in the run's
         order and answers with the reason for its refusal at its turn.
@@ -81,7 +81,7 @@ class CommandExecutor:
             if command.method == "ForwardBackward":
                 self._guard.check_quota(run.tenant, command.size)
         except errors.Unavailable:
-            return command  # what it would be checked against is unknown at present
+            return command  # the model's limits are not known yet
         except errors.PacelineError as error:
             return command.refused(error)
         return command
@@ -95,7 +95,7 @@ class CommandExecutor:
         return await self._methods[command.method](run, command, self._decode(command), progress)
 
     def _decode(self, command: Command) -> Any:
-        """Check a request and return it; of a ForwardBackward, the batch, and the spec with the loss's defaults."""
+        """Check a request and return it; for a ForwardBackward, its batch, and its spec with the loss's defaults."""
         request = command.request
         check_message(request)
         if command.method != "ForwardBackward":

@@ -85,7 +85,7 @@ def make_batch(
 
 
 def as_datums(data: Iterable[Datum]) -> list[Datum]:
-    """Return the datums of a batch as a list of its own. Raises EmptyBatch, InvalidArgument for anything else."""
+    """Return the datums of a batch as a new list. Raises EmptyBatch, InvalidArgument for anything else."""
     if isinstance(data, Datum):
         raise errors.InvalidArgument("is one Datum; give a list of them, [datum]", field="data")
     if isinstance(data, Mapping | str | bytes) or not isinstance(data, Iterable):

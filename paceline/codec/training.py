@@ -136,7 +136,7 @@ def output_from_proto(message: datum_pb2.DatumOutput, field: str) -> dict[str, A
 
 
 def spec_to_proto(run_id: str, spec: ForwardBackwardSpec) -> trainer_pb.ForwardBackwardRequest:
-    """Encode what to compute for a batch, without the batch."""
+    """Encode a spec as a request without data."""
     return make(
         trainer_pb.ForwardBackwardRequest,
         run_id=run_id,

@@ -101,7 +101,7 @@ class TrainerEngine(Protocol):
     ) -> ForwardBackwardHandle:
         """Start computing a loss and, unless `forward_only`, its gradient for the run.
 
-        The job fails with NonFiniteLoss if the spec says so. With `alone`, no other run shares its passes.
+        With `refuse_non_finite` the job may fail with NonFiniteLoss. With `alone`, no other run shares its passes.
         """
         ...
 

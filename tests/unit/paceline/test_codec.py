@@ -343,18 +343,21 @@ def test_several_targets_per_position_keep_their_shape():
     np.testing.assert_array_equal(output["logprobs"], inputs["weights"])
 
 
-SPECS = st.builds(
-    ForwardBackwardSpec,
-    st.text(),
-    st.dictionaries(st.text(), st.floats(allow_nan=False)),
-    st.sampled_from(Reduction),
-    st.none() | st.integers(0, 2**31 - 1),
-    st.booleans(),
-    st.booleans(),
-)
+SPEC_FIELDS = {
+    "loss_fn": st.text(),
+    "loss_fn_config": st.dictionaries(st.text(), st.floats(allow_nan=False)),
+    "reduction": st.sampled_from(Reduction),
+    "reduction_count": st.none() | st.integers(0, 2**31 - 1),
+    "forward_only": st.booleans(),
+    "refuse_non_finite": st.booleans(),
+}
 
 
-@given(SPECS)
+def test_every_option_of_forward_backward_is_sent():
+    assert [field.name for field in fields(ForwardBackwardSpec)] == list(SPEC_FIELDS)
+
+
+@given(st.builds(ForwardBackwardSpec, **SPEC_FIELDS))
 def test_specs_of_forward_backward(spec):
     request = codec.spec_to_proto("run", spec)
     assert request.run_id == "run"

@@ -56,7 +56,7 @@ class ForwardBackwardJob:
         return ForwardBackwardOutput([{"logprobs": values} for values in self._outputs], self._totals.metrics())
 
     def add(self, pack: Pack, logprobs: Array, totals: Totals, gradients: Sequence[Tensor | None]) -> None:
-        """Add the results of a pass; `gradients` is empty if none are computed. Allocates nothing that can run out."""
+        """Add the results of a pass; `gradients` is empty if none are computed. Allocates no memory."""
         scatter_logprobs(self._outputs, pack, logprobs)
         self._counted.update(segment.index for segment in pack.segments)
         self._totals.add(totals)
@@ -80,7 +80,7 @@ class ForwardBackwardJob:
             self._gradients = [*ranks.total(self._gradients, list(self.run.parameters.values()))]
 
     def finish(self) -> None:
-        """Add the gradient of the finished job to the run's. Raises NonFiniteLoss if the spec asks for that."""
+        """Add the gradient of the finished job to the run's. Raises NonFiniteLoss with `refuse_non_finite`."""
         if not self.forward_only:
             self._totals.non_finite_elements = _count_non_finite(self._gradients)
         if self.spec.refuse_non_finite:

@@ -126,8 +126,9 @@ class PassExecutor:
         except Exception as error:
             return error
         else:
-            for result in results or () if deliver else ():
-                result.job.add(result.pack, result.logprobs, result.totals, result.gradients)
+            if deliver:
+                for result in results or ():
+                    result.job.add(result.pack, result.logprobs, result.totals, result.gradients)
             return None
         gc.collect()  # Some of those frames are in reference cycles.
         return short
