@@ -48,9 +48,10 @@ def make(cls: Callable[P, M], place: str = "", /, *args: P.args, **fields: P.kwa
 
 def _check(cls: type[Message], name: str, value: Any, place: str = "") -> None:
     """Raise what `make` raises if this field cannot hold this value."""
-    if name not in cls.DESCRIPTOR.fields_by_name:  # stubs of an older contract: protobuf's own error says so
+    field = cast("FieldDescriptor | None", cls.DESCRIPTOR.fields_by_name.get(name))
+    if field is None:  # stubs of an older contract: protobuf's own error says so
         return
-    for part, argument, held, wanted in _parts(cast("FieldDescriptor", cls.DESCRIPTOR.fields_by_name[name]), value):
+    for part, argument, held, wanted in _parts(field, value):
         try:
             cls(**{name: argument})
         except _REFUSALS as problem:
