@@ -6,7 +6,7 @@ If the base model disagrees, the sampler answers no requests. If a run's version
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -172,38 +172,34 @@ class AgreementStatus:
 
 @dataclass(slots=True)
 class _Run:
-    """Result for one run. Versions from `refused_from` up to `agreed_at` (exclusive) disagreed or were not compared."""
+    """Results for one run. A version that was not compared takes the result of the last compared one before it."""
 
     owner: str = ""
     agreement: pb.Agreement | None = None
     """Agreement of the version that was compared last."""
     error: errors.PacelineError | None = None
     """Error with which versions are refused; it names the version that was compared."""
-    refused_from: int = 0
-    agreed_at: int | None = None
-    """The version that agreed; None until one does, and None again once a later one disagrees."""
+    agreed: dict[int, bool] = field(default_factory=dict)
+    """Whether a version agreed, for each that was compared. Results may arrive in any order."""
 
     @property
     def is_refused(self) -> bool:
-        return self.error is not None and self.agreed_at is None
+        """Whether all versions are refused, since the newest of those that were compared disagreed."""
+        return bool(self.agreed) and not self.agreed[max(self.agreed)]
 
     def refuses(self, version: int | None) -> bool:
         """Return whether a version is refused; None means the newest."""
-        if self.error is None or self.agreed_at is None:
+        if version is None or self.is_refused or not self.agreed:
             return self.is_refused
-        return version is not None and self.refused_from <= version < self.agreed_at
+        compared = max((number for number in self.agreed if number <= version), default=min(self.agreed))
+        return not self.agreed[compared]
 
     def note(self, agreement: pb.Agreement, owner: str, *, has_diverged: bool) -> None:
         """Record the result for a version."""
-        version, self.owner, self.agreement = agreement.model.version, owner, agreement
-        if not agreement.refusal:
-            self.agreed_at = version
-            return
-        self.refused_from = min(self.refused_from, version) if self.is_refused else version
-        self.error = _error(agreement, has_diverged=has_diverged)
-        # The result for a version older than `agreed_at` arrived late and does not revoke the agreement.
-        if self.agreed_at is not None and version > self.agreed_at:
-            self.agreed_at = None
+        self.owner, self.agreement = owner, agreement
+        self.agreed[agreement.model.version] = not agreement.refusal
+        if agreement.refusal:
+            self.error = _error(agreement, has_diverged=has_diverged)
 
 
 def _error(agreement: pb.Agreement, *, has_diverged: bool) -> errors.PacelineError:

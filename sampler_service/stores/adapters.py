@@ -1,4 +1,4 @@
-"""The adapters that the engine holds: loading, leases, and eviction."""
+"""The adapters that the engine holds: loading, also after a restart, leases, and eviction."""
 
 from __future__ import annotations
 

@@ -231,6 +231,20 @@ async def test_a_later_version_that_agrees_ends_a_runs_refusal_from_there_on(two
     assert two_tenants.client.metric("runs_refused") == 0
 
 
+async def test_versions_that_were_not_compared_take_the_result_of_the_last_one_before_them(two_tenants):
+    """The result of version 2 arrives last. A sampler that joins anew compares another version."""
+    alice, run_id = two_tenants.alice, two_tenants.alices
+    theirs = [await two_tenants.publish(version) for version in (1, 2, 3, 4, 5, 6)]
+    for version, is_same in ((5, False), (6, True), (3, True), (2, False)):
+        await two_tenants.compare(version, theirs[version - 1] - (0 if is_same else 1))
+    for version, is_served in enumerate((False, False, True, True, False, True), start=1):
+        if is_served:
+            assert len((await alice.sample(version_ref(run_id, version))).sequences) == 1
+        else:
+            with pytest.raises(errors.BaseMismatch):
+                await alice.sample(version_ref(run_id, version))
+
+
 async def test_a_run_that_has_diverged_on_the_trainer_is_refused_as_its_own_fault(two_tenants):
     theirs = await two_tenants.publish(1)
     theirs[3:5] = np.nan, -np.inf

@@ -1,4 +1,4 @@
-"""Watch the base weights that a sampler lends (bridge `shared`): the engine ends with the sampler.
+"""Watch the base weights that a sampler lends (bridge `shared`): the engine starts and ends with it.
 
 Nothing here imports torch.
 """

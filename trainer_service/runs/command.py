@@ -1,4 +1,4 @@
-"""A run's commands and their answers, decoded, and as records of the journal."""
+"""A run's commands and their answers, decoded, compared if repeated, and as records of the journal."""
 
 from __future__ import annotations
 

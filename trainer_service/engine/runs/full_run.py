@@ -1,4 +1,4 @@
-"""Runs that train every parameter, in a model of their own."""
+"""Runs that train every parameter, in a model of their own, with a random generator of their own."""
 
 from __future__ import annotations
 
