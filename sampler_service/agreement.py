@@ -80,8 +80,9 @@ class AgreementStatus:
         if self.refusal:
             raise errors.BaseMismatch(self.refusal)
         run = self._runs.get(ref.run_id)
-        if run is not None and run.error is not None and is_for(run.owner, tenant) and run.refuses(ref.version):
-            raise type(run.error)(run.error.message, field=run.error.field, metadata=run.error.metadata)
+        error = run.refusal(ref.version) if run is not None and is_for(run.owner, tenant) else None
+        if error is not None:
+            raise type(error)(error.message, field=error.field, metadata=error.metadata)
 
     def refuses_run(self, run_id: str) -> bool:
         """Return whether the run's versions are refused until a later one agrees."""
@@ -177,29 +178,30 @@ class _Run:
     owner: str = ""
     agreement: pb.Agreement | None = None
     """Agreement of the version that was compared last."""
-    error: errors.PacelineError | None = None
-    """Error with which versions are refused; it names the version that was compared."""
-    agreed: dict[int, bool] = field(default_factory=dict)
-    """Whether a version agreed, for each that was compared. Results may arrive in any order."""
+    results: dict[int, errors.PacelineError | None] = field(default_factory=dict)
+    """For each version that was compared, the error with which it is refused. Results may arrive in any order."""
 
     @property
     def is_refused(self) -> bool:
         """Whether all versions are refused, since the newest of those that were compared disagreed."""
-        return bool(self.agreed) and not self.agreed[max(self.agreed)]
+        return bool(self.results) and self.results[max(self.results)] is not None
 
-    def refuses(self, version: int | None) -> bool:
-        """Return whether a version is refused; None means the newest."""
-        if version is None or self.is_refused or not self.agreed:
-            return self.is_refused
-        compared = max((number for number in self.agreed if number <= version), default=min(self.agreed))
-        return not self.agreed[compared]
+    def refusal(self, version: int | None) -> errors.PacelineError | None:
+        """Return the error with which a version is refused; None as a version means the newest."""
+        if not self.results:
+            return None
+        newest = self.results[max(self.results)]
+        if version is None:
+            return newest
+        compared = max((number for number in self.results if number <= version), default=min(self.results))
+        return self.results[compared] or newest
 
     def note(self, agreement: pb.Agreement, owner: str, *, has_diverged: bool) -> None:
         """Record the result for a version."""
         self.owner, self.agreement = owner, agreement
-        self.agreed[agreement.model.version] = not agreement.refusal
-        if agreement.refusal:
-            self.error = _error(agreement, has_diverged=has_diverged)
+        self.results[agreement.model.version] = (
+            _error(agreement, has_diverged=has_diverged) if agreement.refusal else None
+        )
 
 
 def _error(agreement: pb.Agreement, *, has_diverged: bool) -> errors.PacelineError:
@@ -210,7 +212,7 @@ def _error(agreement: pb.Agreement, *, has_diverged: bool) -> errors.PacelineErr
     kind = errors.NonFinite if has_diverged else errors.BaseMismatch
     return kind(
         f"version {model.version} of {model.run_id} is refused, as are others until a later one agrees with the "
-        f"trainer: {agreement.refusal}",
+        f"trainer, some seconds after it was published: {agreement.refusal}",
         field="model",
         metadata=metadata,
     )

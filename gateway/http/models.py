@@ -54,7 +54,7 @@ class Models:
             if path.kind is not CheckpointKind.SAMPLER:
                 raise errors.InvalidPath("is training state; name a sampler checkpoint", field=field)
             return ModelRef(checkpoint=str(path))
-        run, _, version = name.partition("@")
+        run, at, version = name.partition("@")
         # A run id, or a model id of Tinker's API.
         run_id = self._names.run_of(tenant, run) if run.startswith("run-") or ":train:" in run else ""
         if not run_id and (named := await self._named(tenant, run)):
@@ -63,10 +63,12 @@ class Models:
             run_id = named.run_id
         if not run_id:
             return ModelRef(base=await self.served(tenant, name, field))
-        if version in {"", NEWEST}:
+        if not at or version == NEWEST:
             return ModelRef(run_id=run_id)
         if not _VERSION.fullmatch(version):
-            raise errors.InvalidArgument(f"has version {version[:20]!r}; it is a number or {NEWEST}", field=field)
+            raise errors.InvalidArgument(
+                f"has version {version[:20]!r}; it is a number from 1, or {NEWEST}", field=field
+            )
         return ModelRef(run_id=run_id, version=int(version))
 
     async def served(self, tenant: str, name: str, field: str = "base_model") -> str:

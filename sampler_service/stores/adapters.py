@@ -265,14 +265,17 @@ class VersionRegistry:
     async def _load(self, staged: StagedAdapter) -> LoadedVersion:
         """Load and verify an adapter; return its entry, or the entry of the same version that was loaded meanwhile."""
         numbers = asyncio.ensure_future(asyncio.to_thread(check_finite, staged.directory / WEIGHTS_FILE))
-        async with self._loading(staged) as entry:
-            await staged.verified()
-            await numbers
-            entry.served = staged.served
-            await self._disk.replace(staged)
-            if entry.retired:
-                raise errors.EngineUnavailable("the engine died and lost the version")
-            existing = self._entries.setdefault(entry.key, entry)
+        try:
+            async with self._loading(staged) as entry:
+                await staged.verified()
+                await numbers
+                entry.served = staged.served
+                await self._disk.replace(staged)
+                if entry.retired:
+                    raise errors.EngineUnavailable("the engine died and lost the version")
+                existing = self._entries.setdefault(entry.key, entry)
+        finally:
+            numbers.cancel()  # if loading failed, the files are about to be removed
         if existing is entry:
             self.listeners.notify_loaded(entry)
         return existing

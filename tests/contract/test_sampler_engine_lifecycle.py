@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support.descendants import descendants
 from support.stacks.sampler_contract import PROMPT, ask, complete, one, options_for
+from support.stacks.sampler_stack import until
 
 from paceline.errors import EngineUnavailable, InvalidArgument, Unsupported
 from paceline.layout import WEIGHTS_FILE
@@ -39,6 +40,26 @@ async def test_vllm_that_died_is_reported_as_unavailable(model_path, vllm_here):
     with pytest.raises(EngineUnavailable):
         await one(engine, ask())
     await engine.stop()
+
+
+async def test_loads_and_unloads_end_with_an_engine_that_died(model_path, make_adapter, vllm_here):
+    before = descendants()
+    engine = create_engine("vllm", options_for(model_path))
+    await engine.start()
+    adapter, other = make_adapter(), make_adapter()
+    await engine.add_adapter(adapter)
+    processes = set(descendants()).difference(before)
+    for process in processes:
+        process.suspend()
+    calls = [asyncio.create_task(engine.add_adapter(other)), asyncio.create_task(engine.remove_adapter(adapter))]
+    waiting = engine._live().llm.engine_core.utility_results
+    await until(lambda: len(waiting) == len(calls))
+    for process in processes:
+        process.kill()
+    await engine.stop()
+    async with asyncio.timeout(30):
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [EngineUnavailable, EngineUnavailable]
 
 
 async def test_an_engine_that_ends_just_as_vllm_kills_it_is_stopped(model_path, vllm_here, monkeypatch):

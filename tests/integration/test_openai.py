@@ -201,6 +201,8 @@ def test_a_tool_that_is_demanded_is_called(client):
         ({"prompt": [10**6]}, "prompt", openai.BadRequestError),
         ({"prompt": "x", "structured_outputs": {"regex": "(" * 10}}, "structured_outputs", openai.BadRequestError),
         ({"prompt": "x", "model": "run-" + "0" * 32}, "run", openai.NotFoundError),
+        ({"prompt": "x", "model": "run-" + "0" * 32 + "@"}, "number from 1", openai.BadRequestError),
+        ({"prompt": "x", "model": "run-" + "0" * 32 + "@0"}, "number from 1", openai.BadRequestError),
         ({"prompt": "x", "model": "other"}, "model", openai.NotFoundError),
         ({"prompt": "x", "model": "tinker://x"}, "model", openai.BadRequestError),
         ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", openai.UnprocessableEntityError),

@@ -38,6 +38,15 @@ async def test_an_announced_version_is_loaded_and_acknowledged_with_the_checksum
     assert (await client.loaded())[1].size_bytes == weights.stat().st_size
 
 
+async def test_a_version_that_is_announced_again_from_the_volume_is_measured_once(model, volume, trainer, client):
+    manifest = make_version(volume, model, RUN, 1)
+    for volume_path in ("", str(volume.version(RUN, 1).relative_to(volume.root))):
+        count = len(trainer.heard("acknowledgement"))
+        trainer.announce(manifest, volume_path)
+        await until(lambda count=count: len(trainer.heard("acknowledgement")) > count)
+    assert client.metric("apply_seconds_count") == 1
+
+
 async def test_versions_differ_from_the_base_model_and_from_each_other_and_say_which_they_are(
     model, volume, trainer, client
 ):

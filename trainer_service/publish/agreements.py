@@ -58,6 +58,8 @@ class _Seen:
     """LoRA runs of which no version has agreed yet -> the newest version that was compared or will be."""
     queued: set[str] = field(default_factory=set)
     """Those of them whose newest version the trainer has yet to score."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """The newest version of each run that was compared and disagreed. Results may arrive in any order."""
     unanswered: Counter[str] = field(default_factory=Counter)
     """Number of versions of each full-parameter run scored for the watcher since it last compared one."""
 
@@ -132,6 +134,7 @@ class Agreements:
         for seen in self._seen.values():
             seen.agreed.discard(run_id)
             seen.comparing.pop(run_id, None)
+            seen.refused.pop(run_id, None)
             seen.unanswered.pop(run_id, None)
 
     def acknowledged(self, watcher: Watcher, run: RunRecord, version: int, *, is_refused: bool) -> None:
@@ -140,7 +143,7 @@ class Agreements:
         For a full-parameter run that is the first version that the run scored. Later versions follow until one agrees.
         """
         seen = self._seen.get(watcher)
-        if seen is None or run.run_id in seen.agreed:
+        if seen is None or (run.run_id in seen.agreed and not is_refused):
             return
         ref = ModelRef(run_id=run.run_id, version=version)
         if not isinstance(run.parameters, LoraConfig):
@@ -157,9 +160,11 @@ class Agreements:
         if run_id:
             if not any(run_id in runs for runs in (seen.agreed, seen.comparing, self._scores)):
                 return
+            version, refused = agreement.model.version, seen.refused.get(run_id, 0)
             if agreement.refusal:
+                seen.refused[run_id] = max(version, refused)
                 seen.agreed.discard(run_id)
-            else:
+            elif version > refused:
                 seen.agreed.add(run_id)
                 seen.comparing.pop(run_id, None)
             seen.unanswered.pop(run_id, None)

@@ -164,9 +164,10 @@ class Publisher:
                 return directory
         if not run.is_restored and number > max(self._on_volume(run.run_id), default=0):
             raise errors.EngineUnavailable("the run is being restored, and its newest versions with it; try again")
-        message = (
-            f"version {number} is not kept; {run.latest_version} is the newest" if number else "none was published"
-        )
+        message = "none was published"
+        if newest := run.latest_version:
+            state = "is no longer kept" if number <= newest else "was not published"
+            message = f"version {number} {state}; {newest} is the newest"
         raise errors.VersionNotFound(message, field="model.version.version")
 
     def staged_manifest(self, directory: Path) -> pb.Manifest | None:

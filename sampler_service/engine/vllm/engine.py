@@ -156,14 +156,14 @@ class VllmEngine:
             clear(self._options.base_dir)
 
     async def check_health(self) -> None:
-        with _translated():
+        with translated():
             await self._live().llm.check_health()
 
     async def add_adapter(self, adapter: Adapter) -> LoadTimes:
         engine = self._live()
         shapes = await asyncio.to_thread(read_adapter, adapter.path)
         check_adapter(shapes, engine.linear, self._options.max_lora_rank)
-        with _translated():
+        with translated():
             await _check_served(engine, frozenset(shapes.modules))
             start = perf_counter()
             call = (adapter.adapter_id, adapter.name, str(adapter.path), adapter.in_memory)
@@ -175,7 +175,7 @@ class VllmEngine:
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         self._adapters.discard(adapter.adapter_id)
-        with _translated():
+        with translated():
             await self._live().llm.remove_lora(adapter.adapter_id)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
@@ -184,7 +184,7 @@ class VllmEngine:
         check_loaded(request.adapter, self._adapters)
         budget = completion_budget(engine.info, len(request.prompt), request.params)
         await check_grammar(request.params)
-        with _translated():
+        with translated():
             params = sampling_params(request, budget)
             score = await self._prompt_score(request)
             with self._opened(request.request_id):
@@ -200,7 +200,7 @@ class VllmEngine:
         engine = self._live()
         check_tokens(engine.info, tokens, "tokens")
         check_loaded(adapter, self._adapters)
-        with _translated():
+        with translated():
             logprobs, _ = await self._score(tokens, adapter, tenant, 0)
         return logprobs
 
@@ -208,7 +208,7 @@ class VllmEngine:
         engine = self._live()
         check_loaded(request.adapter, self._adapters)
         text = await self._text_server(engine)
-        with _translated():
+        with translated():
             async with aclosing(text.complete(request)) as parts:
                 async for part in parts:
                     yield part
@@ -374,7 +374,7 @@ def _set_cpu_args(args: AsyncEngineArgs, options: EngineOptions) -> None:
 
 
 def _shut_down(llm: AsyncLLM) -> None:
-    """End vLLM's processes, and close its sockets and tasks."""
+    """End vLLM's processes, close its sockets and tasks, and fail the calls that are still unanswered."""
     try:
         llm.shutdown()
     except psutil.NoSuchProcess:
@@ -382,6 +382,10 @@ def _shut_down(llm: AsyncLLM) -> None:
         # Do what it skipped.
         llm.engine_core.resources()
         llm.shutdown()
+    # If its engine dies, vLLM ends requests, but leaves other calls waiting, such as loads of adapters.
+    for answer in llm.engine_core.utility_results.values():
+        if not answer.done():
+            answer.set_exception(EngineDeadError())
 
 
 def _prepare_environment() -> None:
@@ -399,7 +403,8 @@ def _prepare_environment() -> None:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def translated() -> Iterator[None]:
+    """Raise vLLM's errors as ours: EngineUnavailable for a dead engine, InvalidArgument for a refused value."""
     try:
         yield
     except EngineDeadError as error:

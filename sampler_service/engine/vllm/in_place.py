@@ -15,7 +15,7 @@ from paceline.weights import read_tensor_entries
 from sampler_service.engine.model_files import parameter_shapes_of
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import Adapter, Contents, GenerationRequest, TokenDelta
-from sampler_service.engine.vllm.engine import VllmEngine
+from sampler_service.engine.vllm.engine import VllmEngine, translated
 from sampler_service.engine.vllm.params import MIXED
 
 _log = get_logger(__name__)
@@ -96,20 +96,23 @@ class WritableVllmEngine(VllmEngine):
         """See WritableEngine. Without a pause, tokens are marked from before the first byte changes."""
         llm = self._live().llm
         self._epoch += 1
-        if self._pauses:
-            await llm.pause_generation(mode="keep", clear_cache=True)
-        else:
-            await llm.update_weight_version(f"{version}{MIXED}")
+        with translated():
+            if self._pauses:
+                await llm.pause_generation(mode="keep", clear_cache=True)
+            else:
+                await llm.update_weight_version(f"{version}{MIXED}")
 
     async def end_write(self, version: int) -> None:
         llm = self._live().llm
         self._epoch += 1
-        await llm.update_weight_version(str(version))
-        if self._pauses:
-            await llm.resume_generation()
+        with translated():
+            await llm.update_weight_version(str(version))
+            if self._pauses:
+                await llm.resume_generation()
 
     async def write_weights(self, directory: Path) -> None:
-        await self._live().llm.collective_rpc("write_weights", args=(str(directory),))
+        with translated():
+            await self._live().llm.collective_rpc("write_weights", args=(str(directory),))
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         async for delta in super().generate(replace(request, tenant=self._salt(request.tenant))):

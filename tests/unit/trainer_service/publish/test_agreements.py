@@ -1,17 +1,21 @@
-"""Which failures to compare a sampler with the trainer are errors."""
+"""Which versions are compared with the trainer, and which failures to compare are errors."""
 
 from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from paceline import errors
+from paceline.codec import model_ref_from_proto
 from paceline.layout import new_run_id
 from paceline.types import LoraConfig
+from paceline.types.v1 import model_pb2
+from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.watch_hub import Watcher
 
@@ -54,3 +58,40 @@ async def test_a_version_that_is_gone_is_an_error_unless_its_run_was_deleted(is_
         await asyncio.wait(tasks)
     found = [line["event"] for line in logs if "does not exist" in line.get("error", "")]
     assert found == ([] if is_deleted else ["sampler not compared with the trainer"])
+
+
+class Scoring(Engine):
+    """An engine that scores every version."""
+
+    async def forward_backward(self, run_id, data, spec):
+        return SimpleNamespace(loss_fn_outputs=[{"logprobs": np.zeros(7, np.float32)}])
+
+    async def load_state(self, run_id, directory, *, with_optimizer): ...
+
+
+async def test_versions_are_compared_until_one_agrees_that_is_newer_than_those_that_do_not(tmp_path):
+    """The results arrive in another order than the versions."""
+    watcher, run = Watcher("one", {}), SimpleNamespace(run_id=new_run_id(), parameters=LoraConfig(rank=1))
+    agreements = Agreements(Scoring(), lambda run, version: tmp_path, CollectorRegistry())
+
+    async def compared(version, *, is_refused=False):
+        agreements.acknowledged(watcher, run, version, is_refused=is_refused)
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(tasks)
+        return [] if watcher.outbox.empty() else [model_ref_from_proto(watcher.outbox.get_nowait().probe.model).version]
+
+    def answer(version, refusal=""):
+        model = model_pb2.ServedModel(run_id=run.run_id, version=version)
+        agreements.record(watcher, pb.Agreement(model=model, refusal=refusal))
+
+    agreements.on_join(watcher)
+    await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
+    watcher.outbox.get_nowait()  # the probe of the base model
+    assert await compared(1) == [1]
+    assert await compared(2) == [2]
+    answer(2, "differs")
+    answer(1)
+    assert await compared(3, is_refused=True) == [3]
+    answer(3)
+    assert await compared(4) == []
+    assert await compared(5, is_refused=True) == [5], "the sampler still holds an older result against the run"
