@@ -161,12 +161,11 @@ class VersionWatcher:
             self._group.expect(key, announcement)
         if self._needs_volume and not on_volume:
             return
-        is_repeated = self._resolver.last_announced(key.run_id) == key.version and self._registry.find(key) is not None
         is_newest = self._resolver.announced(key.run_id, key.version)
         # A version is announced again when it reaches the volume. By then a streamed one may already be superseded.
         if is_newest or not on_volume or self._needs_volume:
             self._awaited.add(key)
-            self._applying.spawn(self._apply(key, model.sha256, arrival, is_repeated=is_repeated))
+            self._applying.spawn(self._apply(key, model.sha256, arrival))
 
     async def _measure(self, probe: pb.Probe) -> None:
         agreement = await self._agreement.measure(probe)
@@ -186,7 +185,7 @@ class VersionWatcher:
             # Not refused: its announcement starts another attempt, which is refused if it fails.
             _log.info("version not prepared", run=offer.key.run_id, version=offer.key.version, reason=error.reason)
 
-    async def _apply(self, key: VersionKey, sha256: str, arrival: float, *, is_repeated: bool) -> None:
+    async def _apply(self, key: VersionKey, sha256: str, arrival: float) -> None:
         try:
             entry = await self._load(key, sha256)
         except errors.PacelineError as error:
@@ -196,8 +195,9 @@ class VersionWatcher:
             self._refuse(key, errors.Internal("the version could not be loaded; see the sampler's log"))
         else:
             seconds = perf_counter() - arrival
-            if not is_repeated:
+            if not entry.is_announced:
                 self._metrics.apply_seconds.observe(seconds)
+            entry.is_announced = True
             self._acknowledge(entry, 1e3 * seconds)
             self._registry.retire_superseded(key.run_id)
         finally:

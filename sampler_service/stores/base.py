@@ -31,6 +31,8 @@ class LoadedVersion:
     requests_in_flight: int = 0
     retired: bool = False
     """Whether it is unloaded when its last request ends."""
+    is_announced: bool = False
+    """Whether an announcement of it has been answered; the trainer repeats that for the copy on the volume."""
     key: VersionKey = field(init=False)
     served: ServedModel = field(init=False)
     tenant: str = field(init=False)
