@@ -386,6 +386,7 @@ def _shut_down(llm: AsyncLLM) -> None:
     for answer in llm.engine_core.utility_results.values():
         if not answer.done():
             answer.set_exception(EngineDeadError())
+            answer.exception()  # nobody may wait for it, which is no error to log
 
 
 def _prepare_environment() -> None:
