@@ -28,8 +28,12 @@ class LongStepWorker(GroupedLoraCpuWorker):
 
 def _stay_in(layer: torch.nn.Module, hold: Path) -> None:
     deadline = time.monotonic() + PATIENCE
-    while hold.exists() and time.monotonic() < deadline:
-        if not hold.read_text():
+    while time.monotonic() < deadline:
+        try:
+            written = hold.read_text()
+        except FileNotFoundError:
+            return
+        if not written:
             hold.write_text(RUNNING)
         layer.self_attn.qkv_proj(torch.zeros(1, 64))
         time.sleep(1e-3)
