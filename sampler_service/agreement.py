@@ -184,7 +184,7 @@ class _Run:
     @property
     def is_refused(self) -> bool:
         """Whether all versions are refused, since the newest of those that were compared disagreed."""
-        return bool(self.results) and self.results[max(self.results)] is not None
+        return self.refusal(None) is not None
 
     def refusal(self, version: int | None) -> errors.PacelineError | None:
         """Return the error with which a version is refused; None as a version means the newest."""

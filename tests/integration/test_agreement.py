@@ -232,7 +232,7 @@ async def test_a_later_version_that_agrees_ends_a_runs_refusal_from_there_on(two
 
 
 async def test_versions_that_were_not_compared_take_the_result_of_the_last_one_before_them(two_tenants):
-    """The result of version 2 arrives last. A sampler that joins anew compares another version."""
+    """Versions 5, 6, 3 and 2 are compared, in this order; versions 1 and 4 are not."""
     alice, run_id = two_tenants.alice, two_tenants.alices
     theirs = [await two_tenants.publish(version) for version in (1, 2, 3, 4, 5, 6)]
     for version, is_same in ((5, False), (6, True), (3, True), (2, False)):

@@ -214,7 +214,7 @@ class WatchHub:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(lambda: self._is_settled(key, policy, expected))
         except TimeoutError:
-            if self._is_settled(key, policy, expected):  # for a timeout of 0 there is no wait
+            if self._is_settled(key, policy, expected):  # since the wait was ended
                 return list(self._acks[key].values())
             raise errors.AckTimeout(self._so_far(key, expected), metadata=self._facts(key, expected)) from None
         return list(self._acks[key].values())
