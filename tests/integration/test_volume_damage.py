@@ -3,11 +3,13 @@
 import json
 import resource
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.stacks.cluster import wait_for
-from support.stacks.warm_trainer import WarmRun
+from support.stacks.warm_trainer import DATUM, WarmRun
 
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -150,6 +152,60 @@ def test_a_damaged_snapshot_costs_a_longer_replay_and_a_damaged_journal_leaves_t
         trainer.kill()
         assert trainer.start()
         assert run.step().step == 4
+
+
+def test_a_replay_without_its_snapshot_loads_the_checkpoint_that_was_loaded_and_not_what_overwrote_it(trainer):
+    assert trainer.start(snapshot_commands=5), trainer.text()
+    with trainer.connect() as stub:
+        run, twin = WarmRun(stub, "run"), WarmRun(stub, "twin")
+        for one in (run, twin):
+            one.step()
+            path = one.save("kept").path
+            one.load(path)
+        with ThreadPoolExecutor(4) as threads:  # what waits for command 5 is written to the journal together with it
+            adamw = pb.AdamwParams(learning_rate=1e-2)
+            kind = pb.CHECKPOINT_KIND_STATE
+            for seq_id, message, fields in (
+                (6, pb.OptimStepRequest, {"adamw": adamw}),
+                (7, pb.SaveCheckpointRequest, {"name": "kept", "kind": kind, "overwrite": True}),
+                (8, pb.ForwardBackwardRequest, {"data": [DATUM], "loss_fn": "cross_entropy"}),
+                (9, pb.OptimStepRequest, {"adamw": adamw}),
+            ):
+                method = message.DESCRIPTOR.name.removesuffix("Request")
+                threads.submit(run.call, method, message(run_id=run.run_id, seq_id=seq_id, **fields))
+            time.sleep(0.5)
+            run.forward_backward()
+        run.seq_id = 9
+        wait_for(lambda: snapshots(trainer, run))
+        journal = folder_of(trainer, run) / "journal"
+        assert min(path.name for path in journal.glob("*.journal")).startswith(f"{1:020d}")
+        twin.step()
+        twin.save("kept", overwrite=True)
+        twin.step()
+        trainer.kill()
+        for name in snapshots(trainer, run):
+            flip(folder_of(trainer, run) / "snapshots" / name / "optimizer.safetensors")
+        assert trainer.start(), trainer.text()
+        assert run.get().damage
+        step, expected = run.step(), twin.step()
+        assert (step.step, step.grad_norm) == (expected.step, expected.grad_norm) == (4, expected.grad_norm)
+
+
+def test_a_replay_whose_loaded_checkpoint_is_gone_loses_the_run_and_loads_no_other(trainer):
+    assert trainer.start(), trainer.text()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        run.step()
+        run.load(run.save("kept").path)
+        run.step()
+        run.save("kept", overwrite=True)
+        trainer.kill()
+        shutil.rmtree(folder_of(trainer, run) / "loads")
+        assert trainer.start(), trainer.text()
+        with pytest.raises(errors.RunStateLost):
+            run.forward_backward()
+        assert run.get().state == pb.RUN_STATE_LOST
+        assert "the checkpoint that command 4 loaded is no longer kept" in trainer.text()
 
 
 def test_without_its_journal_a_run_takes_no_seq_id_again(trainer):

@@ -141,9 +141,9 @@ class RunJournal:
         await self.flush()
         return await self._between_writes(self._start_over)
 
-    async def drop(self, seq_id: int) -> None:
-        """Remove the segments in which every command is at or below `seq_id`."""
-        await asyncio.to_thread(self._drop, seq_id)
+    async def drop(self, seq_id: int) -> int:
+        """Remove the segments in which every command is at or below `seq_id`; return the first command still held."""
+        return await asyncio.to_thread(self._drop, seq_id)
 
     async def flush(self) -> None:
         """Wait until the queue is written."""
@@ -318,7 +318,7 @@ class RunJournal:
         elif end is not None:
             self._previous = (end.name, end.good_bytes)
 
-    def _drop(self, seq_id: int) -> None:
+    def _drop(self, seq_id: int) -> int:
         found = segments(self._directory)
         bases = sorted({name.base for name in found})
         covered = [base for base, following in itertools.pairwise(bases) if following <= seq_id + 1]
@@ -326,6 +326,7 @@ class RunJournal:
             if name.base in covered:
                 path.unlink()
                 self._guard.measure(path)
+        return min(set(bases) - set(covered), default=0)
 
 
 class _SyncFailedError(OSError):

@@ -106,14 +106,22 @@ class SnapshotStore:
         self._failpoints.hit("after_snapshot")
 
     def drop_old(self) -> int:
-        """Remove old snapshots and the pinned checkpoints they needed; return the seq_id of the oldest one kept."""
+        """Remove old snapshots; return the seq_id of the oldest one kept."""
         kept = sorted(layout.numbered(self._root))[-_KEPT:]
-        old = [self._root / str(number) for number in layout.numbered(self._root) if number < kept[0]]
-        old += [self._loads / str(number) for number in layout.numbered(self._loads) if number <= kept[0]]
-        for directory in old:
+        self._remove([self._root / str(number) for number in layout.numbered(self._root) if number < kept[0]])
+        return kept[0]
+
+    def unpin(self, before: int) -> None:
+        """Remove the checkpoints kept for commands before `before`, which the journal no longer holds.
+
+        Earlier they must not go: if every snapshot is damaged, the whole journal is replayed.
+        """
+        self._remove([self._loads / str(number) for number in layout.numbered(self._loads) if number < before])
+
+    def _remove(self, directories: list[Path]) -> None:
+        for directory in directories:
             layout.remove_directory(directory)
             self._guard.measure(directory)
-        return kept[0]
 
     async def pin(self, seq_id: int, take: Callable[[Path], Awaitable[None]]) -> Path:
         """Keep the checkpoint that `take` puts into a directory, for replays of the command that loads it.

@@ -112,7 +112,7 @@ async def test_journals_snapshots_and_loaded_checkpoints_count(volume, counted):
         await journal.rotate()
         await snapshots.save(seq_id, 0, snapshot)
         await snapshots.pin(seq_id, write)
-        await journal.drop(await asyncio.to_thread(snapshots.drop_old))
+        snapshots.unpin(await journal.drop(await asyncio.to_thread(snapshots.drop_old)))
         assert counted.used(A) == on_disk(volume, A)
     assert not (folder / "snapshots" / "1").exists()
 
