@@ -208,6 +208,21 @@ def test_a_replay_whose_loaded_checkpoint_is_gone_loses_the_run_and_loads_no_oth
         assert "the checkpoint that command 4 loaded is no longer kept" in trainer.text()
 
 
+def test_damage_to_the_only_snapshot_costs_a_replay_from_the_beginning(trainer):
+    assert trainer.start(snapshot_commands=4), trainer.text()
+    with trainer.connect() as stub:
+        run, twin = WarmRun(stub, "run"), WarmRun(stub, "twin")
+        for one in (run, twin):
+            one.step()
+            one.step()
+        wait_for(lambda: snapshots(trainer, run) == snapshots(trainer, twin) == ["4"])
+        trainer.kill()
+        flip(folder_of(trainer, run) / "snapshots" / "4" / "optimizer.safetensors")
+        assert trainer.start(), trainer.text()
+        step, expected = run.step(), twin.step()
+        assert (step.step, step.grad_norm) == (3, expected.grad_norm)
+
+
 def test_without_its_journal_a_run_takes_no_seq_id_again(trainer):
     assert trainer.start(), trainer.text()
     with trainer.connect() as stub:

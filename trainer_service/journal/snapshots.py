@@ -106,10 +106,10 @@ class SnapshotStore:
         self._failpoints.hit("after_snapshot")
 
     def drop_old(self) -> int:
-        """Remove old snapshots; return the seq_id of the oldest one kept."""
-        kept = sorted(layout.numbered(self._root))[-_KEPT:]
-        self._remove([self._root / str(number) for number in layout.numbered(self._root) if number < kept[0]])
-        return kept[0]
+        """Remove old snapshots; return the last command that no replay needs: 0 until there is a snapshot to spare."""
+        numbers = sorted(layout.numbered(self._root))
+        self._remove([self._root / str(number) for number in numbers[:-_KEPT]])
+        return numbers[-_KEPT] if len(numbers) >= _KEPT else 0
 
     def unpin(self, before: int) -> None:
         """Remove the checkpoints kept for commands before `before`, which the journal no longer holds.
