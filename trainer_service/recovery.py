@@ -191,8 +191,8 @@ class Recovery:
         if not _changes_state(command, before):
             await self._remake_version(run, command, before)
             return
-        is_load = command.method == "LoadCheckpoint" and before.failure is None
-        if is_load and run.snapshots.pinned(command.seq_id) is None:  # its path may name other files by now
+        if command.method == "LoadCheckpoint" and run.snapshots.pinned(command.seq_id) is None:
+            # Its path may name other files by now.
             raise ReplayFailedError(f"the checkpoint that command {command.seq_id} loaded is no longer kept")
         try:
             await self._commands.execute(run, command, CommandProgress())
