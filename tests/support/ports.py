@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
+from tempfile import gettempdir
 
 _FIRST = 10_000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """The range of ports that the kernel assigns to connections; it starts at 32768 by default."""
 
+_reserved: set[int] = set()
+_locks = (Path(gettempdir()) / f"paceline-ports-{os.getuid()}").open("ab")
+"""Its byte n is locked by the process that reserved port n, until that process ends."""
+
 
 def free_port() -> int:
-    """Find a port that is free on the loopback address and that the kernel assigns to no connection.
+    """Reserve a port that is free on the loopback address and that the kernel assigns to no connection.
 
     A connection could take an assignable port before a service listens on it, or while the service is down. Even
     a client that polls the port could take it, because a socket can connect to its own port.
@@ -23,16 +30,29 @@ def free_port() -> int:
         port = SystemRandom().randrange(_FIRST, max(end, _FIRST + 1_000))
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if _reserve(port):
+                return port
 
 
 def free_service_ports() -> int:
-    """Find a port that is free with the next three and the health ports 100 above, as `paceline up` needs them."""
+    """Reserve a port with the next three and the health ports 100 above, as `paceline up` needs them."""
     while True:
         base = free_port()
-        wanted = [base + offset for offset in (0, 1, 2, 3, 100, 101, 102)]
-        if max(wanted) < 65536 and all(is_free(port) for port in wanted):
+        others = [base + offset for offset in (1, 2, 3, 100, 101, 102)]
+        if max(others) < 65536 and all(is_free(port) and _reserve(port) for port in others):
             return base
+
+
+def _reserve(port: int) -> bool:
+    """Keep a port from tests and benches of other processes, which may look for one before a service listens on it."""
+    try:
+        fcntl.lockf(_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    if port in _reserved:
+        return False
+    _reserved.add(port)
+    return True
 
 
 def is_free(port: int) -> bool:
