@@ -225,6 +225,23 @@ async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(t
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_version_that_comes_back_is_not_denied_meanwhile_although_a_newer_one_is_on_the_volume(
+    trainer, monkeypatch
+):
+    trainer.slow.go_on()
+    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"), pytest.raises(errors.DiskFull):
+        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    trainer.publisher.start()
+    trainer.publisher._manifests.clear()  # as after a crash: nothing is staged
+    trainer.run.is_restored = False
+    with pytest.raises(errors.EngineUnavailable):
+        trainer.publisher.find(trainer.run, 1)
+    await trainer.publisher.recreate(trainer.run, 1, 1, "")
+    assert trainer.publisher.find(trainer.run, 1)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_executes_again_on_a_full_disk(
     trainer, monkeypatch
 ):

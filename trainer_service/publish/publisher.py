@@ -129,9 +129,8 @@ class Publisher:
 
         The run's weights are the same as then; `sha256` is the version's original checksum, empty if unknown.
         """
-        newest = max(self._on_volume(run.run_id), default=0)
         exists = self._staged(run.run_id, version).exists() or self._final(run.run_id, version).exists()
-        if exists or version <= newest - self._keep_versions:
+        if exists or not self._is_recent(run.run_id, version):
             return
         manifest, directory = await self._stage(run, version, seq_id, CommandProgress(), is_recreated=True)
         if sha256 not in {"", manifest.model.sha256}:
@@ -162,7 +161,7 @@ class Publisher:
         for directory in (self._staged(run.run_id, number), self._final(run.run_id, number)):
             if directory in self._manifests or (directory / layout.MANIFEST_FILE).exists():
                 return directory
-        if not run.is_restored and number > max(self._on_volume(run.run_id), default=0):
+        if not run.is_restored and self._is_recent(run.run_id, number):
             raise errors.EngineUnavailable("the run is being restored, and its newest versions with it; try again")
         message = "none was published"
         if newest := run.latest_version:
@@ -338,6 +337,10 @@ class Publisher:
     def _on_volume(self, run_id: str) -> list[int]:
         """Return the numbers of a run's versions on the volume."""
         return layout.numbered(self._final(run_id, 0).parent)
+
+    def _is_recent(self, run_id: str, version: int) -> bool:
+        """Return whether a version is among the newest of its run, which are kept, or newer than all on the volume."""
+        return version > max(self._on_volume(run_id), default=0) - self._keep_versions
 
     def _broadcast(self, manifest: pb.Manifest, directory: Path) -> Set[str]:
         """Broadcast a new version and announce it; a whole model is already on the volume."""
