@@ -123,7 +123,7 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     """How long a request waits for a version that is being fetched."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of the GPU's memory that vLLM uses."""
-    kv_cache_gib: int = Field(2, ge=1)
+    kv_cache_gib: float = Field(2.0, gt=0)
     """Size of the KV cache on CPUs, in GiB."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs that each layer is split over."""

@@ -10,6 +10,6 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 cores=$(env -u OMP_NUM_THREADS nproc)
 room=$(awk '/MemAvailable/ {print int($2 / 3145728)}' /proc/meminfo 2>/dev/null || echo 1)
 workers=$((cores + 2 < room ? cores + 2 : room > 0 ? room : 1))
-# Keep the tests of a file together, since they share what its fixtures start, and all of tests/contract too
-# (tests/conftest.py). Files with engines run first, the quick ones of tests/unit last.
+# Keep the tests of a file together, since they share what its fixtures start, and all of tests/contract too. Their order
+# is that of tests/conftest.py.
 "$bin/python" -m pytest -m "not gpu and not clients" -n "$workers" --dist loadfile --no-loadscope-reorder tests

@@ -16,6 +16,8 @@ from support.stacks.warm_processes import VARIABLE, OwnWarmProcesses
 
 from paceline.machine import count_gpus
 
+_UNIT = Path(__file__).parent / "unit"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the processes that services are forked from, once for all xdist workers; disable hypothesis deadlines."""
@@ -52,6 +54,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return folder if nodeid.startswith(folder) else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files of tests/unit, which compute, among the others, which mostly wait for services.
+
+    The others come a little earlier, because the longest are among them.
+    """
+    files = list(dict.fromkeys(item.path for item in items))
+    computing = [path for path in files if _UNIT in path.parents]
+    waiting = [path for path in files if _UNIT not in path.parents]
+    place = {path: (number + 1) / len(computing) for number, path in enumerate(computing)}
+    place |= {path: 0.9 * number / len(waiting) for number, path in enumerate(waiting)}
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,10 @@ async def training(server, client):
 
 @pytest.fixture(scope="module")
 def forked_engines():
-    """Fork trainer engines and their ranks. Their `pid` is then that of a process that stands in for the fork."""
+    """Fork trainer engines, their ranks, and members of process groups.
+
+    Their `pid` is then that of a process that stands in for the fork.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if warm := os.environ.get(VARIABLE):
             patch.setattr(sys, "executable", str(Path(warm) / "python"))

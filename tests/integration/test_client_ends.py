@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE
 from support.stacks.toy_services import toy_server
 from support.stacks.toy_trainer import make_data
 
@@ -110,10 +111,13 @@ async def test_what_is_not_answered_in_time_is_named(server):
 
 async def test_ctrl_c_ends_the_wait_and_what_is_lost_is_named(server):
     server.trainer.load_may_end.clear()
-    process = await start(server, "training.load_state('paceline://somewhere')\n")
+    # A shell starts its background jobs, which may have started this process, with SIGINT ignored.
+    body = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    process = await start(server, body + "training.load_state('paceline://somewhere')\n", close=2 * PATIENCE)
     await read_until(process, "waiting up to")
     process.send_signal(signal.SIGINT)
-    _, said = await process.communicate()
+    async with asyncio.timeout(PATIENCE):
+        _, said = await process.communicate()
     assert "LoadCheckpoint 1" in said.decode()
 
 

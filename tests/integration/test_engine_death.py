@@ -46,7 +46,7 @@ async def comes_back(client):
 
 
 async def test_vllm_that_is_killed_comes_back_with_its_versions(model, volume, trainer, port, tmp_path, vllm_here):
-    settings = {"engine": "vllm", "kv_cache_gib": 1, "enforce_eager": True, "keep_versions": 3}
+    settings = {"engine": "vllm", "enforce_eager": True, "keep_versions": 3}
     others = descendants("EngineCore")  # engines that other tests of this process keep
     async with sampling(model, port, tmp_path, **settings) as client:
         refs = [base_ref(), *[await published(model, volume, trainer, version) for version in (1, 2)]]

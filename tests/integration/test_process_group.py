@@ -8,9 +8,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 from support.process_groups import make_group, send
+from support.stacks.warm_processes import behind
 
 from paceline.collective.member import CHUNK_BYTES
 from paceline.errors import PeerLost
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
@@ -26,7 +29,7 @@ async def test_every_member_gets_each_file_and_a_lost_peer_is_an_error_at_all_wi
             assert await send(members, [source, tmp_path / f"got-{number}", None], len(content)) == [None] * 3
         assert [(tmp_path / f"got-{number}").read_bytes() for number in range(2)] == contents
 
-        os.kill(members[2]._process.pid, signal_number)
+        os.kill(behind(members[2]._process.pid), signal_number)
         paths = [tmp_path / "source-0", tmp_path / "one", tmp_path / "two"]
         results = await send(members, paths, len(contents[0]))
         assert [type(result) for result in results] == [PeerLost] * 3

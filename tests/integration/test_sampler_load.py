@@ -43,7 +43,7 @@ class Setup:
 async def setup(tmp_path_factory, vllm_here):
     folder = tmp_path_factory.mktemp("load")
     model, volume = make_tiny_llama(folder / "model"), Volume(folder / "volume")
-    trainer, engine = Trainer(volume), {"engine": "vllm", "kv_cache_gib": 1, "enforce_eager": True}
+    trainer, engine = Trainer(volume), {"engine": "vllm", "enforce_eager": True}
     limits = {"max_active_versions": SLOTS, "max_loaded_versions": IN_MEMORY, "max_disk_versions": ON_DISK}
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(serving(trainer))

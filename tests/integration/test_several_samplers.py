@@ -79,7 +79,7 @@ async def ends_on(client, version):
     ("cluster", "engine"),
     [
         # Only one of all these samplers runs vLLM: hf starts faster.
-        pytest.param("stream", {"engine": "vllm", "kv_cache_gib": 1, "enforce_eager": True}, id="stream"),
+        pytest.param("stream", {"engine": "vllm", "enforce_eager": True}, id="stream"),
         pytest.param("volume", {}, id="volume"),
     ],
     indirect=["cluster"],

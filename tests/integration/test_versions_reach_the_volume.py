@@ -106,7 +106,7 @@ def leases_are_quiet():
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory):
+async def engine(tmp_path_factory, forked_engines):
     model = make_tiny_llama(tmp_path_factory.mktemp("model"))
     async with EngineProcess(EngineOptions(str(model), "tiny")) as engine:
         yield engine

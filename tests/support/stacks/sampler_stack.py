@@ -131,6 +131,7 @@ async def sampling(
             "sampler_id": "domestique",
             "max_lora_rank": 8,
             "reflection": False,
+            "kv_cache_gib": 0.125,
             **settings,
         }
     )

@@ -27,7 +27,8 @@ VARIABLE = "WARM_PROCESSES"
 
 _ENGINE = "trainer_service.engine"
 _LAUNCHER = "torch.distributed.run"
-_BEHIND_STAND_INS = (_ENGINE, _LAUNCHER)
+_MEMBER = "paceline.collective.member"
+_BEHIND_STAND_INS = (_ENGINE, _LAUNCHER, _MEMBER)
 """Programs that services start. They are forked from the process of the trainer, which has torch."""
 _RECORDER = "support.chaos.file_recorder"
 _TESTS = str(Path(__file__).parents[2])
@@ -35,6 +36,7 @@ _PROGRAMS = {
     "trainer_service": (
         f"{_ENGINE}.__main__",
         _LAUNCHER,
+        _MEMBER,
         _RECORDER,
         "grpc",
         "peft",
