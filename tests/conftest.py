@@ -16,7 +16,7 @@ from support.stacks.warm_processes import VARIABLE, OwnWarmProcesses
 
 from paceline.machine import count_gpus
 
-_UNIT = Path(__file__).parent / "unit"
+_UNIT, _CONTRACT = Path(__file__).parent / "unit", Path(__file__).parent / "contract"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,14 +59,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the files of tests/unit, which compute, among the others, which mostly wait for services.
 
-    The others come a little earlier, because the longest are among them.
+    The others come a little earlier, because the longest are among them. The files of tests/contract share engines, so
+    their tests stay together.
     """
-    files = list(dict.fromkeys(item.path for item in items))
+    folders = [_CONTRACT if _CONTRACT in item.path.parents else item.path for item in items]
+    files = list(dict.fromkeys(folders))
     computing = [path for path in files if _UNIT in path.parents]
     waiting = [path for path in files if _UNIT not in path.parents]
     place = {path: (number + 1) / len(computing) for number, path in enumerate(computing)}
     place |= {path: 0.9 * number / len(waiting) for number, path in enumerate(waiting)}
-    items.sort(key=lambda item: place[item.path])
+    places = {item: place[path] for item, path in zip(items, folders, strict=True)}
+    items.sort(key=places.__getitem__)
 
 
 @pytest.fixture(scope="session")

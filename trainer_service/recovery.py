@@ -110,6 +110,7 @@ class Recovery:
                     return
                 except errors.BaseMismatch as error:
                     _log.error("run not restored: different base model", run=run.run_id, error=error.message)
+                    self._publisher.restored(run)
                     run.sequencer.drain(error)
                     return
                 except errors.EngineUnavailable:
@@ -157,6 +158,7 @@ class Recovery:
         if self._registry.engines_lost != engines_lost:
             raise errors.EngineUnavailable("the engine died while the run was restored")
         run.facts_before_replay, run.is_restored = None, True
+        self._publisher.restored(run)
         run.sequencer.start(executor)
 
     async def _mark_lost(self, run: RunRecord, reason: Exception) -> None:

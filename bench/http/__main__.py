@@ -41,7 +41,8 @@ def main() -> None:
     options = parser.parse_args()
     model = make_model(default_directory())
     with TemporaryDirectory() as directory:
-        cluster = Cluster.make(Path(directory), Path(model), engine="vllm", PACELINE_GATEWAY_LOG_LEVEL="ERROR")
+        settings = {"PACELINE_GATEWAY_LOG_LEVEL": "ERROR", "PACELINE_SAMPLER_KV_CACHE_GIB": "2"}
+        cluster = Cluster.make(Path(directory), Path(model), engine="vllm", **settings)
         with cluster.running():
             _compare(cluster, options.rounds, options.steps)
             _heartbeats(cluster)

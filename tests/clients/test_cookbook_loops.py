@@ -29,7 +29,8 @@ def model():
 @pytest.fixture(scope="module")
 def cluster(model, tmp_path_factory):
     state = tmp_path_factory.mktemp("cookbook")
-    cluster = Cluster.make(state, model, engine="vllm", PACELINE_GATEWAY_HTTP_ALIASES=ALIAS)
+    settings = {"PACELINE_GATEWAY_HTTP_ALIASES": ALIAS, "PACELINE_SAMPLER_KV_CACHE_GIB": "2"}
+    cluster = Cluster.make(state, model, engine="vllm", **settings)
     with cluster.running():
         yield cluster
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -116,8 +117,12 @@ async def test_ctrl_c_ends_the_wait_and_what_is_lost_is_named(server):
     process = await start(server, body + "training.load_state('paceline://somewhere')\n", close=2 * PATIENCE)
     await read_until(process, "waiting up to")
     process.send_signal(signal.SIGINT)
-    async with asyncio.timeout(PATIENCE):
-        _, said = await process.communicate()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            _, said = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):  # it has ended
+            process.kill()
     assert "LoadCheckpoint 1" in said.decode()
 
 

@@ -42,6 +42,7 @@ from trainer_service.settings import TrainerSettings
 TEAM = "team"
 SNAPSHOT_AFTER = 4
 """In commands."""
+KEPT_VERSIONS = 8
 ADAM = pb.AdamwParams(learning_rate=1e-3)
 DATUM = Datum(np.arange(4, dtype=np.int32), {"target_tokens": np.arange(4), "weights": np.ones(4, np.float32)})
 
@@ -125,7 +126,7 @@ async def trainer(engine, tmp_path):
     def spawn(work):
         tasks.append(asyncio.create_task(work))
 
-    publisher = Publisher(engine, registry, hub, volume, tmp_path / "staging", 8, NO_FAILPOINTS, group)
+    publisher = Publisher(engine, registry, hub, volume, tmp_path / "staging", KEPT_VERSIONS, NO_FAILPOINTS, group)
     executor = CommandExecutor(settings, engine, registry, checkpoints, publisher, NO_GUARD)
     policy = SnapshotPolicy(commands=SNAPSHOT_AFTER, journal_bytes=1 << 30, seconds=1e9)
     tasks = []
@@ -214,13 +215,37 @@ async def test_what_a_command_has_done_stands_where_the_runs_file_cannot_be_writ
         assert trainer.run.step == 0
 
 
+def crash(trainer):
+    """Start the publisher anew: nothing is staged, nothing is announced, and the run is not restored yet."""
+    trainer.publisher._manifests.clear()
+    trainer.publisher._unpersisted.clear()
+    trainer.hub._newest.clear()
+    trainer.run.is_restored = False
+    trainer.publisher.start()
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(trainer):
-    trainer.run.is_restored = False
+    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    crash(trainer)
     with pytest.raises(errors.EngineUnavailable):
-        trainer.publisher.find(trainer.run, 1)
-    trainer.run.is_restored = True
+        trainer.publisher.find(trainer.run, 2)
+    trainer.publisher.restored(trainer.run)
     with pytest.raises(errors.VersionNotFound):
+        trainer.publisher.find(trainer.run, 2)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_does_not_come_back_is_denied_at_once(trainer):
+    crash(trainer)
+    with pytest.raises(errors.VersionNotFound, match="none was published"):
+        trainer.publisher.find(trainer.run, None)
+    trainer.publisher.restored(trainer.run)
+    for _ in range(KEPT_VERSIONS + 1):
+        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    await trainer.publisher.settled(trainer.run.run_id)
+    crash(trainer)
+    with pytest.raises(errors.VersionNotFound, match="no longer kept"):
         trainer.publisher.find(trainer.run, 1)
 
 
@@ -228,17 +253,45 @@ async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(t
 async def test_a_version_that_comes_back_is_not_denied_meanwhile_although_a_newer_one_is_on_the_volume(
     trainer, monkeypatch
 ):
-    trainer.slow.go_on()
-    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"), pytest.raises(errors.DiskFull):
+    with (
+        full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"),
+        pytest.raises(errors.DiskFull),
+    ):
         await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
     await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    trainer.publisher.start()
-    trainer.publisher._manifests.clear()  # as after a crash: nothing is staged
-    trainer.run.is_restored = False
+    crash(trainer)
     with pytest.raises(errors.EngineUnavailable):
         trainer.publisher.find(trainer.run, 1)
     await trainer.publisher.recreate(trainer.run, 1, 1, "")
     assert trainer.publisher.find(trainer.run, 1)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_samplers_are_not_sent_back_to_an_older_version_while_the_newest_comes_back(
+    trainer, monkeypatch, comes_back
+):
+    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"):
+        for _ in range(2):
+            with pytest.raises(errors.DiskFull):
+                await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    sampler = Watcher("sampler", {(trainer.run.run_id, 3): ""})
+    await trainer.hub.join(sampler)
+    crash(trainer)
+    await trainer.publisher.recreate(trainer.run, 2, 2, "")
+    await trainer.publisher.settled(trainer.run.run_id)
+    assert announced(sampler) == []
+    if comes_back:
+        await trainer.publisher.recreate(trainer.run, 3, 3, "")
+    trainer.publisher.restored(trainer.run)
+    assert announced(sampler) == [3 if comes_back else 2]
+
+
+def announced(watcher):
+    """Take the numbers of the announced versions from a watcher's messages."""
+    messages = [watcher.outbox.get_nowait() for _ in range(watcher.outbox.qsize())]
+    return [message.announcement.manifest.model.version for message in messages]
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -254,7 +307,7 @@ async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_execute
     publishing = pb.PublishWeightsRequest(run_id=trainer.run.run_id, seq_id=8, durable=True)
     version = (await execute(publishing)).model.version
     trainer.run.next_version = version
-    trainer.publisher.start()
+    crash(trainer)
     monkeypatch.setattr(trainer.executor, "_guard", DiskGuard(1 << 60))
     assert await execute(pb.SaveCheckpointRequest(seq_id=7, **saving)) == made
     assert (await execute(publishing)).model.version == version

@@ -16,7 +16,10 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _reserved: set[int] = set()
 _locks = (Path(gettempdir()) / f"paceline-ports-{os.getuid()}").open("ab")
-"""Its byte n is locked by the process that reserved port n, until that process ends."""
+"""Byte n is locked by the process that reserved port n, until that process ends or closes any descriptor of this file.
+
+It is shared by the processes of one user and one temporary directory.
+"""
 
 
 def free_port() -> int:
@@ -25,9 +28,14 @@ def free_port() -> int:
     A connection could take an assignable port before a service listens on it, or while the service is down. Even
     a client that polls the port could take it, because a socket can connect to its own port.
     """
+    return _free_port(room=1)
+
+
+def _free_port(room: int) -> int:
+    """Reserve a port as `free_port` does, with the next `room` - 1 ports below the range that the kernel assigns."""
     end = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32_768
     while True:
-        port = SystemRandom().randrange(_FIRST, max(end, _FIRST + 1_000))
+        port = SystemRandom().randrange(_FIRST, max(end, _FIRST + 1_000) + 1 - room)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             if _reserve(port):
@@ -37,14 +45,16 @@ def free_port() -> int:
 def free_service_ports() -> int:
     """Reserve a port with the next three and the health ports 100 above, as `paceline up` needs them."""
     while True:
-        base = free_port()
-        others = [base + offset for offset in (1, 2, 3, 100, 101, 102)]
-        if max(others) < 65536 and all(is_free(port) and _reserve(port) for port in others):
+        base = _free_port(room=103)
+        if all(is_free(base + offset) and _reserve(base + offset) for offset in (1, 2, 3, 100, 101, 102)):
             return base
 
 
 def _reserve(port: int) -> bool:
-    """Keep a port from tests and benches of other processes, which may look for one before a service listens on it."""
+    """Reserve a port for this process; return False if this or another one has it.
+
+    Another could otherwise choose it before a service listens on it.
+    """
     try:
         fcntl.lockf(_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
     except OSError:

@@ -67,13 +67,26 @@ class Publisher:
         self._retiring = asyncio.Lock()
         self._manifests: dict[Path, pb.Manifest] = {}
         """Manifests of the staged versions, by directory."""
+        self._returning: dict[str, int] = {}
+        """Newest version of each run that is being restored after a crash, and that may recreate versions.
+
+        Samplers may serve that version, so no older one is announced until the run is restored.
+        """
 
     def start(self) -> None:
-        """Create an empty staging directory, and announce the newest version of each restored run."""
+        """Create an empty staging directory, and announce the newest version of each run that has it on the volume."""
         shutil.rmtree(self._staging, ignore_errors=True)
         self._staging.mkdir(mode=0o700, parents=True)
         for run in self._registry:
-            self._announce_restored(run)
+            run.latest_version = max([run.latest_version, *self._on_volume(run.run_id)])
+            if not run.is_restored:
+                self._returning[run.run_id] = run.latest_version
+            self._announce_newest(run)
+
+    def restored(self, run: RunRecord) -> None:
+        """Announce the newest version of a run that recreates no more versions, unless that was announced."""
+        if self._returning.pop(run.run_id, None) is not None and not self._hub.has_announced(run.run_id):
+            self._announce_newest(run)
 
     async def stop(self) -> None:
         """Finish writing to the volume and remove the staging directory."""
@@ -138,7 +151,8 @@ class Publisher:
             self._manifests.pop(directory, None)
             await asyncio.to_thread(shutil.rmtree, directory)
             return
-        self._broadcast(manifest, directory)
+        if version >= self._returning.get(run.run_id, 0):
+            self._broadcast(manifest, directory)
         self._persist(run.run_id, version, directory, manifest)
 
     async def settled(self, run_id: str) -> None:
@@ -161,7 +175,7 @@ class Publisher:
         for directory in (self._staged(run.run_id, number), self._final(run.run_id, number)):
             if directory in self._manifests or (directory / layout.MANIFEST_FILE).exists():
                 return directory
-        if not run.is_restored and self._is_recent(run.run_id, number):
+        if number and run.run_id in self._returning and self._is_recent(run.run_id, number):
             raise errors.EngineUnavailable("the run is being restored, and its newest versions with it; try again")
         message = "none was published"
         if newest := run.latest_version:
@@ -180,6 +194,7 @@ class Publisher:
     async def forget(self, run: RunRecord) -> None:
         """Drop a run's staged versions and notify the samplers that it was deleted."""
         self._hub.forget_run(run.run_id)
+        self._returning.pop(run.run_id, None)
         if self._agreements is not None:
             self._agreements.forget(run.run_id)
         for directory in list(self._manifests):
@@ -188,11 +203,9 @@ class Publisher:
         self._take_unpersisted(run.run_id)
         await asyncio.to_thread(shutil.rmtree, self._staging / run.run_id, ignore_errors=True)
 
-    def _announce_restored(self, run: RunRecord) -> None:
-        """Announce the newest intact version of a restored run that is on the volume; set damaged ones aside."""
-        numbers = sorted(self._on_volume(run.run_id), reverse=True)
-        run.latest_version = max([run.latest_version, *numbers])
-        for number in numbers:
+    def _announce_newest(self, run: RunRecord) -> None:
+        """Announce the newest intact version of a run on the volume; set damaged ones aside."""
+        for number in sorted(self._on_volume(run.run_id), reverse=True):
             directory = self._final(run.run_id, number)
             try:
                 manifest = weights.read_manifest(directory)
@@ -350,6 +363,9 @@ class Publisher:
         return self._announce(manifest, on_volume=not is_staged, generation=generation)
 
     def _announce(self, manifest: pb.Manifest, *, on_volume: bool, generation: int = 0) -> Set[str]:
+        """Announce a version, unless a newer one comes back; return the names of the watchers."""
+        if manifest.model.version < self._returning.get(manifest.model.run_id, 0):
+            return frozenset()
         announcement = pb.Announcement(manifest=manifest, broadcast_generation=generation)
         if on_volume:
             final = self._final(manifest.model.run_id, manifest.model.version)

@@ -124,6 +124,10 @@ class WatchHub:
             if watcher.links_staged:
                 watcher.outbox.put_nowait(pb.WatchVersionsResponse(staged=staged))
 
+    def has_announced(self, run_id: str) -> bool:
+        """Return whether a version of a run was announced."""
+        return run_id in self._newest
+
     def announce(self, announcement: pb.Announcement) -> frozenset[str]:
         """Announce a version to every watcher; return their names."""
         model = announcement.manifest.model

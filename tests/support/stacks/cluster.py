@@ -109,7 +109,8 @@ class Cluster:
     def make(cls, state: Path, model: Path, engine: str = "hf", bridge: str = "stream", **settings: str) -> Cluster:
         """Plan a cluster; `settings` are more environment variables for the services.
 
-        vLLM has a small KV cache, because clearing one of the default size takes longer than the rest of its start.
+        vLLM has a KV cache for tiny models, because clearing one of the default size takes longer than the rest of its
+        start.
         """
         settings = {"PACELINE_SAMPLER_KV_CACHE_GIB": "0.125", **settings}
         options = UpOptions(

@@ -137,7 +137,7 @@ class WarmProcess:
         return self.returncode is not None
 
     def engines(self) -> list[int]:
-        """Return the process ids of the engines that were forked for it."""
+        """Return the process ids of the engines, and the member of a process group, that were forked for it."""
         try:
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
             return [behind(pid) for pid in map(int, children) if behind(pid) != pid]
