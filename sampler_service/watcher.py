@@ -161,7 +161,7 @@ class VersionWatcher:
             self._group.expect(key, announcement)
         if self._needs_volume and not on_volume:
             return
-        is_newest = self._resolver.announced(key.run_id, key.version)
+        is_newest = self._resolver.announced(key.run_id, key.version, announcement.newest_version or key.version)
         # A version is announced again when it reaches the volume. By then a streamed one may already be superseded.
         if is_newest or not on_volume or self._needs_volume:
             self._awaited.add(key)

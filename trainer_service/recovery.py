@@ -11,6 +11,7 @@ import itertools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 
 from paceline import errors, weights
@@ -110,8 +111,8 @@ class Recovery:
                     return
                 except errors.BaseMismatch as error:
                     _log.error("run not restored: different base model", run=run.run_id, error=error.message)
-                    self._publisher.restored(run)
                     run.sequencer.drain(error)
+                    self._publisher.restored(run)
                     return
                 except errors.EngineUnavailable:
                     _log.warning("engine died while a run was restored", run=run.run_id)
@@ -158,8 +159,14 @@ class Recovery:
         if self._registry.engines_lost != engines_lost:
             raise errors.EngineUnavailable("the engine died while the run was restored")
         run.facts_before_replay, run.is_restored = None, True
-        self._publisher.restored(run)
         run.sequencer.start(executor)
+        self._spawn(self._end_return_of_versions(run, executor))
+
+    async def _end_return_of_versions(self, run: RunRecord, executor: RunExecutor) -> None:
+        """Tell the publisher when the commands that had no answer have made their versions again."""
+        with suppress(errors.EngineUnavailable):  # the next recovery goes on
+            await run.sequencer.answered(run.sequencer.last_seq_id, executor)
+            self._publisher.restored(run)
 
     async def _mark_lost(self, run: RunRecord, reason: Exception) -> None:
         _log.error("run's state lost: its journal cannot be replayed", run=run.run_id, reason=str(reason))

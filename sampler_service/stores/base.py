@@ -204,12 +204,17 @@ class VersionResolver:
             self._trainer = trainer_instance
             self._announced.clear()
 
-    def announced(self, run_id: str, version: int) -> bool:
-        """Record that the trainer announced a version; return False if it has announced a newer one."""
-        newest = self.last_announced(run_id)
-        if version > newest:
+    def announced(self, run_id: str, version: int, newest: int) -> bool:
+        """Record that the trainer announced a version, and which one it calls the newest; return whether it is that.
+
+        The newest may be one that was announced before the trainer crashed and that it still has to recreate.
+        """
+        if version < newest:
+            return False
+        last = self.last_announced(run_id)
+        if version > last:
             self._announced[run_id] = self._newest[run_id] = version
-        return version >= newest
+        return version >= last
 
     def pushed(self, run_id: str, version: int) -> None:
         """Record that a version was pushed, which the trainer did not announce."""

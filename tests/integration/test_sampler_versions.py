@@ -94,6 +94,20 @@ async def test_the_newest_version_is_the_last_announced_one(model, volume, train
     assert (await client.sample(version_ref(RUN))).model.version == 2
 
 
+async def test_a_restarted_trainer_sends_samplers_back_only_to_what_it_calls_the_newest(model, volume, trainer, client):
+    older, newest = (make_version(volume, model, RUN, version) for version in (1, 2))
+    trainer.announce(newest)
+    await until(lambda: trainer.heard("acknowledgement"))
+    trainer.restart("after the crash")
+    await until(lambda: len(trainer.heard("hello")) == 2)
+    trainer.announce(older, newest=2)
+    await until(lambda: [ack.version for ack in trainer.heard("acknowledgement")] == [2, 1])
+    assert (await client.sample(version_ref(RUN))).model.version == 2
+    trainer.announce(older, newest=1)
+    await until(lambda: [ack.version for ack in trainer.heard("acknowledgement")] == [2, 1, 1])
+    assert (await client.sample(version_ref(RUN))).model.version == 1
+
+
 async def test_the_newest_version_is_asked_for_where_none_was_announced(model, volume, client):
     make_version(volume, model, RUN, 4)
     make_version(volume, model, RUN, 5)

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import shutil
 import signal
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -276,22 +277,70 @@ async def test_samplers_are_not_sent_back_to_an_older_version_while_the_newest_c
         for _ in range(2):
             with pytest.raises(errors.DiskFull):
                 await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    crash(trainer)
     sampler = Watcher("sampler", {(trainer.run.run_id, 3): ""})
     await trainer.hub.join(sampler)
-    crash(trainer)
     await trainer.publisher.recreate(trainer.run, 2, 2, "")
     await trainer.publisher.settled(trainer.run.run_id)
-    assert announced(sampler) == []
+    assert announced(sampler) == [(2, 3)]  # it has reached the volume, and is not the newest
     if comes_back:
         await trainer.publisher.recreate(trainer.run, 3, 3, "")
     trainer.publisher.restored(trainer.run)
-    assert announced(sampler) == [3 if comes_back else 2]
+    assert announced(sampler) == [(3, 3) if comes_back else (2, 2)]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_older_version_that_reaches_the_volume_late_is_not_announced_as_the_newest(trainer, monkeypatch):
+    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"), pytest.raises(errors.DiskFull):
+        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    crash(trainer)
+    sampler = Watcher("sampler", {})
+    await trainer.hub.join(sampler)
+    await trainer.publisher.recreate(trainer.run, 1, 1, "")
+    trainer.publisher.restored(trainer.run)
+    await trainer.publisher.settled(trainer.run.run_id)
+    assert announced(sampler) == [(2, 2), (1, 2)]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_version_that_the_volume_has_no_room_for_is_announced_if_the_newest_does_not_come_back(
+    trainer, monkeypatch
+):
+    sampler = Watcher("sampler", {})
+    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"):
+        for _ in range(2):
+            with pytest.raises(errors.DiskFull):
+                await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+        crash(trainer)
+        await trainer.hub.join(sampler)
+        await trainer.publisher.recreate(trainer.run, 1, 1, "")
+        await trainer.publisher.recreate(trainer.run, 2, 2, "the checksum of other weights")
+        trainer.publisher.restored(trainer.run)
+    assert announced(sampler) == [(1, 1)]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_was_announced_and_not_answered_comes_back_too(trainer):
+    await trainer.hub.join(Watcher("silent", {}))
+    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    unanswered = trainer.commander.send(pb.PublishWeightsRequest, wait_for=pb.ACK_POLICY_ALL, ack_timeout_ms=2_000)
+    while not trainer.commander.version.with_name("2").exists():  # noqa: ASYNC110 - nothing says when it is copied
+        await asyncio.sleep(0.01)
+    shutil.rmtree(trainer.commander.version.with_name("2"))  # as if it had not reached the volume
+    trainer.run.latest_version = 1  # as the journal says
+    crash(trainer)
+    sampler = Watcher("sampler", {(trainer.run.run_id, 2): ""})
+    await trainer.hub.join(sampler)
+    assert announced(sampler) == []
+    with pytest.raises(errors.AckTimeout):
+        await unanswered
 
 
 def announced(watcher):
-    """Take the numbers of the announced versions from a watcher's messages."""
-    messages = [watcher.outbox.get_nowait() for _ in range(watcher.outbox.qsize())]
-    return [message.announcement.manifest.model.version for message in messages]
+    """Take from a watcher's messages the numbers of the announced versions, each with that of the newest."""
+    announcements = [watcher.outbox.get_nowait().announcement for _ in range(watcher.outbox.qsize())]
+    return [(one.manifest.model.version, one.newest_version) for one in announcements]
 
 
 @pytest.mark.asyncio(loop_scope="module")

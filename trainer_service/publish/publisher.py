@@ -68,9 +68,9 @@ class Publisher:
         self._manifests: dict[Path, pb.Manifest] = {}
         """Manifests of the staged versions, by directory."""
         self._returning: dict[str, int] = {}
-        """Newest version of each run that is being restored after a crash, and that may recreate versions.
+        """Number up to which the versions of a run come back that had not reached the volume when the trainer crashed.
 
-        Samplers may serve that version, so no older one is announced until the run is restored.
+        Samplers may serve the newest of them, so until then an older one is not announced as the newest.
         """
 
     def start(self) -> None:
@@ -80,12 +80,13 @@ class Publisher:
         for run in self._registry:
             run.latest_version = max([run.latest_version, *self._on_volume(run.run_id)])
             if not run.is_restored:
-                self._returning[run.run_id] = run.latest_version
+                # A publish without an answer may have been announced.
+                self._returning[run.run_id] = run.latest_version + run.sequencer.unanswered("PublishWeights")
             self._announce_newest(run)
 
     def restored(self, run: RunRecord) -> None:
-        """Announce the newest version of a run that recreates no more versions, unless that was announced."""
-        if self._returning.pop(run.run_id, None) is not None and not self._hub.has_announced(run.run_id):
+        """Record that no more versions of a run come back; announce its newest if the one that was expected did not."""
+        if self._returning.pop(run.run_id, 0) > self._hub.newest(run.run_id):
             self._announce_newest(run)
 
     async def stop(self) -> None:
@@ -117,7 +118,8 @@ class Publisher:
             manifest, directory = await self._stage(run, version, seq_id, progress)
             await earlier_announced.wait()
             self._failpoints.hit("before_announce")
-            run.latest_version = progress.version = version
+            progress.version = version
+            run.latest_version = max(run.latest_version, version)
             expected = self._broadcast(manifest, directory)
         staged = perf_counter()
         persisting = self._persist(run.run_id, version, directory, manifest)
@@ -204,23 +206,36 @@ class Publisher:
         await asyncio.to_thread(shutil.rmtree, self._staging / run.run_id, ignore_errors=True)
 
     def _announce_newest(self, run: RunRecord) -> None:
-        """Announce the newest intact version of a run on the volume; set damaged ones aside."""
-        for number in sorted(self._on_volume(run.run_id), reverse=True):
-            directory = self._final(run.run_id, number)
-            try:
-                manifest = weights.read_manifest(directory)
-                if (manifest.model.run_id, manifest.model.version) != (run.run_id, number):
-                    raise errors.ChecksumMismatch("the manifest belongs to another version")
-            except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch) as error:
-                aside = layout.quarantine(directory)
-                run.damage.append(f"{directory.parent.name}/{aside.name}")
-                _log.error("version damaged and set aside", run=run.run_id, aside=aside.name, error=str(error))
-                continue
-            except OSError as error:  # may be temporary
-                _log.error("version cannot be read", run=run.run_id, version=number, error=str(error))
-                continue
-            self._announce(manifest, on_volume=True)
-            return
+        """Announce the newest intact version of a run, unless a newer one comes back."""
+        on_volume = set(self._on_volume(run.run_id))
+        staged = {
+            number: manifest
+            for number in layout.numbered(self._staging / run.run_id)
+            if (manifest := self._manifests.get(self._staged(run.run_id, number)))
+        }
+        for number in sorted(on_volume | staged.keys(), reverse=True):
+            manifest = self._read_intact(run, number) if number in on_volume else staged[number]
+            if manifest is not None:
+                if number >= self._returning.get(run.run_id, 0):
+                    self._announce(manifest, on_volume=number in on_volume)
+                return
+
+    def _read_intact(self, run: RunRecord, number: int) -> pb.Manifest | None:
+        """Read the manifest of a version on the volume; return None if it cannot be read. Set a damaged one aside."""
+        directory = self._final(run.run_id, number)
+        try:
+            manifest = weights.read_manifest(directory)
+            if (manifest.model.run_id, manifest.model.version) != (run.run_id, number):
+                raise errors.ChecksumMismatch("the manifest belongs to another version")
+        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch) as error:
+            aside = layout.quarantine(directory)
+            run.damage.append(f"{directory.parent.name}/{aside.name}")
+            _log.error("version damaged and set aside", run=run.run_id, aside=aside.name, error=str(error))
+        except OSError as error:  # may be temporary
+            _log.error("version cannot be read", run=run.run_id, version=number, error=str(error))
+        else:
+            return manifest
+        return None
 
     async def _next_version(self, run: RunRecord, seq_id: int) -> int:
         """Return the version number for the run's current weights: one that no other weights ever had."""
@@ -363,10 +378,10 @@ class Publisher:
         return self._announce(manifest, on_volume=not is_staged, generation=generation)
 
     def _announce(self, manifest: pb.Manifest, *, on_volume: bool, generation: int = 0) -> Set[str]:
-        """Announce a version, unless a newer one comes back; return the names of the watchers."""
-        if manifest.model.version < self._returning.get(manifest.model.run_id, 0):
-            return frozenset()
-        announcement = pb.Announcement(manifest=manifest, broadcast_generation=generation)
+        """Announce a version and which one is the newest; return the names of the watchers."""
+        model = manifest.model
+        newest = max(model.version, self._hub.newest(model.run_id), self._returning.get(model.run_id, 0))
+        announcement = pb.Announcement(manifest=manifest, broadcast_generation=generation, newest_version=newest)
         if on_volume:
             final = self._final(manifest.model.run_id, manifest.model.version)
             announcement.volume_path = str(final.relative_to(self._volume.root))

@@ -124,19 +124,21 @@ class WatchHub:
             if watcher.links_staged:
                 watcher.outbox.put_nowait(pb.WatchVersionsResponse(staged=staged))
 
-    def has_announced(self, run_id: str) -> bool:
-        """Return whether a version of a run was announced."""
-        return run_id in self._newest
+    def newest(self, run_id: str) -> int:
+        """Return the newest version of a run that was announced; 0 if none was."""
+        announcement = self._newest.get(run_id)
+        return announcement.manifest.model.version if announcement is not None else 0
 
     def announce(self, announcement: pb.Announcement) -> frozenset[str]:
         """Announce a version to every watcher; return their names."""
         model = announcement.manifest.model
         self._announced[model.run_id, model.version] = model.sha256
-        newest = self._newest.get(model.run_id)
-        if newest is None or newest.manifest.model.version <= model.version:
+        if self.newest(model.run_id) <= model.version:
             # Samplers that join later are not in the group that receives this broadcast.
             self._newest[model.run_id] = pb.Announcement(
-                manifest=announcement.manifest, volume_path=announcement.volume_path
+                manifest=announcement.manifest,
+                volume_path=announcement.volume_path,
+                newest_version=announcement.newest_version,
             )
         for watcher in self._watchers.values():
             watcher.announce(announcement)

@@ -99,8 +99,8 @@ class Trainer(WeightServiceServicer):
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def announce(self, manifest: weights_pb.Manifest, volume_path: str = "") -> None:
-        message = weights_pb.Announcement(manifest=manifest, volume_path=volume_path)
+    def announce(self, manifest: weights_pb.Manifest, volume_path: str = "", newest: int = 0) -> None:
+        message = weights_pb.Announcement(manifest=manifest, volume_path=volume_path, newest_version=newest)
         self.tell(weights_pb.WatchVersionsResponse(announcement=message))
 
     def offer(self, manifest: weights_pb.Manifest, path: Path) -> None:
@@ -115,6 +115,11 @@ class Trainer(WeightServiceServicer):
         self.announced.append(message)
         for outbox in self.outboxes:
             outbox.put_nowait(message)
+
+    def restart(self, instance: str) -> None:
+        """Reconnect as another instance, which has announced nothing yet."""
+        self.announced = [weights_pb.WatchVersionsResponse(welcome=weights_pb.Welcome(trainer_instance=instance))]
+        self.hang_up()
 
     def hang_up(self) -> None:
         """End every watch."""

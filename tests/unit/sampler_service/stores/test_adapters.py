@@ -357,7 +357,7 @@ async def test_the_newest_version_is_unknown_without_a_trainer(setup):
     setup.publish(1)
     with pytest.raises(errors.TrainerUnavailable):
         await use(registry, ModelRef(run_id=RUN))
-    setup.resolver.announced(RUN, 1)
+    setup.resolver.announced(RUN, 1, 1)
     assert (await use(registry, ModelRef(run_id=RUN))).served.version == 1
 
 

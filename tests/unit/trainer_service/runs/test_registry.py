@@ -368,6 +368,9 @@ class Rebuilding:
     async def save_state(self, run_id, directory, captured):
         pass
 
+    def restored(self, run):
+        pass
+
     async def settled(self, run_id):
         pass
 
