@@ -112,7 +112,7 @@ class Recovery:
                 except errors.BaseMismatch as error:
                     _log.error("run not restored: different base model", run=run.run_id, error=error.message)
                     run.sequencer.drain(error)
-                    self._publisher.restored(run)
+                    self._publisher.all_returned(run)
                     return
                 except errors.EngineUnavailable:
                     _log.warning("engine died while a run was restored", run=run.run_id)
@@ -160,13 +160,13 @@ class Recovery:
             raise errors.EngineUnavailable("the engine died while the run was restored")
         run.facts_before_replay, run.is_restored = None, True
         run.sequencer.start(executor)
-        self._spawn(self._end_return_of_versions(run, executor))
+        self._spawn(self._await_versions(run, executor))
 
-    async def _end_return_of_versions(self, run: RunRecord, executor: RunExecutor) -> None:
-        """Tell the publisher when the commands that had no answer have made their versions again."""
+    async def _await_versions(self, run: RunRecord, executor: RunExecutor) -> None:
+        """Tell the publisher when the commands that had no answer, which make versions too, have executed again."""
         with suppress(errors.EngineUnavailable):  # the next recovery goes on
             await run.sequencer.answered(run.sequencer.last_seq_id, executor)
-            self._publisher.restored(run)
+            self._publisher.all_returned(run)
 
     async def _mark_lost(self, run: RunRecord, reason: Exception) -> None:
         _log.error("run's state lost: its journal cannot be replayed", run=run.run_id, reason=str(reason))

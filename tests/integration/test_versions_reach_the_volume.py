@@ -6,7 +6,6 @@ import asyncio
 import errno
 import fcntl
 import os
-import shutil
 import signal
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,11 +16,12 @@ import pytest_asyncio
 from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import wait_for
 
-from paceline import codec, errors, layout
+from paceline import codec, errors, layout, weights
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, Datum, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
+from paceline.weights.v1 import weight_service_pb2 as wpb
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import CommandExecutor, SnapshotPolicy
 from trainer_service.engine.client import EngineProcess
@@ -31,7 +31,7 @@ from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.limits.gates import ByteGate
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
-from trainer_service.publish.watch_hub import Watcher, WatchHub
+from trainer_service.publish.watch_hub import AckPolicy, Watcher, WatchHub
 from trainer_service.recovery import Recovery
 from trainer_service.run_lifecycle import RunLifecycle
 from trainer_service.runs.command import Command
@@ -149,7 +149,13 @@ async def trainer(engine, tmp_path):
     run = await lifecycle.create_run(Identity(TEAM), "request", b"digest", "", LoraConfig(rank=4, alpha=8), {})
     slow = SlowCopy(publisher, run)
     yield SimpleNamespace(
-        hub=hub, commander=Commander(run, volume), slow=slow, publisher=publisher, run=run, executor=executor
+        hub=hub,
+        commander=Commander(run, volume),
+        slow=slow,
+        publisher=publisher,
+        run=run,
+        executor=executor,
+        recovery=recovery,
     )
     slow.go_on()
     await registry.close()
@@ -231,7 +237,7 @@ async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(t
     crash(trainer)
     with pytest.raises(errors.EngineUnavailable):
         trainer.publisher.find(trainer.run, 2)
-    trainer.publisher.restored(trainer.run)
+    trainer.publisher.all_returned(trainer.run)
     with pytest.raises(errors.VersionNotFound):
         trainer.publisher.find(trainer.run, 2)
 
@@ -241,7 +247,7 @@ async def test_what_does_not_come_back_is_denied_at_once(trainer):
     crash(trainer)
     with pytest.raises(errors.VersionNotFound, match="none was published"):
         trainer.publisher.find(trainer.run, None)
-    trainer.publisher.restored(trainer.run)
+    trainer.publisher.all_returned(trainer.run)
     for _ in range(KEPT_VERSIONS + 1):
         await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
     await trainer.publisher.settled(trainer.run.run_id)
@@ -285,7 +291,7 @@ async def test_samplers_are_not_sent_back_to_an_older_version_while_the_newest_c
     assert announced(sampler) == [(2, 3)]  # it has reached the volume, and is not the newest
     if comes_back:
         await trainer.publisher.recreate(trainer.run, 3, 3, "")
-    trainer.publisher.restored(trainer.run)
+    trainer.publisher.all_returned(trainer.run)
     assert announced(sampler) == [(3, 3) if comes_back else (2, 2)]
 
 
@@ -298,7 +304,7 @@ async def test_an_older_version_that_reaches_the_volume_late_is_not_announced_as
     sampler = Watcher("sampler", {})
     await trainer.hub.join(sampler)
     await trainer.publisher.recreate(trainer.run, 1, 1, "")
-    trainer.publisher.restored(trainer.run)
+    trainer.publisher.all_returned(trainer.run)
     await trainer.publisher.settled(trainer.run.run_id)
     assert announced(sampler) == [(2, 2), (1, 2)]
 
@@ -316,25 +322,49 @@ async def test_a_version_that_the_volume_has_no_room_for_is_announced_if_the_new
         await trainer.hub.join(sampler)
         await trainer.publisher.recreate(trainer.run, 1, 1, "")
         await trainer.publisher.recreate(trainer.run, 2, 2, "the checksum of other weights")
-        trainer.publisher.restored(trainer.run)
+        trainer.publisher.all_returned(trainer.run)
     assert announced(sampler) == [(1, 1)]
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_was_announced_and_not_answered_comes_back_too(trainer):
-    await trainer.hub.join(Watcher("silent", {}))
-    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    unanswered = trainer.commander.send(pb.PublishWeightsRequest, wait_for=pb.ACK_POLICY_ALL, ack_timeout_ms=2_000)
-    while not trainer.commander.version.with_name("2").exists():  # noqa: ASYNC110 - nothing says when it is copied
-        await asyncio.sleep(0.01)
-    shutil.rmtree(trainer.commander.version.with_name("2"))  # as if it had not reached the volume
-    trainer.run.latest_version = 1  # as the journal says
+async def test_recovery_brings_versions_back_and_ends_with_the_newest(trainer, monkeypatch):
+    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"):
+        for _ in range(2):
+            with pytest.raises(errors.DiskFull):
+                await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    await trainer.commander.train()
     crash(trainer)
-    sampler = Watcher("sampler", {(trainer.run.run_id, 2): ""})
+    sampler = Watcher("sampler", {})
     await trainer.hub.join(sampler)
-    assert announced(sampler) == []
-    with pytest.raises(errors.AckTimeout):
-        await unanswered
+    trainer.run.sequencer.hold(errors.EngineUnavailable("crashed"))
+    await trainer.recovery.recover(trainer.run)
+    await trainer.commander.train()  # an answer that comes after those of all commands before the crash
+    await trainer.publisher.settled(trainer.run.run_id)
+    assert announced(sampler)[-1] == (2, 2)
+    assert trainer.publisher.find(trainer.run, 1)
+    with pytest.raises(errors.VersionNotFound):
+        trainer.publisher.find(trainer.run, 3)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_publish_that_executes_again_is_announced_as_the_newest_that_it_is(trainer):
+    silent = Watcher("silent", {})
+    await trainer.hub.join(silent)
+    publishing = {"seq_id": 1, "durable": True, "policy": AckPolicy.ALL, "ack_seconds": 60.0}
+    first = asyncio.create_task(trainer.publisher.publish(trainer.run, progress=CommandProgress(), **publishing))
+    while not trainer.commander.version.exists():  # noqa: ASYNC110 - nothing says when it is copied
+        await asyncio.sleep(0.01)
+    crash(trainer)
+    announced(silent)
+    trainer.run.next_version = 1
+    again = asyncio.create_task(trainer.publisher.publish(trainer.run, progress=CommandProgress(), **publishing))
+    while not (messages := announced(silent)):  # noqa: ASYNC110 - a watcher's messages are taken without waiting
+        await asyncio.sleep(0.01)
+    assert set(messages) == {(1, 1)}
+    sha256 = weights.read_manifest(trainer.commander.version).model.sha256
+    await trainer.hub.acknowledge(silent, wpb.Acknowledgement(run_id=trainer.run.run_id, version=1, sha256=sha256))
+    assert [ack.version for ack in (await again).acknowledgements] == [1]
+    first.cancel()
 
 
 def announced(watcher):

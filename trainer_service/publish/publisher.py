@@ -68,7 +68,7 @@ class Publisher:
         self._manifests: dict[Path, pb.Manifest] = {}
         """Manifests of the staged versions, by directory."""
         self._returning: dict[str, int] = {}
-        """Number up to which the versions of a run come back that had not reached the volume when the trainer crashed.
+        """Newest version of each run whose versions may come back: those that had not reached the volume at a crash.
 
         Samplers may serve the newest of them, so until then an older one is not announced as the newest.
         """
@@ -80,11 +80,10 @@ class Publisher:
         for run in self._registry:
             run.latest_version = max([run.latest_version, *self._on_volume(run.run_id)])
             if not run.is_restored:
-                # A publish without an answer may have been announced.
-                self._returning[run.run_id] = run.latest_version + run.sequencer.unanswered("PublishWeights")
+                self._returning[run.run_id] = run.latest_version
             self._announce_newest(run)
 
-    def restored(self, run: RunRecord) -> None:
+    def all_returned(self, run: RunRecord) -> None:
         """Record that no more versions of a run come back; announce its newest if the one that was expected did not."""
         if self._returning.pop(run.run_id, 0) > self._hub.newest(run.run_id):
             self._announce_newest(run)
@@ -171,7 +170,7 @@ class Publisher:
     def find(self, run: RunRecord, version: int | None) -> Path:
         """Return the directory of a version; None means the newest.
 
-        Raises VersionNotFound, or EngineUnavailable while the run is being restored, which may recreate the version.
+        Raises VersionNotFound, or EngineUnavailable while the version may come back with its run.
         """
         number = run.latest_version if version is None else version
         for directory in (self._staged(run.run_id, number), self._final(run.run_id, number)):

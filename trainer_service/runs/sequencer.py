@@ -290,10 +290,6 @@ class Sequencer:
         """Highest seq_id that was accepted in order: its command has executed, or will."""
         return self._waiting.appended
 
-    def unanswered(self, method: str) -> int:
-        """Return the number of commands of a kind that have arrived and have no answer."""
-        return sum(pending.command.method == method for pending in self._waiting.by_seq_id.values())
-
     def restore(self, command: Command) -> None:
         """Add the next command of the journal that has no answer; later ones may have one."""
         self._waiting.restore(command)

@@ -368,7 +368,7 @@ class Rebuilding:
     async def save_state(self, run_id, directory, captured):
         pass
 
-    def restored(self, run):
+    def all_returned(self, run):
         pass
 
     async def settled(self, run_id):
