@@ -4,6 +4,8 @@ set -euo pipefail
 bin=$1
 # One thread per process: two OpenMP pools on the same cores spin on each other and run ten times slower.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Hundreds of processes would otherwise compile the same modules again.
+unset PYTHONDONTWRITEBYTECODE
 "$bin/python" scripts/make_model.py >/dev/null
 # nproc follows OMP_NUM_THREADS, so unset it to count cores. Use two workers more than cores, since tests of processes also
 # wait (for ports, deadlines, disks), but no more than fit in memory: what one worker starts holds up to 3 GiB.
