@@ -133,7 +133,9 @@ class VersionWatcher:
             case "announcement":
                 self._announced(message.announcement)
             case "welcome":
-                self._resolver.welcomed(message.welcome.trainer_instance)
+                self._resolver.welcomed(
+                    message.welcome.trainer_instance, set(map(VersionKey.of, self._registry.held()))
+                )
                 self._applying.spawn(self._agreement.note_hello())
             case "probe":
                 self._applying.spawn(self._measure(message.probe))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -198,11 +198,15 @@ class VersionResolver:
         """Highest version of each run that this trainer announced."""
         self._trainer = ""
 
-    def welcomed(self, trainer_instance: str) -> None:
-        """Record which trainer instance announces from now on. A new one's numbers may be lower and are still valid."""
+    def welcomed(self, trainer_instance: str, held: Set[VersionKey]) -> None:
+        """Record which trainer instance announces from now on. A new one's numbers may be lower and are still valid.
+
+        What was announced and is not held may never come back, so the trainer is asked for the newest version instead.
+        """
         if trainer_instance != self._trainer:
             self._trainer = trainer_instance
             self._announced.clear()
+            self._newest = {run: number for run, number in self._newest.items() if VersionKey(run, number) in held}
 
     def announced(self, run_id: str, version: int, newest: int) -> bool:
         """Record that the trainer announced a version, and which one it calls the newest; return whether it is that.

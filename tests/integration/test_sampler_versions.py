@@ -98,6 +98,7 @@ async def test_a_restarted_trainer_sends_samplers_back_only_to_what_it_calls_the
     older, newest = (make_version(volume, model, RUN, version) for version in (1, 2))
     trainer.announce(newest)
     await until(lambda: trainer.heard("acknowledgement"))
+    shutil.rmtree(volume.version(RUN, 2))  # it had not reached the volume
     trainer.restart("after the crash")
     await until(lambda: len(trainer.heard("hello")) == 2)
     trainer.announce(older, newest=2)
@@ -105,6 +106,22 @@ async def test_a_restarted_trainer_sends_samplers_back_only_to_what_it_calls_the
     assert (await client.sample(version_ref(RUN))).model.version == 2
     trainer.announce(older, newest=1)
     await until(lambda: [ack.version for ack in trainer.heard("acknowledgement")] == [2, 1, 1])
+    assert (await client.sample(version_ref(RUN))).model.version == 1
+
+
+async def test_what_was_announced_before_a_restart_and_is_not_there_is_no_longer_the_newest(
+    model, volume, trainer, client
+):
+    trainer.announce(make_version(volume, model, RUN, 1))
+    await until(lambda: trainer.heard("acknowledgement"))
+    lost = make_version(volume, model, RUN, 2)
+    shutil.rmtree(volume.version(RUN, 2))
+    trainer.announce(lost)
+    await until(lambda: trainer.heard("refusal"))
+    trainer.restart("after the crash")
+    await until(lambda: len(trainer.heard("hello")) == 2)
+    trainer.announce(make_version(volume, model, new_run_id(), 1))  # the sampler hears it after the welcome
+    await until(lambda: len(trainer.heard("acknowledgement")) == 2)
     assert (await client.sample(version_ref(RUN))).model.version == 1
 
 
