@@ -223,7 +223,7 @@ async def test_what_a_command_has_done_stands_where_the_runs_file_cannot_be_writ
 
 
 def crash(trainer):
-    """Start the publisher anew: nothing is staged, nothing is announced, and the run is not restored yet."""
+    """Restart the publisher as after a crash, with nothing staged or announced and the run not restored."""
     trainer.publisher._manifests.clear()
     trainer.publisher._unpersisted.clear()
     trainer.hub._newest.clear()

@@ -382,7 +382,7 @@ class Publisher:
         newest = max(model.version, self._hub.newest(model.run_id), self._returning.get(model.run_id, 0))
         announcement = pb.Announcement(manifest=manifest, broadcast_generation=generation, newest_version=newest)
         if on_volume:
-            final = self._final(manifest.model.run_id, manifest.model.version)
+            final = self._final(model.run_id, model.version)
             announcement.volume_path = str(final.relative_to(self._volume.root))
         return self._hub.announce(announcement)
 
