@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
@@ -14,6 +16,7 @@ from support.descendants import descendants
 from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import Cluster, wait_for
 from support.stacks.sampler_stack import sampling, until, version_ref
+from support.stacks.warm_processes import behind
 from support.stacks.weight_stack import BASE, CREDENTIAL, Trainer, make_version
 
 import paceline
@@ -32,6 +35,7 @@ from trainer_service.rpc.weight_servicer import WeightServicer
 from trainer_service.runs.registry import RunRegistry
 
 pytest_plugins = ["support.stacks.sampler_fixtures"]
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 RUN = new_run_id()
 MEMBER = "paceline.collective.member"
@@ -118,7 +122,7 @@ async def test_versions_are_broadcast_verified_acknowledged_and_what_the_group_l
     assert trainer.versions.fetched == ["2", "2"], "damaged bytes are not loaded; whole ones are fetched"
     assert trainer.group.count() == 2
 
-    descendants(MEMBER)[-1].suspend()
+    os.kill(behind(descendants(MEMBER)[-1].pid), signal.SIGSTOP)
     acknowledged = await trainer.publish(model, 3)
     assert {ack.sampler_id for ack in acknowledged} == {"first", "second"}, "within the deadline"
     assert set(trainer.versions.fetched[2:]) == {"3"}, "who did not get it over the group fetches it"

@@ -211,7 +211,7 @@ stream_alone = pytest.mark.parametrize("cluster", ["stream"], indirect=True)
         ("raw_stubs.py", [], "from version 1"),
     ],
 )
-def test_the_examples_run(cluster, tmp_path, example, arguments, last_line):
+def test_the_examples_run(forked_engines, cluster, tmp_path, example, arguments, last_line):
     if example == "rl_loop.py":
         arguments = [*arguments, "--out", str(tmp_path)]
     assert re.search(last_line, run_python(cluster, tmp_path, str(ROOT / "examples" / example), *arguments))

@@ -4,7 +4,7 @@ For each service, a fork server listens on a socket, imports the service's modul
 service on every request. The forks are the real programs, `python -m trainer_service` and the like, in processes of
 their own; only the interpreter's start and the imports are shared. The trainer starts its engine as always, by
 executing sys.executable, and torch's launcher starts the engine's ranks by PYTHON_EXEC. There, both are a script that
-requests a fork, passes signals on to it, and ends as the fork ends.
+requests a fork, passes signals on to it, and ends as the fork ends. It runs client scripts in the same way.
 """
 
 import gc
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 
 VARIABLE = "WARM_PROCESSES"
 """Environment variable with the directory of the sockets, for the tests and the processes that they start."""
@@ -29,7 +30,7 @@ _ENGINE = "trainer_service.engine"
 _LAUNCHER = "torch.distributed.run"
 _MEMBER = "paceline.collective.member"
 _BEHIND_STAND_INS = (_ENGINE, _LAUNCHER, _MEMBER)
-"""Programs that services start. They are forked from the process of the trainer, which has torch."""
+"""Programs that services start. They and scripts are forked from the process of the trainer, which has torch."""
 _RECORDER = "support.chaos.file_recorder"
 _TESTS = str(Path(__file__).parents[2])
 _PROGRAMS = {
@@ -41,6 +42,7 @@ _PROGRAMS = {
         "grpc",
         "peft",
         "transformers.models.llama.modeling_llama",
+        "transformers.models.auto.tokenization_auto",
     ),
     "sampler_service": ("sampler_service.engine.hf.engine", "sampler_service.engine.vllm.forks", "setproctitle"),
     "gateway": ("gateway.http.edge",),
@@ -77,10 +79,11 @@ class OwnWarmProcesses(WarmProcesses):
         stand_in.write_text(
             f"#!{sys.executable} -SE\nimport os, sys\n"
             "words = sys.argv[2:] if sys.argv[1:2] == ['-u'] else sys.argv[1:]\n"
-            f"if words[:1] != ['-m'] or words[1] not in {_BEHIND_STAND_INS!r}:\n"
-            f"    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
+            "words = words[1:] if words[:1] == ['-m'] and words[1] in "
+            f"{_BEHIND_STAND_INS!r} else words if words and words[0].endswith('.py') else []\n"
+            f"if not words:\n    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
             f"sys.path.insert(0, {_TESTS!r})\nfrom {__spec__.name} import stand_in\n"
-            "stand_in(words[1], words[2:])\n"
+            "stand_in(words[0], words[1:])\n"
         )
         stand_in.chmod(0o755)
         # The other end reads EOF when this process ends, for whatever reason.
@@ -274,7 +277,11 @@ def _run(request: _Request, files: list[int]) -> None:
             os.environ["PYTHON_EXEC"] = stand_in
         if request.stand_in is not None:
             os.getppid = partial(_parent_of, request.stand_in)  # ranks end when the launcher does
-        sys.modules.get(f"{program}.__main__", sys.modules[program]).main()
+        if program.endswith(".py"):
+            sys.path.insert(0, str(Path(program).parent))
+            run_path(program, run_name="__main__")
+        else:
+            sys.modules.get(f"{program}.__main__", sys.modules[program]).main()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else bool(end.code)
