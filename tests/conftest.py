@@ -20,7 +20,7 @@ _UNIT, _CONTRACT = Path(__file__).parent / "unit", Path(__file__).parent / "cont
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the processes that services are forked from, once for all xdist workers; disable hypothesis deadlines."""
+    """Start the processes that services and xdist workers are forked from, once; disable hypothesis deadlines."""
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
     # By default, structlog renders the source of each frame of an exception in colour, which takes half a second.
@@ -32,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = TemporaryDirectory()
     warm = OwnWarmProcesses(Path(directory.name))
     os.environ[VARIABLE] = directory.name
+    if workers := getattr(config.option, "tx", None):
+        config.option.tx = [f"{spec}//python={warm.python}" for spec in workers]
 
     def close() -> None:
         del os.environ[VARIABLE]

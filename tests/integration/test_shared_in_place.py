@@ -105,6 +105,7 @@ def sample_while_publishing(newest, training):
 
 
 def test_the_base_model_is_served_until_a_run_writes_its_first_version(cluster, service, training, newest, score):
+    cluster.agreements(least=1)  # on the base model, which is gone once a version is written
     base = service.create_sampling_client(base_model="model")
     stream = iter(base.sample_stream(PROMPT, sampling_params=LONG))
     deltas = [next(stream)]

@@ -157,8 +157,8 @@ class Cluster:
                 if service.process is not None and service.process.poll() is None:
                     stack.callback(service.stop)
 
-    def agreements(self, run_id: str = "") -> list[weights_pb.Agreement]:
-        """Wait until the trainer has at least two agreements, and return them.
+    def agreements(self, run_id: str = "", *, least: int = 2) -> list[weights_pb.Agreement]:
+        """Wait until the trainer has at least that many agreements, and return them.
 
         With `run_id`, only those of the base model and of this run's versions count.
         """
@@ -166,12 +166,12 @@ class Cluster:
         with grpc.insecure_channel(self.trainer.plan.environment["PACELINE_TRAINER_LISTEN"]) as channel:
             stub, request = TrainerServiceStub(channel), trainer_pb.GetServerInfoRequest()
 
-            def both():
+            def enough():
                 found = stub.GetServerInfo(request, metadata=peer_metadata(credential)).agreements
                 found = [one for one in found if not run_id or one.model.run_id in {"", run_id}]
-                return found if len(found) >= 2 else None
+                return found if len(found) >= least else None
 
-            return wait_for(both, explain=self.sampler.tail)
+            return wait_for(enough, explain=self.sampler.tail)
 
     @property
     def trainer(self) -> ServiceProcess:

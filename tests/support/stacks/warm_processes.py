@@ -4,9 +4,11 @@ For each service, a fork server listens on a socket, imports the service's modul
 service on every request. The forks are the real programs, `python -m trainer_service` and the like, in processes of
 their own; only the interpreter's start and the imports are shared. The trainer starts its engine as always, by
 executing sys.executable, and torch's launcher starts the engine's ranks by PYTHON_EXEC. There, both are a script that
-requests a fork, passes signals on to it, and ends as the fork ends. It runs client scripts in the same way.
+requests a fork, passes signals on to it, and ends as the fork ends. It runs client scripts and the workers of
+pytest-xdist in the same way.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -31,10 +33,13 @@ _LAUNCHER = "torch.distributed.run"
 _MEMBER = "paceline.collective.member"
 _BEHIND_STAND_INS = (_ENGINE, _LAUNCHER, _MEMBER)
 """Programs that services start. They and scripts are forked from the process of the trainer, which has torch."""
+_WORKER = "import sys;exec(eval(sys.stdin.readline()))"
+"""The program with which pytest-xdist starts a worker."""
 _RECORDER = "support.chaos.file_recorder"
 _TESTS = str(Path(__file__).parents[2])
-_PROGRAMS = {
+_IMPORTS = {
     "trainer_service": (
+        "trainer_service.__main__",
         f"{_ENGINE}.__main__",
         _LAUNCHER,
         _MEMBER,
@@ -44,10 +49,25 @@ _PROGRAMS = {
         "transformers.models.llama.modeling_llama",
         "transformers.models.auto.tokenization_auto",
     ),
-    "sampler_service": ("sampler_service.engine.hf.engine", "sampler_service.engine.vllm.forks", "setproctitle"),
-    "gateway": ("gateway.http.edge",),
+    "sampler_service": (
+        "sampler_service.__main__",
+        "sampler_service.engine.hf.engine",
+        "sampler_service.engine.vllm.forks",
+        "sampler_service.engine.vllm.cpu.lora",
+        "setproctitle",
+    ),
+    "gateway": ("gateway.__main__", "gateway.http.edge"),
+    "worker": (
+        "fastapi",
+        "grpc.aio",
+        "openai",
+        "peft",
+        "pytest",
+        "transformers.models.llama.modeling_llama",
+        "vllm.v1.engine.async_llm",
+    ),
 }
-"""What each fork server imports besides the service itself."""
+"""What each fork server imports before the first fork."""
 
 
 class WarmProcesses:
@@ -75,21 +95,22 @@ class OwnWarmProcesses(WarmProcesses):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        stand_in = directory / "python"
-        stand_in.write_text(
+        self.python = directory / "python"
+        """The script that stands in for forks."""
+        self.python.write_text(
             f"#!{sys.executable} -SE\nimport os, sys\n"
             "words = sys.argv[2:] if sys.argv[1:2] == ['-u'] else sys.argv[1:]\n"
-            "words = words[1:] if words[:1] == ['-m'] and words[1] in "
-            f"{_BEHIND_STAND_INS!r} else words if words and words[0].endswith('.py') else []\n"
-            f"if not words:\n    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
+            "program, *arguments = words[1:] if words[:1] == ['-m'] else words or ['']\n"
+            f"is_forked = program in {_BEHIND_STAND_INS!r} or program.endswith('.py') or arguments == [{_WORKER!r}]\n"
+            f"if not is_forked:\n    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
             f"sys.path.insert(0, {_TESTS!r})\nfrom {__spec__.name} import stand_in\n"
-            "stand_in(words[0], words[1:])\n"
+            "stand_in(program, arguments)\n"
         )
-        stand_in.chmod(0o755)
+        self.python.chmod(0o755)
         # The other end reads EOF when this process ends, for whatever reason.
         alive, self._alive = socket.socketpair()
         with alive:
-            self._servers = [self._serve(name, alive.fileno()) for name in _PROGRAMS]
+            self._servers = [self._serve(name, alive.fileno()) for name in _IMPORTS]
 
     def close(self) -> None:
         self._alive.shutdown(socket.SHUT_RDWR)  # forks of this process hold it too, so closing it would not signal EOF
@@ -209,7 +230,7 @@ def _serve(program: str, listener: socket.socket, alive: int) -> None:
     while True:
         connection, _ = listener.accept()
         request, files = _receive(connection)
-        for module in (f"{program}.__main__", *_PROGRAMS[program]):
+        for module in _IMPORTS[program]:
             import_module(module)
         gc.freeze()
         pid = os.fork()
@@ -277,11 +298,7 @@ def _run(request: _Request, files: list[int]) -> None:
             os.environ["PYTHON_EXEC"] = stand_in
         if request.stand_in is not None:
             os.getppid = partial(_parent_of, request.stand_in)  # ranks end when the launcher does
-        if program.endswith(".py"):
-            sys.path.insert(0, str(Path(program).parent))
-            run_path(program, run_name="__main__")
-        else:
-            sys.modules.get(f"{program}.__main__", sys.modules[program]).main()
+        _run_program(program, request.arguments)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else bool(end.code)
@@ -295,6 +312,18 @@ def _run(request: _Request, files: list[int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _run_program(program: str, arguments: list[str]) -> None:
+    if program == "-c":
+        exec(arguments[0], {"__name__": "__main__"})
+    elif program.endswith(".py"):
+        sys.path.insert(0, str(Path(program).parent))
+        run_path(program, run_name="__main__")
+    else:
+        sys.modules.get(f"{program}.__main__", sys.modules[program]).main()
+        return
+    atexit._run_exitfuncs()
 
 
 def behind(pid: int) -> int:
@@ -311,7 +340,7 @@ def stand_in(program: str, arguments: list[str]) -> None:
     """Stand in for a program that the parent of this process started."""
     directory = Path(os.environ[VARIABLE])
     request = _Request(program, arguments, dict(os.environ), str(Path.cwd()), os.getpid())
-    connection = _ask(directory, "trainer_service", request, (0, 1, 2))
+    connection = _ask(directory, "worker" if program == "-c" else "trainer_service", request, (0, 1, 2))
     os.close(0)
     os.close(1)
     fork = int(connection.recv(64))
@@ -328,9 +357,9 @@ def stand_in(program: str, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path.cwd()))
-    if sys.argv[1] == "sampler_service":
+    if sys.argv[1] in {"sampler_service", "worker"}:
         # setproctitle overwrites the arguments and environment in place, and finds them only while they are unchanged.
         from setproctitle import setproctitle
 
-        setproctitle("warm sampler_service")
+        setproctitle(f"warm {sys.argv[1]}")
     _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
