@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.stacks.toy_services import toy_server
-from support.stacks.warm_processes import VARIABLE
+from support.stacks.warm_processes import VARIABLE, WarmProcesses
 from support.stacks.warm_trainer import WarmTrainer
 
 import paceline
@@ -43,7 +43,7 @@ def forked_engines():
     """
     with pytest.MonkeyPatch.context() as patch:
         if warm := os.environ.get(VARIABLE):
-            patch.setattr(sys, "executable", str(Path(warm) / "python"))
+            patch.setattr(sys, "executable", str(WarmProcesses(Path(warm)).python))
         yield
 
 

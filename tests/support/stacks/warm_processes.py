@@ -75,6 +75,8 @@ class WarmProcesses:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.python = directory / "python"
+        """The script that stands in for forks."""
 
     @staticmethod
     def at_hand(directory: Path) -> "WarmProcesses":
@@ -95,8 +97,6 @@ class OwnWarmProcesses(WarmProcesses):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.python = directory / "python"
-        """The script that stands in for forks."""
         self.python.write_text(
             f"#!{sys.executable} -SE\nimport os, sys\n"
             "words = sys.argv[2:] if sys.argv[1:2] == ['-u'] else sys.argv[1:]\n"
@@ -291,7 +291,7 @@ def _run(request: _Request, files: list[int]) -> None:
             os.dup2(file, descriptor)
             os.close(file)
         sys.argv = [program, *request.arguments]
-        stand_in = str(Path(environment[VARIABLE]) / "python")
+        stand_in = str(WarmProcesses(Path(environment[VARIABLE])).python)
         if program == "trainer_service":
             sys.executable = stand_in
         elif program == _LAUNCHER:
@@ -315,6 +315,7 @@ def _run(request: _Request, files: list[int]) -> None:
 
 
 def _run_program(program: str, arguments: list[str]) -> None:
+    """Run a worker of pytest-xdist, a script, or a module with a `main`."""
     if program == "-c":
         exec(arguments[0], {"__name__": "__main__"})
     elif program.endswith(".py"):
