@@ -45,6 +45,11 @@ class _EngineProcess(ForkServerProcess):
 
     def run(self) -> None:
         _end_with_parent()
+        # Garbage collection would look through what was imported, almost a million objects, and copy the pages that
+        # the fork shares. vLLM gives the objects back to it when the engine ends, which only helps a process that lives
+        # on.
+        gc.freeze()
+        gc.unfreeze = _do_nothing
         # Setting the title overwrites the process's arguments and environment in memory, and can find them only while
         # they are unchanged. So it is done first.
         set_process_title("Engine")
@@ -93,11 +98,14 @@ def start_fork_server() -> None:
 def _serve(listener: int, alive: int) -> None:
     try:
         _end_with_parent()
-        gc.freeze()  # keeps pages shared between forks: garbage collection would write to them
         set_process_title("ForkServer")
         forkserver.main(listener, alive, [])
     finally:
         os._exit(0)
+
+
+def _do_nothing() -> None:
+    """Leave what is frozen as it is."""
 
 
 def _end_with_parent() -> None:
