@@ -7,10 +7,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+import aiohttp
 import grpc
-import httpx
 import numpy as np
 import psutil
+from yarl import URL
 
 import paceline
 from gateway.keys import add_key
@@ -109,35 +110,49 @@ class Fuzz:
                 outcome.failures.append(f"{service.plan.name} ended:\n{service.tail()}")
         return outcome
 
-    def _http(self, key: str) -> httpx.AsyncClient:
+    def _http(self, key: str) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=32)
+        timeout = aiohttp.ClientTimeout(sock_connect=_HTTP_SECONDS, sock_read=_HTTP_SECONDS)
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers={"X-API-Key": key})
+
+    def _url(self, path: str) -> URL:
         address = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]
-        limits = httpx.Limits(max_connections=32)
-        return httpx.AsyncClient(
-            base_url=f"http://{address}", headers={"X-API-Key": key}, limits=limits, timeout=_HTTP_SECONDS
-        )
+        return URL(f"http://{address}{path}", encoded=True)
 
     async def _http_names(self, key: str) -> list[str]:
         """Make a session and a model; return their names."""
         async with self._http(key) as edge:
-            made = await edge.post("/api/v1/create_session", json={})
-            session = made.json()["session_id"]
+
+            async def post(name: str, body: dict[str, object]) -> dict[str, str]:
+                async with edge.post(self._url(f"/api/v1/{name}"), json=body) as answer:
+                    return await answer.json()
+
+            session = (await post("create_session", {}))["session_id"]
             body = {"session_id": session, "model_seq_id": 0, "base_model": "model", "lora_config": {"rank": 2}}
-            future = (await edge.post("/api/v1/create_model", json=body)).json()
-            await edge.post("/api/v1/retrieve_future", json=future)
+            future = await post("create_model", body)
+            await post("retrieve_future", future)
         return [session, future["model_id"], f"tinker://{future['model_id']}/weights/a", f"{session}:sample:0", "model"]
 
-    async def _request(self, edge: httpx.AsyncClient, case: HttpCase, outcome: Outcome) -> None:
+    async def _request(self, edge: aiohttp.ClientSession, case: HttpCase, outcome: Outcome) -> None:
         """Send a request; note a failure on an unexpected 5xx status, or on an error without an explanation in JSON."""
-        request = edge.build_request(case.method, case.path, content=case.content, headers=case.headers)
+        sent = edge.request(
+            case.method,
+            self._url(case.path),
+            data=case.content or None,
+            headers=case.headers,
+            skip_auto_headers=["Content-Type"],
+            allow_redirects=False,
+        )
         try:
-            answer = await edge.send(request)
-        except httpx.TransportError as error:
+            async with sent as answer:
+                status, text = answer.status, await answer.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError) as error:
             outcome.failures.append(f"http case {case.number}, {case.method} {case.path[:80]}: {error!r}")
             return
-        outcome.codes[f"HTTP {answer.status_code}"] += 1
-        is_known = answer.status_code < 500 or answer.status_code in {503, 504}
-        if not is_known or (answer.status_code >= 400 and "detail" not in answer.text):
-            text = f"{case.method} {case.path[:80]}: {answer.status_code} {answer.text[:200]}"
+        outcome.codes[f"HTTP {status}"] += 1
+        is_known = status < 500 or status in {503, 504}
+        if not is_known or (status >= 400 and "detail" not in text):
+            text = f"{case.method} {case.path[:80]}: {status} {text[:200]}"
             outcome.failures.append(f"http case {case.number}, {text}")
 
     async def _own_names(self, key: str) -> list[str]:
