@@ -27,10 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
     renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
     gc.disable()  # collection imports half a million objects that stay; searching them for garbage takes a fifth of it
-    if hasattr(config, "workerinput") or count_gpus():  # GPU drivers do not survive a fork
+    if hasattr(config, "workerinput") or config.option.collectonly or count_gpus():  # GPU drivers do not survive a fork
         return
     directory = TemporaryDirectory()
-    warm = OwnWarmProcesses(Path(directory.name))
+    warm = OwnWarmProcesses(Path(directory.name), collected=config.args)
     os.environ[VARIABLE] = directory.name
     if workers := getattr(config.option, "tx", None):
         config.option.tx = [f"{spec}//python={warm.python}" for spec in workers]
@@ -90,7 +90,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.freeze()
     gc.enable()
-    if any("vllm_here" in getattr(item, "fixturenames", ()) for item in session.items):
+    needs_vllm = any("vllm_here" in getattr(item, "fixturenames", ()) for item in session.items)
+    if needs_vllm and not session.config.option.collectonly:
         from sampler_service.engine.vllm.forks import start_fork_server
 
         capture = session.config.pluginmanager.getplugin("capturemanager")

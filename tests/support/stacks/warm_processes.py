@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,9 @@ _LAUNCHER = "torch.distributed.run"
 _MEMBER = "paceline.collective.member"
 _BEHIND_STAND_INS = (_ENGINE, _LAUNCHER, _MEMBER)
 """Programs that services start. They and scripts are forked from the process of the trainer, which has torch."""
-_WORKER = "import sys;exec(eval(sys.stdin.readline()))"
+_WORKER = "worker"
+"""The fork server of the workers of pytest-xdist."""
+_WORKER_PROGRAM = "import sys;exec(eval(sys.stdin.readline()))"
 """The program with which pytest-xdist starts a worker."""
 _RECORDER = "support.chaos.file_recorder"
 _TESTS = str(Path(__file__).parents[2])
@@ -57,7 +60,7 @@ _IMPORTS = {
         "setproctitle",
     ),
     "gateway": ("gateway.__main__", "gateway.http.edge"),
-    "worker": (
+    _WORKER: (
         "fastapi",
         "grpc.aio",
         "openai",
@@ -93,15 +96,21 @@ class WarmProcesses:
 
 
 class OwnWarmProcesses(WarmProcesses):
-    """The owner's view of the fork servers, which ends them."""
+    """The owner's view of the fork servers, which ends them.
 
-    def __init__(self, directory: Path) -> None:
+    `collected` are the files and folders of the tests that workers will run. Their modules are imported once, before
+    the first worker is forked.
+    """
+
+    def __init__(self, directory: Path, collected: Sequence[str] = ()) -> None:
         super().__init__(directory)
+        self._collected = collected
         self.python.write_text(
             f"#!{sys.executable} -SE\nimport os, sys\n"
             "words = sys.argv[2:] if sys.argv[1:2] == ['-u'] else sys.argv[1:]\n"
             "program, *arguments = words[1:] if words[:1] == ['-m'] else words or ['']\n"
-            f"is_forked = program in {_BEHIND_STAND_INS!r} or program.endswith('.py') or arguments == [{_WORKER!r}]\n"
+            f"is_worker = arguments == [{_WORKER_PROGRAM!r}]\n"
+            f"is_forked = is_worker or program in {_BEHIND_STAND_INS!r} or program.endswith('.py')\n"
             f"if not is_forked:\n    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
             f"sys.path.insert(0, {_TESTS!r})\nfrom {__spec__.name} import stand_in\n"
             "stand_in(program, arguments)\n"
@@ -125,6 +134,7 @@ class OwnWarmProcesses(WarmProcesses):
         with listener:
             descriptors = (listener.fileno(), alive)
             command = [sys.executable, "-m", __spec__.name, program, *map(str, descriptors)]
+            command += self._collected if program == _WORKER else ()
             paths = os.pathsep.join(filter(None, [_TESTS, os.environ.get("PYTHONPATH")]))
             return subprocess.Popen(command, pass_fds=descriptors, env={**os.environ, "PYTHONPATH": paths})
 
@@ -224,7 +234,7 @@ def _end_with_parent(alive: int, forks: set[int]) -> None:
     os._exit(0)
 
 
-def _serve(program: str, listener: socket.socket, alive: int) -> None:
+def _serve(program: str, listener: socket.socket, alive: int, collected: Sequence[str]) -> None:
     forks: set[int] = set()
     threading.Thread(target=_end_with_parent, args=(alive, forks), daemon=True).start()
     while True:
@@ -232,6 +242,11 @@ def _serve(program: str, listener: socket.socket, alive: int) -> None:
         request, files = _receive(connection)
         for module in _IMPORTS[program]:
             import_module(module)
+        if collected:
+            import pytest
+
+            pytest.main(["--collect-only", "-p", "no:terminal", *collected])
+            collected = ()
         gc.freeze()
         pid = os.fork()
         if pid == 0:
@@ -341,7 +356,7 @@ def stand_in(program: str, arguments: list[str]) -> None:
     """Stand in for a program that the parent of this process started."""
     directory = Path(os.environ[VARIABLE])
     request = _Request(program, arguments, dict(os.environ), str(Path.cwd()), os.getpid())
-    connection = _ask(directory, "worker" if program == "-c" else "trainer_service", request, (0, 1, 2))
+    connection = _ask(directory, _WORKER if program == "-c" else "trainer_service", request, (0, 1, 2))
     os.close(0)
     os.close(1)
     fork = int(connection.recv(64))
@@ -358,9 +373,9 @@ def stand_in(program: str, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path.cwd()))
-    if sys.argv[1] in {"sampler_service", "worker"}:
+    if sys.argv[1] in {"sampler_service", _WORKER}:
         # setproctitle overwrites the arguments and environment in place, and finds them only while they are unchanged.
         from setproctitle import setproctitle
 
         setproctitle(f"warm {sys.argv[1]}")
-    _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
+    _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]), sys.argv[4:])
