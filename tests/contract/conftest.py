@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import torch
-from peft import LoraConfig, get_peft_model
 from support.stacks.sampler_contract import IDS, TARGETS, Reference, make_model, options_for
-from transformers import AutoModelForCausalLM
+from support.stacks.weight_stack import make_adapter as write_adapter
 
 from sampler_service.engine.factory import create_engine
 from sampler_service.engine.protocol import Adapter, SamplerEngine
@@ -40,14 +38,8 @@ async def engine(request: pytest.FixtureRequest, model_path: Path, vllm_here: No
 def make_adapter(model_path: Path, tmp_path: Path):
     def make(rank: int = 4, targets: list[str] | str = TARGETS, base: Path = model_path) -> Adapter:
         number = next(IDS)
-        torch.manual_seed(number)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(weight, std=0.1)
-        path = tmp_path / f"adapter-{number}"
-        model.save_pretrained(path, save_embedding_layers=False)
+        modules = targets if isinstance(targets, str) else tuple(targets)
+        path = write_adapter(tmp_path / f"adapter-{number}", base, number, rank, modules)
         return Adapter(number, f"run@{number}", path)
 
     return make

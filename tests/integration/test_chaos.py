@@ -12,7 +12,7 @@ from support.models.tiny_models import make_tiny_llama
 from paceline import errors
 from paceline.rpc.channel import open_channel
 
-KILLS = 12
+KILLS = 8
 MOST_JOURNAL_BYTES = 65_536
 """All commands of a run take several times as much; those since its last snapshots take a fraction of it."""
 

@@ -29,7 +29,7 @@ def address(cluster):
     return "http://" + cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def call(cluster, address):
     with httpx.Client(headers={"Authorization": f"Bearer {cluster.api_key}"}, timeout=60) as client:
 

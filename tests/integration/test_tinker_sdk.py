@@ -42,7 +42,7 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def address(cluster):
     return "http://" + cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]
 
@@ -54,7 +54,7 @@ def sdk(cluster, address):
     service.close("success").result()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def wire(cluster, address):
     """An HTTP client for the API, without the SDK."""
     headers = {"X-API-Key": f"tml-{cluster.api_key}"}

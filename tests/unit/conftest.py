@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.models.engine_cases import MAKERS
-from support.models.known_certificates import known_certificates
+from support.models.known_certificates import KnownCertificates
 
 _CERTIFY = {
     "test_certified_base",
@@ -22,10 +22,16 @@ def models(tmp_path_factory):
     return {name: make(tmp_path_factory.mktemp(name)) for name, make in MAKERS.items()}
 
 
+@pytest.fixture(scope="session")
+def known():
+    """Certificates of models that tests have loaded."""
+    return KnownCertificates()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _certificates_are_known(request):
+def _certificates_are_known(request, known):
     if request.path.stem in _CERTIFY:
         yield
         return
-    with known_certificates():
+    with known.used():
         yield

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,24 +24,30 @@ def _key(loading) -> Hashable:
     return files, computes, loading._seed, loading._device, loading._ranks.size
 
 
-@contextmanager
-def known_certificates() -> Iterator[None]:
-    """Cache the results of certificates until the block ends."""
-    stocks, verdicts = {}, {}
-    measure, certify = certified_base._Loading._measure, certified_base._Loading._certify
+@dataclass(frozen=True)
+class KnownCertificates:
+    """Results of certificates by what they depend on."""
 
-    def measure_once(loading, model):
-        if (key := _key(loading)) not in stocks:
-            stocks[key] = measure(loading, model)
-        return stocks[key]
+    stocks: dict[Hashable, Any] = field(default_factory=dict)
+    verdicts: dict[Hashable, Any] = field(default_factory=dict)
 
-    def certify_once(loading, stock):
-        if (key := _key(loading)) not in verdicts:
-            verdicts[key] = certify(loading, stock)
-        loading._use(verdicts[key].mode)
-        return verdicts[key]
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Cache the results of certificates until the block ends."""
+        measure, certify = certified_base._Loading._measure, certified_base._Loading._certify
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certified_base._Loading, "_measure", measure_once)
-        patch.setattr(certified_base._Loading, "_certify", certify_once)
-        yield
+        def measure_once(loading, model):
+            if (key := _key(loading)) not in self.stocks:
+                self.stocks[key] = measure(loading, model)
+            return self.stocks[key]
+
+        def certify_once(loading, stock):
+            if (key := _key(loading)) not in self.verdicts:
+                self.verdicts[key] = certify(loading, stock)
+            loading._use(self.verdicts[key].mode)
+            return self.verdicts[key]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(certified_base._Loading, "_measure", measure_once)
+            patch.setattr(certified_base._Loading, "_certify", certify_once)
+            yield

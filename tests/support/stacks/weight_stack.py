@@ -9,17 +9,18 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import grpc
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from paceline import errors
-from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, CheckpointPath, Volume
+from paceline.layout import WEIGHTS_FILE, CheckpointPath, Volume
 from paceline.rpc.identity import PEER_TENANT, current_identity
 from paceline.rpc.interceptors import CredentialInterceptor, ErrorInterceptor
 from paceline.types import ServedModel
@@ -33,18 +34,26 @@ TENANT = "rouleur"
 BASE = "tiny"
 
 
-def make_adapter(directory: Path, base: Path, seed: int, rank: int = 4) -> Path:
+def make_adapter(
+    directory: Path, base: Path, seed: int, rank: int = 4, targets: tuple[str, ...] | str = ("q_proj", "v_proj")
+) -> Path:
     """Write a PEFT directory whose B is not zero, so that it changes the model's output."""
-    model = AutoModelForCausalLM.from_pretrained(base)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        peft = get_peft_model(model, config)
-    peft.save_pretrained(directory)
-    for path in directory.iterdir():
-        if path.name not in {WEIGHTS_FILE, CONFIG_FILE}:
-            path.unlink()
+    config, shapes = _adapter_of(base, rank, targets)
+    draws = torch.Generator().manual_seed(seed)
+    weights = {name: torch.randn(shape, generator=draws) * 0.1 for name, shape in shapes.items()}
+    config.save_pretrained(directory)
+    save_file(weights, directory / WEIGHTS_FILE)
     return directory
+
+
+@cache
+def _adapter_of(base: Path, rank: int, targets: tuple[str, ...] | str) -> tuple[LoraConfig, dict[str, torch.Size]]:
+    """Return an adapter's configuration, and its weights' shapes by the names that PEFT gives them."""
+    modules = targets if isinstance(targets, str) else list(targets)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules, inference_mode=True)
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    weights = get_peft_model_state_dict(peft, save_embedding_layers=False)
+    return config, {name: weight.shape for name, weight in weights.items()}
 
 
 def make_version(volume: Volume, base: Path, run_id: str, version: int, **facts: Any) -> weights_pb.Manifest:
