@@ -10,12 +10,11 @@ from support.chaos.chaos_run import Chaos
 from support.models.tiny_models import make_tiny_llama
 
 from paceline import errors
+from paceline.layout import numbered
 from paceline.rpc.channel import open_channel
+from trainer_service.journal.history import segments
 
 KILLS = 8
-MOST_JOURNAL_BYTES = 65_536
-"""All commands of a run take several times as much; those since its last snapshots take a fraction of it."""
-
 pytestmark = pytest.mark.services
 
 
@@ -36,10 +35,11 @@ async def test_runs_that_are_killed_over_and_over_end_byte_identical_to_runs_tha
     assert outcome.differences == []
     runs = [path.parent for path in chaos.volume.glob("runs/*/run.json")]  # skips what a killed CreateRun left
     assert runs
-    for run in runs:
-        journal = sum(path.stat().st_size for path in (run / "journal").iterdir())
-        assert journal < MOST_JOURNAL_BYTES, "snapshots bound the journal, of which each life begins a segment"
-        assert len(list((run / "snapshots").iterdir())) in {1, 2}
+    kept = [len(numbered(run / "snapshots")) for run in runs]
+    assert {2} <= set(kept) <= {1, 2}
+    for run, snapshots in zip(runs, kept, strict=True):
+        oldest, *_ = segments(run / "journal")
+        assert snapshots == 1 or oldest.base > 1, "what two snapshots make superfluous is removed"
 
 
 async def test_a_command_that_the_engine_dies_of_is_refused_and_the_run_goes_on(chaos):

@@ -113,7 +113,9 @@ class Fuzz:
     def _http(self, key: str) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=32)
         timeout = aiohttp.ClientTimeout(sock_connect=_HTTP_SECONDS, sock_read=_HTTP_SECONDS)
-        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers={"X-API-Key": key})
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers={"X-API-Key": key})
+        session._retry_connection = False  # else a GET whose connection the gateway drops is sent again unnoticed
+        return session
 
     def _url(self, path: str) -> URL:
         address = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]

@@ -12,5 +12,6 @@ def test_what_an_engine_process_was_forked_with_is_never_searched_for_garbage(vl
     reader, count = processes.Pipe(duplex=False)
     process = processes.Process(target=exec, args=(_COUNT, {"count": count}))
     process.start()
+    count.close()
     assert reader.recv() > 100_000, "the objects of the modules"
     process.join()
