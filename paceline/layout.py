@@ -241,9 +241,9 @@ def remove_directory(final: Path) -> None:
 
 
 def numbered(folder: Path) -> list[int]:
-    """Return the numbers among the names of a folder's entries; other entries are skipped."""
+    """Return the numbers among the names of a folder's entries; other entries, such as 007, are skipped."""
     names = (path.name for path in folder.glob("[0-9]*"))
-    return [int(name) for name in names if name.isascii() and name.isdigit()]
+    return [int(name) for name in names if name.isascii() and name.isdigit() and name == str(int(name))]
 
 
 def quarantine(path: Path) -> Path:

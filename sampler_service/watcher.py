@@ -163,9 +163,9 @@ class VersionWatcher:
             self._group.expect(key, announcement)
         if self._needs_volume and not on_volume:
             return
-        is_newest = self._resolver.announced(key.run_id, key.version, announcement.newest_version or key.version)
+        is_newer = self._resolver.announced(key.run_id, key.version, announcement.newest_version or key.version)
         # A version is announced again when it reaches the volume. By then a streamed one may already be superseded.
-        if is_newest or not on_volume or self._needs_volume:
+        if is_newer or not on_volume or self._needs_volume:
             self._awaited.add(key)
             self._applying.spawn(self._apply(key, model.sha256, arrival))
 

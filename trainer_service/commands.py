@@ -229,12 +229,16 @@ class CommandExecutor:
     ) -> Message:
         """Publish the run's weights as its next version; reuse the one that this command made before a crash.
 
-        The run continues once its weights are captured. Raises DiskFull or QuotaExceeded before anything is started, as
-        SaveCheckpoint does.
+        The run continues once its weights are captured. Raises DiskFull or QuotaExceeded before anything is started;
+        the version's number is then left out.
         """
         if not self._publisher.has_made(run, command.seq_id):
             size = run.state_bytes(CheckpointKind.SAMPLER)
-            self._guard.check(run.tenant, self._settings.checkpoint_dir, size)
+            try:
+                self._guard.check(run.tenant, self._settings.checkpoint_dir, size)
+            except errors.PacelineError:
+                run.skip_version()
+                raise
         return await self._publisher.publish(
             run,
             seq_id=command.seq_id,
@@ -288,6 +292,10 @@ class RunExecutor:
             return await self._executor.execute(self._run, command, progress)
         finally:
             self._seconds += perf_counter() - start
+
+    def abandon(self, command: Command) -> None:
+        if command.method == "PublishWeights":
+            self._run.skip_version()
 
     async def executed(self, command: Command) -> None:
         self._commands += 1

@@ -172,6 +172,7 @@ class Recovery:
         _log.error("run's state lost: its journal cannot be replayed", run=run.run_id, reason=str(reason))
         await self._engine.delete_run(run.run_id)
         run.state = RunState.LOST
+        run.next_version = max(run.next_version, run.version_limit + 1)
 
     async def _rebuild(self, run: RunRecord, past: StoredCommands, executor: RunExecutor) -> None:
         await self._engine.delete_run(run.run_id)

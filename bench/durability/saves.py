@@ -82,6 +82,9 @@ class Executor:
         """Return empty facts."""
         return Facts()
 
+    def abandon(self, command: Command) -> None:
+        """Do nothing."""
+
     async def executed(self, command: Command) -> None:
         """Take no snapshot."""
 

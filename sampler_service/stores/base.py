@@ -209,11 +209,12 @@ class VersionResolver:
             self._newest = {run: number for run, number in self._newest.items() if VersionKey(run, number) in held}
 
     def announced(self, run_id: str, version: int, newest: int) -> bool:
-        """Record that the trainer announced a version, and which one it calls the newest; return whether it is that.
+        """Record that the trainer announced a version and which it calls the newest; return whether to go on to it.
 
-        The newest may be one that was announced before the trainer crashed and that it still has to recreate.
+        The newest may be on its way to the volume, or be one that the trainer still has to recreate after a crash.
+        Meanwhile a sampler goes on to an older one only from one that is older still.
         """
-        if version < newest:
+        if version < newest and not 0 < self.newest(run_id) < version:
             return False
         last = self.last_announced(run_id)
         if version > last:

@@ -107,6 +107,9 @@ async def test_a_restarted_trainer_sends_samplers_back_only_to_what_it_calls_the
     trainer.announce(older, newest=1)
     await until(lambda: [ack.version for ack in trainer.heard("acknowledgement")] == [2, 1, 1])
     assert (await client.sample(version_ref(RUN))).model.version == 1
+    trainer.announce(make_version(volume, model, RUN, 3), f"runs/{RUN}/versions/3", newest=4)
+    await until(lambda: [ack.version for ack in trainer.heard("acknowledgement")] == [2, 1, 1, 3])
+    assert (await client.sample(version_ref(RUN))).model.version == 3
 
 
 async def test_what_was_announced_before_a_restart_and_is_not_there_is_no_longer_the_newest(
@@ -214,6 +217,23 @@ async def test_the_volume_bridge_waits_for_the_volume_and_copies_nothing(model, 
             await client.sample(version_ref(RUN, 2))
         with pytest.raises(errors.RunNotFound):
             await client.be("stranger").sample(version_ref(RUN, 1))
+
+
+async def test_the_volume_bridge_goes_on_to_each_version_that_reaches_the_volume(
+    model, volume, trainer, port, tmp_path
+):
+    async with sampling(model, port, tmp_path, bridge="volume", keep_versions=1) as client:
+        first, second, third = (make_version(volume, model, RUN, version) for version in (1, 2, 3))
+        trainer.announce(first, f"runs/{RUN}/versions/1")
+        await until(lambda: trainer.heard("acknowledgement"))
+        trainer.announce(second)
+        trainer.announce(third)
+        trainer.announce(second, f"runs/{RUN}/versions/2", newest=3)
+        await until(lambda: [ack.version for ack in trainer.heard("acknowledgement")] == [1, 2])
+        assert (await client.sample(version_ref(RUN))).model.version == 2
+        trainer.announce(third, f"runs/{RUN}/versions/3")
+        await until(lambda: [ack.version for ack in trainer.heard("acknowledgement")] == [1, 2, 3])
+        assert (await client.sample(version_ref(RUN))).model.version == 3
 
 
 async def test_a_version_on_its_way_to_the_volume_is_waited_for(model, volume, tmp_path):

@@ -324,6 +324,26 @@ async def test_a_version_that_the_volume_has_no_room_for_is_announced_if_the_new
         await trainer.publisher.recreate(trainer.run, 2, 2, "the checksum of other weights")
         trainer.publisher.all_returned(trainer.run)
     assert announced(sampler) == [(1, 1)]
+    assert trainer.run.latest_version == 1
+    assert trainer.publisher.find(trainer.run, None) == trainer.publisher.find(trainer.run, 1)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_damaged_version_that_cannot_be_set_aside_keeps_nothing_from_starting(trainer, monkeypatch):
+    def unwritable(_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for _ in range(2):
+        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    (trainer.commander.version.parent / "2" / layout.MANIFEST_FILE).write_bytes(b"damaged")
+    monkeypatch.setattr("trainer_service.publish.publisher.layout.quarantine", unwritable)
+    crash(trainer)
+    trainer.publisher.all_returned(trainer.run)
+    sampler = Watcher("sampler", {})
+    await trainer.hub.join(sampler)
+    assert announced(sampler) == [(1, 1)]
+    trainer.run.next_version = 2
+    assert (await trainer.commander.send(pb.PublishWeightsRequest)).model.version == 3
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -392,6 +412,32 @@ async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_execute
     assert (await execute(publishing)).model.version == version
     with pytest.raises(errors.DiskFull):
         await execute(pb.SaveCheckpointRequest(seq_id=9, **saving))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("how", ["full disk", "poisoned"])
+async def test_a_version_whose_publish_is_refused_when_it_executes_again_is_the_number_of_no_other(
+    trainer, monkeypatch, how
+):
+    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"):
+        announced_before = await trainer.executor.execute(
+            trainer.run,
+            Command.of(pb.PublishWeightsRequest(run_id=trainer.run.run_id, seq_id=1), TEAM),
+            CommandProgress(),
+        )
+    trainer.run.next_version = announced_before.model.version
+    crash(trainer)
+    if how == "poisoned":
+        trainer.run.sequencer.attempts[1] = 99
+        with pytest.raises(errors.PoisonedCommand):
+            await trainer.commander.send(pb.PublishWeightsRequest)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.executor, "_guard", DiskGuard(1 << 60))
+            with pytest.raises(errors.DiskFull):
+                await trainer.commander.send(pb.PublishWeightsRequest)
+    published = await trainer.commander.send(pb.PublishWeightsRequest)
+    assert published.model.version == announced_before.model.version + 1
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -203,7 +203,8 @@ def test_a_replay_whose_loaded_checkpoint_is_gone_loses_the_run_and_loads_no_oth
         run.step()
         run.load(run.save("kept").path)
         run.step()
-        run.save("kept", overwrite=True)
+        path = run.save("kept", overwrite=True).path
+        assert run.publish().version == 1
         trainer.kill()
         shutil.rmtree(folder_of(trainer, run) / "loads")
         assert trainer.start(), trainer.text()
@@ -211,6 +212,8 @@ def test_a_replay_whose_loaded_checkpoint_is_gone_loses_the_run_and_loads_no_oth
             run.forward_backward()
         assert run.get().state == pb.RUN_STATE_LOST
         assert "the checkpoint that command 4 loaded is no longer kept" in trainer.text()
+        run.load(path)
+        assert run.publish().version > 64, "a number that may have been seen before is not used again"
 
 
 def test_damage_to_the_only_snapshot_costs_a_replay_from_the_beginning(trainer):

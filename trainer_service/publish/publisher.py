@@ -28,6 +28,8 @@ from trainer_service.runs.sequencer import CommandProgress
 
 _log = get_logger(__name__)
 
+_DAMAGE = (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch)
+"""Errors of reading the manifest of a damaged version."""
 _NUMBERS_RESERVED = 64
 """Version numbers that one write of run.json reserves, so that not every publish waits for the disk."""
 
@@ -78,7 +80,7 @@ class Publisher:
         shutil.rmtree(self._staging, ignore_errors=True)
         self._staging.mkdir(mode=0o700, parents=True)
         for run in self._registry:
-            run.latest_version = max([run.latest_version, *self._on_volume(run.run_id)])
+            run.latest_version = max([run.latest_version, *self._listed(run.run_id)])
             if not run.is_restored:
                 self._returning[run.run_id] = run.latest_version
             self._announce_newest(run)
@@ -87,6 +89,7 @@ class Publisher:
         """Record that no more versions of a run come back; announce its newest if the one that was expected did not."""
         if self._returning.pop(run.run_id, 0) > self._hub.newest(run.run_id):
             self._announce_newest(run)
+            run.latest_version = self._hub.newest(run.run_id) or run.latest_version
 
     async def stop(self) -> None:
         """Finish writing to the volume and remove the staging directory."""
@@ -135,8 +138,7 @@ class Publisher:
 
     def has_made(self, run: RunRecord, seq_id: int) -> bool:
         """Return whether the version that command `seq_id` publishes is on the volume from before a crash."""
-        made = self._final(run.run_id, run.next_version)
-        return made.exists() and int(weights.read_manifest(made).seq_id) == seq_id
+        return self._final(run.run_id, run.next_version).exists() and self._maker(run, run.next_version) == seq_id
 
     async def recreate(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
         """Recreate a version that command `seq_id` published and that is neither staged nor on the volume.
@@ -180,7 +182,7 @@ class Publisher:
             raise errors.EngineUnavailable("the run is being restored, and its newest versions with it; try again")
         message = "none was published"
         if newest := run.latest_version:
-            state = "is no longer kept" if number <= newest else "was not published"
+            state = "is no longer kept" if number < run.next_version else "was not published"
             message = f"version {number} {state}; {newest} is the newest"
         raise errors.VersionNotFound(message, field="model.version.version")
 
@@ -206,7 +208,7 @@ class Publisher:
 
     def _announce_newest(self, run: RunRecord) -> None:
         """Announce the newest intact version of a run, unless a newer one comes back."""
-        on_volume = set(self._on_volume(run.run_id))
+        on_volume = set(self._listed(run.run_id))
         staged = {
             number: manifest
             for number in layout.numbered(self._staging / run.run_id)
@@ -226,24 +228,40 @@ class Publisher:
             manifest = weights.read_manifest(directory)
             if (manifest.model.run_id, manifest.model.version) != (run.run_id, number):
                 raise errors.ChecksumMismatch("the manifest belongs to another version")
-        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch) as error:
-            aside = layout.quarantine(directory)
-            run.damage.append(f"{directory.parent.name}/{aside.name}")
-            _log.error("version damaged and set aside", run=run.run_id, aside=aside.name, error=str(error))
+        except _DAMAGE as error:
+            _log.error("version damaged", run=run.run_id, version=number, error=str(error))
+            self._set_aside(run, directory)
         except OSError as error:  # may be temporary
             _log.error("version cannot be read", run=run.run_id, version=number, error=str(error))
         else:
             return manifest
         return None
 
+    def _set_aside(self, run: RunRecord, directory: Path) -> None:
+        """Set a damaged version aside, or leave it where that fails: it concerns this run alone."""
+        try:
+            aside = layout.quarantine(directory)
+        except OSError as error:
+            _log.error("damaged version not set aside", run=run.run_id, path=str(directory), error=str(error))
+            return
+        run.damage.append(f"{directory.parent.name}/{aside.name}")
+        _log.error("damaged version set aside", run=run.run_id, aside=aside.name)
+
     async def _next_version(self, run: RunRecord, seq_id: int) -> int:
         """Return the version number for the run's current weights: one that no other weights ever had."""
         version = run.next_version
         while (made := self._final(run.run_id, version)).exists():
-            if weights.read_manifest(made).seq_id == seq_id and await self._is_current(run, made):
+            if self._maker(run, version) == seq_id and await self._is_current(run, made):
                 break
             version += 1
         return version
+
+    def _maker(self, run: RunRecord, version: int) -> int:
+        """Return the seq_id of the command that made a version on the volume; 0 if its manifest is damaged."""
+        try:
+            return int(weights.read_manifest(self._final(run.run_id, version)).seq_id)
+        except _DAMAGE:
+            return 0
 
     async def _is_current(self, run: RunRecord, made: Path) -> bool:
         """Return whether a version on the volume holds the run's current weights."""
@@ -360,6 +378,14 @@ class Publisher:
     def _directory(self, run: RunRecord, version: int) -> Path:
         """Return where a version is created: in the staging directory, or on the volume if it is a whole model."""
         return self._final(run.run_id, version) if _is_whole(run) else self._staged(run.run_id, version)
+
+    def _listed(self, run_id: str) -> list[int]:
+        """Return the numbers of a run's versions on the volume; none if they cannot be listed."""
+        try:
+            return self._on_volume(run_id)
+        except OSError as error:  # it keeps no other run from its versions
+            _log.error("versions cannot be listed", run=run_id, error=str(error))
+            return []
 
     def _on_volume(self, run_id: str) -> list[int]:
         """Return the numbers of a run's versions on the volume."""

@@ -106,6 +106,10 @@ class RunRecord:
         """Set the facts that depend on the place in the run's order; the others stay."""
         self.step, self.next_version = facts.step, facts.next_version
 
+    def skip_version(self) -> None:
+        """Leave out the number of a refused publish, which may have announced it before a crash of the trainer."""
+        self.next_version += 1
+
     def public(self) -> Run:
         """Return the run as clients see it: never in the earlier states that a replay passes through."""
         facts = self.facts_before_replay or self.facts()

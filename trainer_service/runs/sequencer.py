@@ -102,6 +102,9 @@ class Executor(Protocol):
     def facts(self) -> Facts:
         """Return the run's current facts."""
 
+    def abandon(self, command: Command) -> None:
+        """Leave out the version number of a command that began before the engine died and is not executed again."""
+
     async def executed(self, command: Command) -> None:
         """Do what must happen between this command, which may still be executing, and the next."""
 
@@ -514,6 +517,7 @@ class Sequencer:
     async def _answer(self, command: Command, progress: CommandProgress, executor: Executor) -> Answer:
         deaths = self.attempts[command.seq_id]
         if deaths >= self._max_attempts:
+            executor.abandon(command)
             message = f"the engine died {deaths} time(s) while it executed this; it is not retried"
             return errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": str(deaths)})
         self._failpoints.hit("before_execute")

@@ -117,3 +117,9 @@ def test_files_are_linked(tmp_path):
     (source / "file").write_text("text")
     layout.link_files(source, target)
     assert (source / "file").samefile(target / "file")
+
+
+def test_versions_and_snapshots_are_folders_named_by_plain_numbers(tmp_path):
+    for name in ("1", "20", "007", "2.damaged-1", "٣", ".new-4"):
+        (tmp_path / name).mkdir()
+    assert sorted(layout.numbered(tmp_path)) == [1, 20]
