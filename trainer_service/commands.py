@@ -229,24 +229,28 @@ class CommandExecutor:
     ) -> Message:
         """Publish the run's weights as its next version; reuse the one that this command made before a crash.
 
-        The run continues once its weights are captured. Raises DiskFull or QuotaExceeded before anything is started;
-        the version's number is then left out.
+        The run continues once its weights are captured. Raises DiskFull or QuotaExceeded before anything is started. If
+        it fails for good before it takes a number, one is left out: it may have been announced before a crash.
         """
-        if not self._publisher.has_made(run, command.seq_id):
-            size = run.state_bytes(CheckpointKind.SAMPLER)
-            try:
+        number = run.next_version
+        try:
+            if not self._publisher.has_made(run, command.seq_id):
+                size = run.state_bytes(CheckpointKind.SAMPLER)
                 self._guard.check(run.tenant, self._settings.checkpoint_dir, size)
-            except errors.PacelineError:
-                run.skip_version()
-                raise
-        return await self._publisher.publish(
-            run,
-            seq_id=command.seq_id,
-            durable=request.durable,
-            policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
-            ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
-            progress=progress,
-        )
+            return await self._publisher.publish(
+                run,
+                seq_id=command.seq_id,
+                durable=request.durable,
+                policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
+                ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
+                progress=progress,
+            )
+        except errors.EngineUnavailable:
+            raise  # it executes again
+        except Exception:
+            if run.next_version == number:
+                self._publisher.skip_version(run)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +299,7 @@ class RunExecutor:
 
     def abandon(self, command: Command) -> None:
         if command.method == "PublishWeights":
-            self._run.skip_version()
+            self._publisher.skip_version(self._run)
 
     async def executed(self, command: Command) -> None:
         self._commands += 1

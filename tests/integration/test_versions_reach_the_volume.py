@@ -39,6 +39,7 @@ from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.sequencer import CommandProgress
 from trainer_service.runs.storage import RunStorage
 from trainer_service.settings import TrainerSettings
+from trainer_service.volume_files import read_run_file
 
 TEAM = "team"
 SNAPSHOT_AFTER = 4
@@ -98,6 +99,10 @@ def full_disk(monkeypatch, name):
     with monkeypatch.context() as patch:
         patch.setattr(name, full)
         yield
+
+
+def unreadable(*_):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +257,7 @@ async def test_what_does_not_come_back_is_denied_at_once(trainer):
         await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
     await trainer.publisher.settled(trainer.run.run_id)
     crash(trainer)
-    with pytest.raises(errors.VersionNotFound, match="no longer kept"):
+    with pytest.raises(errors.VersionNotFound, match="no version 1, or no longer kept; 9 is the newest"):
         trainer.publisher.find(trainer.run, 1)
 
 
@@ -415,29 +420,41 @@ async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_execute
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("how", ["full disk", "poisoned"])
+@pytest.mark.parametrize("how", ["full disk", "poisoned", "unreadable"])
 async def test_a_version_whose_publish_is_refused_when_it_executes_again_is_the_number_of_no_other(
     trainer, monkeypatch, how
 ):
-    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"):
-        announced_before = await trainer.executor.execute(
-            trainer.run,
-            Command.of(pb.PublishWeightsRequest(run_id=trainer.run.run_id, seq_id=1), TEAM),
-            CommandProgress(),
-        )
-    trainer.run.next_version = announced_before.model.version
+    publishing = Command.of(pb.PublishWeightsRequest(run_id=trainer.run.run_id, seq_id=1), TEAM)
+    answer = await trainer.executor.execute(trainer.run, publishing, CommandProgress())
+    trainer.run.next_version = answer.model.version
     crash(trainer)
     if how == "poisoned":
         trainer.run.sequencer.attempts[1] = 99
         with pytest.raises(errors.PoisonedCommand):
             await trainer.commander.send(pb.PublishWeightsRequest)
+    elif how == "unreadable":
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.publisher, "has_made", unreadable)
+            with pytest.raises(errors.Internal):
+                await trainer.commander.send(pb.PublishWeightsRequest)
     else:
         with monkeypatch.context() as patch:
             patch.setattr(trainer.executor, "_guard", DiskGuard(1 << 60))
             with pytest.raises(errors.DiskFull):
                 await trainer.commander.send(pb.PublishWeightsRequest)
-    published = await trainer.commander.send(pb.PublishWeightsRequest)
-    assert published.model.version == announced_before.model.version + 1
+    assert not trainer.commander.version.exists(), "samplers alone have seen it"
+    assert (await trainer.commander.send(pb.PublishWeightsRequest)).model.version == answer.model.version + 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_number_is_used_only_once_it_is_durably_reserved(trainer, monkeypatch):
+    with full_disk(monkeypatch, "trainer_service.runs.registry.write_run_file"):
+        for _ in range(2):
+            with pytest.raises(errors.DiskFull):
+                await trainer.commander.send(pb.PublishWeightsRequest)
+    version = (await trainer.commander.send(pb.PublishWeightsRequest)).model.version
+    facts = read_run_file(trainer.commander.snapshot.parents[1])
+    assert version == 3 <= facts["version_limit"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -53,7 +53,7 @@ class Facts(msgspec.Struct, frozen=True):
     """What the service knows about a run.
 
     In a journaled answer, `step` and `next_version` are the values after the command in the run's order. The others are
-    the values when the answer was written; no earlier record has newer ones.
+    the values when the answer was written; the last record has the newest.
     """
 
     step: int = 0

@@ -140,6 +140,12 @@ class Publisher:
         """Return whether the version that command `seq_id` publishes is on the volume from before a crash."""
         return self._final(run.run_id, run.next_version).exists() and self._maker(run, run.next_version) == seq_id
 
+    def skip_version(self, run: RunRecord) -> None:
+        """Leave out the number that a publish which failed may have announced before a crash of the trainer."""
+        while self._final(run.run_id, run.next_version).exists():  # the publish went on to the next number
+            run.next_version += 1
+        run.next_version += 1
+
     async def recreate(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
         """Recreate a version that command `seq_id` published and that is neither staged nor on the volume.
 
@@ -182,8 +188,7 @@ class Publisher:
             raise errors.EngineUnavailable("the run is being restored, and its newest versions with it; try again")
         message = "none was published"
         if newest := run.latest_version:
-            state = "is no longer kept" if number < run.next_version else "was not published"
-            message = f"version {number} {state}; {newest} is the newest"
+            message = f"no version {number}, or no longer kept; {newest} is the newest"
         raise errors.VersionNotFound(message, field="model.version.version")
 
     def staged_manifest(self, directory: Path) -> pb.Manifest | None:
@@ -301,9 +306,7 @@ class Publisher:
             )
             if whole:
                 manifest = await asyncio.to_thread(_seal_model, staging, draft)
-            if version > run.version_limit:
-                run.version_limit = version + _NUMBERS_RESERVED
-                await self._registry.persist(run)
+            await self._reserve(run, version)
         if not whole:
             if not is_recreated:
                 staged_path = str(directory / layout.WEIGHTS_FILE)
@@ -311,6 +314,19 @@ class Publisher:
             # The manifest is written to a file when the version is copied to the volume; nobody reads it before that.
             manifest = self._manifests[directory] = await asyncio.to_thread(weights.seal, directory, draft)
         return manifest, directory
+
+    async def _reserve(self, run: RunRecord, version: int) -> None:
+        """Note durably that a version number may be in use. Raises DiskFull."""
+        async with run.reserving:
+            before = run.version_limit
+            if version <= before:
+                return
+            run.version_limit = version + _NUMBERS_RESERVED
+            try:
+                await self._registry.persist(run)
+            except BaseException:
+                run.version_limit = before
+                raise
 
     def _persist(self, run_id: str, version: int, directory: Path, manifest: pb.Manifest) -> asyncio.Task[None]:
         key = (run_id, version)

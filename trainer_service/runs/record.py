@@ -75,6 +75,8 @@ class RunRecord:
     """What clients see while a replay is in progress; None if none is."""
     recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the run is being rebuilt or deleted."""
+    reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while `version_limit` is raised."""
     persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while run.json is written, so that the newest facts are written last."""
     is_deleted: bool = False
@@ -105,10 +107,6 @@ class RunRecord:
     def set_place(self, facts: Facts) -> None:
         """Set the facts that depend on the place in the run's order; the others stay."""
         self.step, self.next_version = facts.step, facts.next_version
-
-    def skip_version(self) -> None:
-        """Leave out the number of a refused publish, which may have announced it before a crash of the trainer."""
-        self.next_version += 1
 
     def public(self) -> Run:
         """Return the run as clients see it: never in the earlier states that a replay passes through."""
