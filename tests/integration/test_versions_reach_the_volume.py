@@ -434,7 +434,7 @@ async def test_a_version_whose_publish_is_refused_when_it_executes_again_is_the_
             await trainer.commander.send(pb.PublishWeightsRequest)
     elif how == "unreadable":
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.publisher, "has_made", unreadable)
+            patch.setattr(trainer.publisher, "_final", unreadable)
             with pytest.raises(errors.Internal):
                 await trainer.commander.send(pb.PublishWeightsRequest)
     else:

@@ -142,9 +142,11 @@ class Publisher:
 
     def skip_version(self, run: RunRecord) -> None:
         """Leave out the number that a publish which failed may have announced before a crash of the trainer."""
-        while self._final(run.run_id, run.next_version).exists():  # the publish went on to the next number
-            run.next_version += 1
-        run.next_version += 1
+        number = run.next_version
+        with suppress(OSError):  # the volume may be unreadable, which must not keep the refusal from its caller
+            while self._final(run.run_id, number).exists():  # the publish went on to the next number
+                number += 1
+        run.next_version = number + 1
 
     async def recreate(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
         """Recreate a version that command `seq_id` published and that is neither staged nor on the volume.
@@ -287,6 +289,7 @@ class Publisher:
         is_recreated: bool = False,
     ) -> tuple[pb.Manifest, Path]:
         """Create a version's files and manifest; samplers are notified of a new adapter before its checksums exist."""
+        await self._reserve(run, version)
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
         directory, whole = self._directory(run, version), _is_whole(run)
         async with layout.new_directory_async(directory, overwrite=whole, durable=whole) as staging:
@@ -306,7 +309,6 @@ class Publisher:
             )
             if whole:
                 manifest = await asyncio.to_thread(_seal_model, staging, draft)
-            await self._reserve(run, version)
         if not whole:
             if not is_recreated:
                 staged_path = str(directory / layout.WEIGHTS_FILE)
