@@ -135,6 +135,7 @@ class RunLifecycle:
         _log.info("run created", run=run_id, kind=type(parameters).__name__, parameters=made.trainable_parameters)
         return record
 
+    @uninterrupted
     async def attach(self, record: RunRecord, request_id: str) -> int:
         """Durably make a client the one that trains a run; return its number.
 

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -32,6 +33,8 @@ from paceline.types.v1 import datum_pb2, lora_pb2
 API = {"api": "metaclaw"}
 """Metadata of runs that are sessions of this API."""
 _SECONDS = 600.0
+_NO_ANSWER = (errors.Unavailable, errors.TimedOut, errors.Cancelled, asyncio.CancelledError)
+"""What a call ends with whose command may have executed, or may still."""
 _MAX_SESSIONS = 4096
 _LOSSES = ("importance_sampling", "ppo", "cispo")
 _CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -123,6 +126,8 @@ class _Session:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     """Losses of the ForwardBackward calls since the last step."""
+    unanswered: bytes = b""
+    """Digest of the last command if its answer is not known: the same request again is the same command."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a command is sent, so that the next one takes its number after the outcome is known."""
 
@@ -288,16 +293,27 @@ class MetaClawApi:
         return next((run for run in runs if API.items() <= run.user_metadata.items()), None)
 
     async def _send(self, tenant: str, run_id: str, make: Callable[..., Message], reply: type[Reply]) -> Reply:
-        """Send the next command of a session. After a failure, the next one attaches again and continues from there."""
+        """Send the next command of a session; after a failure, attach again and continue from there.
+
+        A command whose answer was lost may have executed, or will. The same request after it sends the same command,
+        which executes once.
+        """
         session = self._known(tenant, run_id)
         async with session.turn:
-            await self._attach(tenant, run_id, session)
-            try:
-                with sendable("request"):
-                    message = make(run_id=run_id, seq_id=session.next_seq_id, attachment=session.attachment)
-                answer = await self._services.call(tenant, message, reply, seconds=_SECONDS)
-            except BaseException:
+            with sendable("request"):
+                digest = sha256(make(run_id=run_id).SerializeToString(deterministic=True)).digest()
+            if session.unanswered not in {b"", digest}:
                 session.attachment = 0
+            session.unanswered = b""
+            await self._attach(tenant, run_id, session)
+            message = make(run_id=run_id, seq_id=session.next_seq_id, attachment=session.attachment)
+            try:
+                answer = await self._services.call(tenant, message, reply, seconds=_SECONDS)
+            except BaseException as error:
+                if isinstance(error, _NO_ANSWER) and not isinstance(error, errors.AckTimeout):
+                    session.unanswered = digest
+                else:
+                    session.attachment = 0
                 raise
             session.next_seq_id += 1
         return answer

@@ -254,13 +254,17 @@ class Learner:
     async def _until_answered(self, command: Command) -> Message | errors.PacelineError:
         request_type, reply_type = _KINDS[command.kind]
         request, pause = request_type.FromString(command.request), _FIRST_PAUSE
+        failure = ""
         while True:
             self._asked = (command.kind, monotonic())
             try:
                 answer = await self._services.call(self._known.tenant, request, reply_type, seconds=_SECONDS)
             except errors.PacelineError as error:
                 is_answer = not isinstance(error, _NOT_ANSWERS) and error.retry_after is None
-                if is_answer or isinstance(error, errors.AckTimeout):
+                # A failure that nobody foresaw has an id; the same one again is the answer that the trainer keeps.
+                earlier, failure = failure, error.metadata.get("error_id", "")
+                is_kept = failure != "" and failure == earlier
+                if is_answer or is_kept or isinstance(error, errors.AckTimeout):
                     self._late = ""
                     return error
                 self._late = str(error)

@@ -23,6 +23,7 @@ from trainer_service.runs.deletion import DeletedRuns
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
 from trainer_service.settings import TrainerSettings
+from trainer_service.volume_files import read_run_file
 
 TEAM = Identity("team")
 REQUEST = ("request", b"digest", "tiny", LoraConfig(rank=4, alpha=8.0), {})
@@ -88,6 +89,32 @@ async def test_a_run_is_made_once_when_its_caller_leaves_while_it_is_written(lif
     assert lifecycle._engine.made == [record.run_id]
     assert [folder.name for folder in volume.runs.iterdir()] == [record.run_id]
     assert {"journal", "run.json", "run.copy.json"} <= {path.name for path in volume.run(record.run_id).iterdir()}
+
+
+async def test_an_attachment_whose_caller_left_does_not_undo_the_next_one(lifecycle, volume, monkeypatch):
+    record = await lifecycle.create_run(TEAM, *REQUEST)
+    began, go_on, written, real = Event(), Event(), Event(), registry_module.write_run_file
+
+    def slow(folder, facts):
+        if facts["attachment"] == 1:
+            began.set()
+            go_on.wait()
+        real(folder, facts)
+        if facts["attachment"] == 1:
+            written.set()
+
+    monkeypatch.setattr(registry_module, "write_run_file", slow)
+    one = asyncio.create_task(lifecycle.attach(record, "one"))
+    assert await asyncio.to_thread(began.wait, PATIENCE)
+    one.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await one
+    another = asyncio.create_task(lifecycle.attach(record, "another"))
+    await asyncio.wait({another}, timeout=0.5)
+    go_on.set()
+    assert await asyncio.to_thread(written.wait, PATIENCE)
+    assert await another == 2
+    assert read_run_file(volume.run(record.run_id))["attachment"] == 2
 
 
 async def test_a_run_is_deleted_whole_when_its_caller_leaves_meanwhile(lifecycle, volume, monkeypatch):

@@ -18,6 +18,9 @@ class Trainer:
     def __init__(self):
         self.attachments = {}
         self.taken = {}
+        self.replies = {}
+        self.lost_replies = 0
+        """How many of the next replies are lost."""
 
     async def call(self, tenant, request, reply, **_):
         await asyncio.sleep(0)
@@ -30,12 +33,22 @@ class Trainer:
             return pb.AttachRunResponse(attachment=self.attachments[request.run_id], run=run)
         if request.attachment != self.attachments[request.run_id]:
             raise errors.ClientSuperseded("another client has attached")
-        if request.seq_id != taken + 1:
+        place = request.run_id, request.seq_id
+        if place not in self.replies:
+            if request.seq_id != taken + 1:
+                raise errors.SeqIdReused("was used with another payload")
+            self.taken[request.run_id] += 1
+            if not request.adamw.learning_rate:
+                raise errors.OutOfRange("must be positive")
+            self.replies[place] = request, pb.OptimStepResponse(step=taken + 1)
+        sent, reply = self.replies[place]
+        if sent != request:
             raise errors.SeqIdReused("was used with another payload")
-        self.taken[request.run_id] += 1
-        if not request.adamw.learning_rate:
-            raise errors.OutOfRange("must be positive")
-        return pb.OptimStepResponse(step=taken + 1)
+        if self.lost_replies:
+            self.lost_replies -= 1
+            raise errors.EngineUnavailable("the engine died")
+        await asyncio.sleep(0)
+        return reply
 
 
 @pytest.fixture
@@ -63,6 +76,33 @@ async def test_a_refused_request_does_not_fail_those_behind_it(step):
     replies = await asyncio.gather(step("run", 0.0), step("run"), step("run"), return_exceptions=True)
     assert isinstance(replies[0], errors.OutOfRange)
     assert [reply.step for reply in replies[1:]] == [2, 3]
+
+
+async def test_a_request_that_is_sent_again_because_its_answer_was_lost_is_the_same_command(trainer, step):
+    trainer.lost_replies = 2
+    for _ in range(2):
+        with pytest.raises(errors.EngineUnavailable):
+            await step("run")
+    assert (await step("run")).step == 1
+    assert (await step("run")).step == 2
+
+
+async def test_a_request_whose_caller_left_is_the_same_command_when_it_comes_again(trainer, step):
+    calling = asyncio.create_task(step("run"))
+    while not trainer.replies:  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert [(await step("run")).step for _ in range(2)] == [1, 2]
+
+
+async def test_another_request_goes_on_after_a_command_whose_answer_was_lost(trainer, step):
+    trainer.lost_replies = 1
+    with pytest.raises(errors.EngineUnavailable):
+        await step("run")
+    assert (await step("run", 0.5)).step == 2
+    assert (await step("run")).step == 3
 
 
 async def test_sessions_beyond_the_most_are_forgotten_unless_they_are_in_use(monkeypatch, trainer, step):
