@@ -7,11 +7,13 @@ import shutil
 
 import numpy as np
 import pytest
-from support.stacks.sampler_contract import IDS, PROMPT, TARGETS, ask, one
+from support.stacks.sampler_contract import IDS, PROMPT, TARGETS, ask, one, options_for
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import InvalidShape, RankTooLarge
 from paceline.layout import WEIGHTS_FILE
+from sampler_service.engine.factory import create_engine
+from sampler_service.engine.hf.batch import Job
 from sampler_service.engine.protocol import Adapter
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -87,6 +89,19 @@ async def test_more_adapters_than_one_step_can_mix_take_turns(engine, reference,
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
     for adapter in adapters:
         await engine.remove_adapter(adapter)
+
+
+async def test_an_adapter_that_goes_with_its_cancelled_request_harms_no_other(model_path, make_adapter):
+    engine, adapter = create_engine("hf", options_for(model_path)), make_adapter()
+    await engine.start()
+    await engine.add_adapter(adapter)
+    batcher = engine._loaded.batcher
+    leaving, other = (Job(ask(max_tokens=8, ignore_eos=True, adapter=one), 8) for one in (adapter, None))
+    assert len(batcher.step([leaving, other])) == 2
+    leaving.cancelled = True
+    await engine.remove_adapter(adapter)
+    assert [job for job, _ in batcher.step([])] == [other]
+    await engine.stop()
 
 
 async def test_an_adapter_comes_back_under_a_new_id_and_an_unknown_one_may_be_removed(engine, make_adapter):

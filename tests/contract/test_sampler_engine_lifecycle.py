@@ -98,6 +98,19 @@ async def test_stopping_ends_requests_as_aborted_and_later_ones_as_unavailable(k
         await engine.check_health()
 
 
+async def test_a_request_that_still_scores_its_prompt_when_the_engine_stops_is_unavailable(model_path, monkeypatch):
+    engine = create_engine("hf", options_for(model_path))
+    await engine.start()
+
+    async def score(_):
+        await engine.stop()
+
+    monkeypatch.setattr(engine, "_prompt_score", score)
+    with pytest.raises(EngineUnavailable):
+        async with asyncio.timeout(30):
+            await one(engine, ask())
+
+
 async def test_what_an_adapter_that_overflows_leaves_in_the_cache_reaches_nobody_else(
     model_path, reference, make_adapter, vllm_here
 ):

@@ -91,11 +91,12 @@ class Cohort:
     """Index of each row's prompt, shape [B]; None after the first forward pass."""
     cache: DynamicCache = field(default_factory=DynamicCache)
 
+    def drop_cancelled(self) -> None:
+        """Drop the rows of cancelled requests."""
+        self._keep([not row.job.cancelled for row in self.rows])
+
     def advance(self) -> list[tuple[Job, TokenDelta]]:
         """Sample one token for every row and drop the rows that end."""
-        self._keep([not row.job.cancelled for row in self.rows])
-        if not self.rows:
-            return []
         logprobs = processed_logprobs(self._logits(), [row.job.request.params for row in self.rows])
         tokens = draw(logprobs, [row.generator for row in self.rows])
         values = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
@@ -159,8 +160,10 @@ class Batcher:
         self._cohorts += [self._cohort(list(group)) for _, group in groupby(by_adapter, key=_adapter_id)]
         deltas = []
         for cohort in self._cohorts:
-            self._bank.activate(cohort.rows[0].job.request.adapter)
-            deltas += cohort.advance()
+            cohort.drop_cancelled()  # first, because their adapter may be gone
+            if cohort.rows:
+                self._bank.activate(cohort.rows[0].job.request.adapter)
+                deltas += cohort.advance()
         self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
         return deltas
 

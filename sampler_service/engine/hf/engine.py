@@ -101,6 +101,7 @@ class HfEngine:
         budget = completion_budget(info, len(request.prompt), request.params)
         refuse_constraint(request.params)
         score = await self._prompt_score(request)
+        self._live()  # it may have died meanwhile, and nobody would answer
         deltas = Coalescer(self._readers, request.delivery)
         ticket = _Ticket(Job(request, budget), set(range(request.num_samples)), deltas)
         self._waiting.append(ticket)

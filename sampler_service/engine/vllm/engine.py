@@ -76,7 +76,9 @@ CPU_BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Started:
+class Started:
+    """An engine that runs, and what was found out about it when it started."""
+
     llm: AsyncLLM
     tap: TokenTap | None
     """Takes tokens from vLLM directly; None if they leave by vLLM's own conversion and generators."""
@@ -95,7 +97,7 @@ class VllmEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
-        self._started: _Started | None = None
+        self._started: Started | None = None
         self._open: set[str] = set()
         self._readers = ReaderGroup()
         self._adapters: set[int] = set()
@@ -138,7 +140,7 @@ class VllmEngine:
                 # Otherwise vLLM prepares experts for adapters too, and computes them with Triton in every request.
                 config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
-        self._started = _Started(llm, _tap(llm, self._options), info, linear)
+        self._started = Started(llm, _tap(llm, self._options), info, linear)
         direct = self._options.apply == "direct"
         sizes: list[int] = await llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
         if direct and config.parallel_config.distributed_executor_backend is UniProcExecutor:
@@ -213,7 +215,7 @@ class VllmEngine:
                 async for part in parts:
                     yield part
 
-    async def _text_server(self, engine: _Started) -> TextServer:
+    async def _text_server(self, engine: Started) -> TextServer:
         """Return the server of OpenAI's API, created at the first call: importing its libraries takes a second."""
 
         def make() -> TextServer:
@@ -227,7 +229,7 @@ class VllmEngine:
                 self._text = engine.llm, await asyncio.to_thread(make)
         return self._text[1]
 
-    def _live(self) -> _Started:
+    def _live(self) -> Started:
         if self._started is None:
             raise EngineUnavailable("the engine is not running")
         return self._started
@@ -263,7 +265,7 @@ class VllmEngine:
         raise EngineUnavailable("the engine stopped before the sequence was scored")
 
 
-async def _check_served(engine: _Started, modules: frozenset[str]) -> None:
+async def _check_served(engine: Started, modules: frozenset[str]) -> None:
     """Refuse an adapter that vLLM would apply only in part. Each set of modules is checked once."""
     if modules in engine.served_modules:
         return

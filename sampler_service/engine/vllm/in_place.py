@@ -15,7 +15,7 @@ from paceline.weights import read_tensor_entries
 from sampler_service.engine.model_files import parameter_shapes_of
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import Adapter, Contents, GenerationRequest, TokenDelta
-from sampler_service.engine.vllm.engine import VllmEngine, translated
+from sampler_service.engine.vllm.engine import Started, VllmEngine, translated
 from sampler_service.engine.vllm.params import MIXED
 
 _log = get_logger(__name__)
@@ -38,11 +38,6 @@ class ReplaceableVllmEngine(VllmEngine):
     def model_path(self) -> Path:
         return self._options.model_path
 
-    async def check_health(self) -> None:
-        if self._torn:
-            raise EngineUnavailable("the engine's model was written only in part; it is restarting")
-        await super().check_health()
-
     async def change_model(self, model_path: Path, contents: Contents | None = None) -> None:
         """Overwrite the weights with those of a model between two steps, then empty the prefix cache."""
         if model_path != self.model_path:
@@ -57,7 +52,16 @@ class ReplaceableVllmEngine(VllmEngine):
         except Exception as error:
             _log.exception("model written only in part", model=str(model_path))
             self._torn = True
-            raise EngineUnavailable("the engine's model was written only in part; it is restarting") from error
+            raise _torn_error() from error
+
+    def _live(self) -> Started:
+        if self._torn:
+            raise _torn_error()
+        return super()._live()
+
+
+def _torn_error() -> EngineUnavailable:
+    return EngineUnavailable("the engine's model was written only in part; it is restarting")
 
 
 def _check_weights(file: Path, base: Path) -> None:

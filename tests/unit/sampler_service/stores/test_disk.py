@@ -8,6 +8,7 @@ import pytest
 from support.models.tiny_models import make_tiny_llama
 from support.stacks.weight_stack import BASE, TENANT, make_version
 
+from paceline.errors import DiskFull
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, Volume, new_run_id
 from paceline.weights import read_manifest
 from sampler_service.stores.disk import DiskTier
@@ -111,6 +112,18 @@ async def test_a_tenant_with_many_takes_no_place_from_one_with_few(stage, scratc
 async def test_one_that_cannot_be_written_goes(stage, scratch, tmp_path):
     tier, one, released = DiskTier(scratch, 2), stage(1), Released()
     shutil.rmtree(next(tmp_path.glob("scratch/paceline-sampler-*")))
+    await tier.put(one, released)
+    await tier.close()
+    assert released == [1]
+    assert not tier
+
+
+async def test_one_that_a_full_disk_has_no_room_for_goes(stage, scratch, monkeypatch):
+    def full(_):
+        raise DiskFull("the scratch directory is full")
+
+    monkeypatch.setattr(scratch, "allocate", full)
+    tier, one, released = DiskTier(scratch, 2), stage(1), Released()
     await tier.put(one, released)
     await tier.close()
     assert released == [1]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from safetensors.torch import load_file, save_file
 from support.models.tiny_models import make_tiny_llama
+from support.stacks.sampler_contract import ask, one
 
 from paceline.errors import EngineUnavailable, ModelNotLoadable
 from paceline.layout import MODEL_FILE
@@ -39,6 +42,22 @@ async def test_a_file_of_another_shape_is_refused(engine, base, tmp_path, change
     save_file(change(load_file(base / MODEL_FILE)), tmp_path / MODEL_FILE)
     with pytest.raises(ModelNotLoadable, match="not as in the base model"):
         await engine.change_model(tmp_path)
+
+
+async def test_after_a_change_that_fails_halfway_nothing_is_sampled(engine, base):
+    async def broken(*_, **__):
+        raise RuntimeError("a worker died")
+
+    engine._started = SimpleNamespace(llm=SimpleNamespace(collective_rpc=broken), info=engine)
+    assert engine.describe() is engine
+    with pytest.raises(EngineUnavailable):
+        await engine.change_model(base)
+    with pytest.raises(EngineUnavailable):
+        await one(engine, ask())
+    with pytest.raises(EngineUnavailable):
+        await engine.compute_logprobs([1, 2], None, "team")
+    with pytest.raises(EngineUnavailable):
+        await engine.check_health()
 
 
 async def test_a_file_that_is_none_is_refused(engine, tmp_path):
