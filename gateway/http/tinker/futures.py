@@ -74,6 +74,8 @@ class Work:
     queue_state_reason: str = ""
     result: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     task: asyncio.Task[None] | None = None
+    storing: asyncio.Task[None] | None = None
+    """Ends when the request is stored; None for work that an earlier gateway stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ class Futures:
     async def post(self, kind: Kind[T], request_id: str, tenant: str, session_id: str, request: T) -> None:
         """Accept work durably; repeating the call has no effect.
 
-        Raises RequestIdReused if the id names other work, and UnreadableMessage if the request cannot be stored.
+        The work starts at once. If it cannot be stored it is given up, and the same request may be posted again. Raises
+        RequestIdReused if the id names other work, UnreadableMessage if the request cannot be serialized, and DiskFull.
         """
         try:
             body = kind.dump(request)
@@ -156,12 +159,19 @@ class Futures:
         if known is not None:
             if known.tenant != tenant or known.digest != digest:
                 raise errors.RequestIdReused(f"{request_id[:120]} was another request; use the next number")
+            if isinstance(known, Work) and known.storing is not None:
+                await asyncio.shield(known.storing)
             return
         size = _COPIES * len(body)
         self._waiting_bytes.check(tenant, size)
         work = Work(request_id, tenant, session_id, kind.name, digest, size)
         self._begin(work, request)
-        await self._store.add_future(StoredFuture(request_id, tenant, session_id, kind.name, digest, body, time()))
+        stored = StoredFuture(request_id, tenant, session_id, kind.name, digest, body, time())
+        work.storing = asyncio.create_task(self._store.add_future(stored))
+        work.storing.add_done_callback(
+            lambda done: self._give_up(work) if not done.cancelled() and done.exception() else None
+        )
+        await asyncio.shield(work.storing)
 
     async def result(self, tenant: str, request_id: str, seconds: float) -> Result | Work:
         """Return a result, or the work if it takes longer than `seconds`. Raises RunNotFound if there is neither."""
@@ -255,6 +265,15 @@ class Futures:
             await asyncio.sleep(delay)
             failures += 1
         await self._settle(work, result)
+
+    def _give_up(self, work: Work) -> None:
+        """Forget work that could not be stored."""
+        self._works.pop(work.request_id, None)
+        if work.task is not None:
+            work.task.cancel()
+        if not work.result.done():
+            self._waiting_bytes.remove(work.tenant, work.size)
+            work.result.set_result(Result.of_error(errors.DiskFull("the request could not be stored; post it again")))
 
     async def _end(self, work: Work) -> None:
         if work.task is not None:

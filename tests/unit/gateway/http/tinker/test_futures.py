@@ -10,6 +10,7 @@ from support.patience import PATIENCE
 
 from gateway.http.tinker.futures import Futures, Kind, Result
 from gateway.http.tinker.store import Store
+from paceline import errors
 from paceline.waiting_bytes import WaitingBytes
 
 SAMPLER = "session:sample:0"
@@ -53,3 +54,28 @@ async def test_a_first_poll_tells_of_results_that_are_not_stored_yet(store, futu
     finally:
         disk_is_ready.set()
         await held
+
+
+async def test_work_that_cannot_be_stored_is_refused_each_time_and_counts_no_bytes(store, monkeypatch):
+    waiting, disk_is_full = WaitingBytes(), asyncio.Event()
+    futures = Futures(store, waiting)
+
+    async def never(tenant, request):
+        await asyncio.Event().wait()
+
+    async def full(_):
+        await disk_is_full.wait()
+        raise errors.DiskFull("full")
+
+    kind = futures.add(Kind("optim_step", str.encode, bytes.decode, never))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "add_future", full)
+        posts = [asyncio.create_task(futures.post(kind, "model:1", "tenant", "session", "step")) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert waiting.used("tenant")
+        disk_is_full.set()
+        assert [type(error) for error in await asyncio.gather(*posts, return_exceptions=True)] == [errors.DiskFull] * 2
+    assert not waiting.used("tenant")
+    await futures.post(kind, "model:1", "tenant", "session", "step")
+    assert store.future("model:1").request == b"step"
+    await futures.close()
