@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from fastapi import APIRouter
 
@@ -54,9 +55,11 @@ class TinkerApi:
         self._futures = Futures(self._store, waiting_bytes)
         self._sessions = Sessions(self._store, self._futures)
         names, aliases = Names(self._store), Aliases(settings.http_aliases)
-        training = Training(services, self._store, names, aliases, self._sessions, self._futures, max_bytes)
+        # Posted work counts its bytes until it is done. Its calls count none, or it would wait for itself.
+        sending = replace(services, waiting_bytes=WaitingBytes())
+        training = Training(sending, self._store, names, aliases, self._sessions, self._futures, max_bytes)
         seeds = read_or_make_secret(state / "seeds.secret")
-        sampling = Sampling(services, self._store, aliases, self._futures, seeds)
+        sampling = Sampling(sending, self._store, aliases, self._futures, seeds)
         signing = read_or_make_secret(state / "downloads.secret")
         downloads = Downloads(services, signing, settings.http_public_url)
         self.models = Models(services, names, aliases)
