@@ -88,6 +88,7 @@ class TinkerApi:
     async def start(self) -> None:
         """Restart the work that an earlier gateway left unfinished."""
         await self._futures.resume()
+        await self._sessions.resume()
         self._sweeping = asyncio.create_task(self._sessions.sweep())
 
     async def stop(self) -> None:

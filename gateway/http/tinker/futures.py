@@ -193,6 +193,10 @@ class Futures:
         if work is not None and work.tenant == tenant and work.kind == "sample" and not work.result.done():
             await self._end(work)
 
+    def sessions(self) -> set[str]:
+        """Return the sessions that have unfinished work."""
+        return {work.session_id for work in self._works.values() if not work.result.done()}
+
     async def end_session(self, session_id: str) -> None:
         """Cancel all work of a session that is over."""
         for work in list(self._works.values()):

@@ -74,6 +74,15 @@ class Sessions:
         seen = self._seen.get(session.session_id, max(session.seen, self._started))
         return session.finished is not None or time() - seen > _SILENT_SECONDS
 
+    async def resume(self) -> None:
+        """Watch the sessions whose work an earlier gateway left, since their clients may be gone; end what is over."""
+        for session_id in self._futures.sessions():
+            session = self._store.session(session_id)
+            if session is None or session.finished is not None:
+                await self._futures.end_session(session_id)
+            else:
+                self._seen.setdefault(session_id, self._started)
+
     async def sweep(self) -> None:
         """Cancel the work of silent sessions and delete old results, in an endless loop."""
         forgotten = time()
