@@ -292,7 +292,7 @@ class MetaClawApi:
         runs = await self._models.runs(tenant)
         return next((run for run in runs if API.items() <= run.user_metadata.items()), None)
 
-    async def _send(self, tenant: str, run_id: str, make: Callable[..., Message], reply: type[Reply]) -> Reply:
+    async def _send(self, tenant: str, run_id: str, make: Callable[..., Any], reply: type[Reply]) -> Reply:
         """Send the next command of a session; after a failure, attach again and continue from there.
 
         A command whose answer was lost may have executed, or will. The same request after it sends the same command,
@@ -301,12 +301,13 @@ class MetaClawApi:
         session = self._known(tenant, run_id)
         async with session.turn:
             with sendable("request"):
-                digest = sha256(make(run_id=run_id).SerializeToString(deterministic=True)).digest()
+                message = make(run_id=run_id)
+            digest = sha256(message.SerializeToString(deterministic=True)).digest()
             if session.unanswered not in {b"", digest}:
                 session.attachment = 0
             session.unanswered = b""
             await self._attach(tenant, run_id, session)
-            message = make(run_id=run_id, seq_id=session.next_seq_id, attachment=session.attachment)
+            message.seq_id, message.attachment = session.next_seq_id, session.attachment
             try:
                 answer = await self._services.call(tenant, message, reply, seconds=_SECONDS)
             except BaseException as error:

@@ -29,7 +29,7 @@ from trainer_service.runs.sequencer import CommandProgress
 _log = get_logger(__name__)
 
 _DAMAGE = (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch)
-"""Errors of reading the manifest of a damaged version."""
+"""Errors of reading the manifest of a version that is absent or damaged."""
 _NUMBERS_RESERVED = 64
 """Version numbers that one write of run.json reserves, so that not every publish waits for the disk."""
 
@@ -138,7 +138,7 @@ class Publisher:
 
     def has_made(self, run: RunRecord, seq_id: int) -> bool:
         """Return whether the version that command `seq_id` publishes is on the volume from before a crash."""
-        return self._final(run.run_id, run.next_version).exists() and self._maker(run, run.next_version) == seq_id
+        return self._maker(run, run.next_version) == seq_id
 
     def skip_version(self, run: RunRecord) -> None:
         """Leave out the number that a publish which failed may have announced before a crash of the trainer."""
@@ -264,7 +264,7 @@ class Publisher:
         return version
 
     def _maker(self, run: RunRecord, version: int) -> int:
-        """Return the seq_id of the command that made a version on the volume; 0 if its manifest is damaged."""
+        """Return the seq_id of the command that made a version on the volume; 0 if it is absent or damaged."""
         try:
             return int(weights.read_manifest(self._final(run.run_id, version)).seq_id)
         except _DAMAGE:

@@ -262,7 +262,7 @@ class Learner:
             except errors.PacelineError as error:
                 is_answer = not isinstance(error, _NOT_ANSWERS) and error.retry_after is None
                 # A failure that nobody foresaw has an id; the same one again is the answer that the trainer keeps.
-                earlier, failure = failure, error.metadata.get("error_id", "")
+                earlier, failure = failure, error.error_id if isinstance(error, errors.Internal) else ""
                 is_kept = failure != "" and failure == earlier
                 if is_answer or is_kept or isinstance(error, errors.AckTimeout):
                     self._late = ""
