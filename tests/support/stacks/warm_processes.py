@@ -239,7 +239,11 @@ def _serve(program: str, listener: socket.socket, alive: int, collected: Sequenc
     threading.Thread(target=_end_with_parent, args=(alive, forks), daemon=True).start()
     while True:
         connection, _ = listener.accept()
-        request, files = _receive(connection)
+        received = _receive(connection)
+        if received is None:
+            connection.close()
+            continue
+        request, files = received
         for module in _IMPORTS[program]:
             import_module(module)
         if collected:
@@ -260,16 +264,20 @@ def _serve(program: str, listener: socket.socket, alive: int, collected: Sequenc
                 os.setpgid(pid, pid)  # before the requester can kill the group
         for file in files:
             os.close(file)
-        connection.send(str(pid).encode())
+        with suppress(OSError):  # the requester is gone; `_end_with` ends the fork
+            connection.send(str(pid).encode())
         threading.Thread(target=_report, args=(connection, pid, forks), daemon=True).start()
         threading.Thread(target=_end_with, args=(connection, pid), daemon=True).start()
 
 
-def _receive(connection: socket.socket) -> tuple[_Request, list[int]]:
+def _receive(connection: socket.socket) -> tuple[_Request, list[int]] | None:
+    """Return the request and its files, or None if the requester is gone."""
     data, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_LEN(16))
     files = array("i")
     for _, _, content in ancillary:
         files.frombytes(content)
+    if not data:
+        return None
     return _Request(**json.loads(data)), list(files)
 
 
