@@ -135,7 +135,7 @@ class Sampler:
                 self._metrics.tokens.inc(len(seen))
                 _check_numbers(seen, lease.served, is_constrained=not _CONSTRAINING.isdisjoint(body))
 
-            request = TextRequest(endpoint, body, lease.adapter, tenant, place, see)
+            request = TextRequest(endpoint, body, lease.adapter, tenant, place, see, ended=lease.release)
             async with aclosing(self._engine.complete_text(request)) as parts:
                 async for part in parts:
                     yield lease.served, part

@@ -226,13 +226,22 @@ class VersionWatcher:
             delay = min(2 * delay, _LAST_RETRY)
 
     async def _exactly(self, key: VersionKey, sha256: str) -> LoadedVersion:
-        """Load exactly the announced content, not other content under its number. Raises ChecksumMismatch."""
-        for _ in range(2):  # a shared fetch that started before the announcement may return older content
-            entry = await self._find_or_fetch(key)
-            if entry.served.sha256 == sha256:
-                return entry
+        """Load exactly the announced content, not other content under its number. Raises ChecksumMismatch.
+
+        What was in transit at the announcement may be older content: a shared fetch, or a version on its way to disk.
+        """
+        received = ""
+        for _ in range(3):
+            try:
+                entry = await self._find_or_fetch(key)
+            except errors.VersionExists:
+                _log.info("older content in the way of a version", run=key.run_id, version=key.version)
+            else:
+                received = entry.served.sha256
+                if received == sha256:
+                    return entry
             self._registry.displace(key, sha256)
-        message = f"received bytes with SHA-256 {entry.served.sha256}; {sha256} was announced"
+        message = f"received bytes with SHA-256 {received or 'that differ each time'}; {sha256} was announced"
         raise errors.ChecksumMismatch(message, field="model.sha256")
 
     async def _find_or_fetch(self, key: VersionKey) -> LoadedVersion:

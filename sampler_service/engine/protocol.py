@@ -164,6 +164,8 @@ class TextRequest:
     place: Place
     see: Callable[[Iterable[float]], None]
     """Called with the log-probabilities of sampled tokens; raises if the tokens must not be passed on."""
+    ended: Callable[[], None] = lambda: None
+    """Called once all tokens are sampled, perhaps long before a slow reader has them."""
 
 
 class SamplerEngine(Protocol):

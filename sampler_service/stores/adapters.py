@@ -9,6 +9,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from time import perf_counter
+from weakref import WeakSet
 
 from paceline import errors
 from paceline.background import Background
@@ -51,6 +52,15 @@ class RegistryLimits:
     """Most versions of one tenant in the engine, even if it is the only tenant; 0 means `max_loaded`."""
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Arrival:
+    """A version being fetched and loaded."""
+
+    run_id: str
+    is_deleted: bool = False
+    """Whether its run was deleted meanwhile."""
+
+
 class VersionRegistry:
     """Loads versions on demand, each only once, and unloads versions that are no longer needed.
 
@@ -82,6 +92,9 @@ class VersionRegistry:
         """Loaded into the engine but not verified, so no request can find them yet."""
         self._displaced: set[LoadedVersion] = set()
         """Loaded until their last request ends, but no new request can find them."""
+        self._arrivals: WeakSet[_Arrival] = WeakSet()
+        self._evicted: set[LoadedVersion] = set()
+        """Being unloaded, to wait on disk."""
         self._unloads = 0
         """Versions being unloaded, which takes a step of the engine; each occupies its place until then."""
         self._unloaded = asyncio.Event()
@@ -133,7 +146,7 @@ class VersionRegistry:
 
     async def install(self, staged: StagedAdapter) -> LoadedVersion:
         """Load a pushed adapter and unload those of its run that it supersedes. Raises as `_install`."""
-        entry = await self._install(staged)
+        entry = await self._install(staged, self._expect(staged.key))
         self._resolver.pushed(entry.served.run_id, entry.served.version)
         self.retire_superseded(entry.served.run_id)
         return entry
@@ -156,11 +169,13 @@ class VersionRegistry:
             del self._entries[key]
             self._displaced.add(entry)
             self._retire(entry)
-        self._drop_waiting(lambda staged: staged.key == key and staged.served.sha256 != sha256)
+        self._drop_evicted(lambda staged: staged.key == key and staged.served.sha256 != sha256)
 
     def forget_run(self, run_id: str) -> None:
-        """Unload everything of a deleted run as its requests end."""
-        self._retire_all(lambda staged: run_of(staged.served) == run_id)
+        """Unload everything of a deleted run as its requests end, and refuse what is about to arrive."""
+        for arrival in self._arrivals:
+            arrival.is_deleted |= arrival.run_id == run_id
+        self._retire_all(lambda staged: run_of(staged.key) == run_id)
 
     def retire_superseded(self, run_id: str) -> None:
         """Unload all but the newest versions of a run; one that is requested later is fetched again.
@@ -216,10 +231,16 @@ class VersionRegistry:
                 raise
             return loaded[-1]
 
+    def _expect(self, key: VersionKey) -> _Arrival:
+        arrival = _Arrival(run_of(key))
+        self._arrivals.add(arrival)
+        return arrival
+
     async def _fetch(self, key: VersionKey, tenant: str) -> LoadedVersion:
+        arrival = self._expect(key)
         if (waiting := self._disk.take(key, tenant)) is not None:
             try:
-                return await self._install(waiting)
+                return await self._install(waiting, arrival)
             except BaseException as error:
                 self.listeners.notify_released(waiting.served)
                 if not isinstance(error, errors.ChecksumMismatch):
@@ -230,25 +251,26 @@ class VersionRegistry:
             with self._metrics.fetch_seconds.time():
                 staged = await self._bridge.fetch(key.ref(), tenant)
             try:
-                return await self._install(staged)
+                return await self._install(staged, arrival)
             except ReplacedError:
                 _log.info("weights overwritten while they were loaded; they are fetched again", weights=str(key.ref()))
 
     def _all_staged(self) -> Iterator[StagedAdapter]:
-        return chain((entry.staged for entry in self), self._disk)
+        return chain((entry.staged for entry in chain(self, self._evicted)), self._disk)
 
-    async def _install(self, staged: StagedAdapter) -> LoadedVersion:
+    async def _install(self, staged: StagedAdapter, arrival: _Arrival) -> LoadedVersion:
         """Load a staged adapter into the engine. The registry owns its files from now on, even if this raises.
 
         Loading continues if the caller is cancelled, so that the engine never holds an adapter that is not registered.
         Raises VersionExists if the key is taken by other content, Overloaded if every loaded version is in use,
-        NonFinite for weights that are not finite, and what the engine raises.
+        NonFinite for weights that are not finite, RunNotFound if the run is deleted meanwhile, and what the engine
+        raises.
         """
-        return await self._installing.run(self._install_or_discard(staged))
+        return await self._installing.run(self._install_or_discard(staged, arrival))
 
-    async def _install_or_discard(self, staged: StagedAdapter) -> LoadedVersion:
+    async def _install_or_discard(self, staged: StagedAdapter, arrival: _Arrival) -> LoadedVersion:
         try:
-            entry = self._entries.get(staged.key) or await self._load(staged)
+            entry = self._entries.get(staged.key) or await self._load(staged, arrival)
             if entry.staged is not staged:
                 await staged.verified()
                 entry.staged.check_same(staged)
@@ -262,7 +284,7 @@ class VersionRegistry:
                 ) from error
             raise
 
-    async def _load(self, staged: StagedAdapter) -> LoadedVersion:
+    async def _load(self, staged: StagedAdapter, arrival: _Arrival) -> LoadedVersion:
         """Load and verify an adapter; return its entry, or the entry of the same version that was loaded meanwhile."""
         numbers = asyncio.ensure_future(asyncio.to_thread(check_finite, staged.directory / WEIGHTS_FILE))
         try:
@@ -273,6 +295,8 @@ class VersionRegistry:
                 await self._disk.replace(staged)
                 if entry.retired:
                     raise errors.EngineUnavailable("the engine died and lost the version")
+                if arrival.is_deleted:
+                    raise errors.RunNotFound("the run was deleted", field="model.version.run_id")
                 existing = self._entries.setdefault(entry.key, entry)
         finally:
             numbers.cancel()  # if loading failed, the files are about to be removed
@@ -374,10 +398,12 @@ class VersionRegistry:
         for entry in self:
             if is_meant(entry.staged):
                 self._retire(entry)
-        self._drop_waiting(is_meant)
+        self._drop_evicted(is_meant)
 
-    def _drop_waiting(self, is_meant: Callable[[StagedAdapter], bool]) -> None:
-        """Drop versions that wait on disk."""
+    def _drop_evicted(self, is_meant: Callable[[StagedAdapter], bool]) -> None:
+        """Drop versions that wait on disk, or are about to."""
+        for entry in self._evicted:
+            entry.retired |= is_meant(entry.staged)
         for staged in self._disk.remove(is_meant):
             self._unloading.spawn(self._release(staged))
 
@@ -409,10 +435,13 @@ class VersionRegistry:
             del self._entries[entry.key]
         waits = False
         self._unloads += 1
+        if may_wait:
+            self._evicted.add(entry)
         try:
             await self._engine.remove_adapter(entry.adapter)
-            waits = may_wait
+            waits = may_wait and not entry.retired
         finally:
+            self._evicted.discard(entry)
             self._unloads -= 1
             self._unloaded.set()
             await (self._disk.put(entry.staged, self._release) if waits else self._release(entry.staged))

@@ -281,6 +281,6 @@ class SharedFetches(Generic[T]):
             task.exception()  # waiters raise it; if there are none, asyncio must not report it as never retrieved
 
 
-def run_of(served: ServedModel) -> str:
+def run_of(key: VersionKey) -> str:
     """Return the run that weights come from."""
-    return CheckpointPath.parse(served.checkpoint).run_id if served.checkpoint else served.run_id
+    return CheckpointPath.parse(key.checkpoint).run_id if key.checkpoint else key.run_id

@@ -114,7 +114,7 @@ class ModelSlot(SingleModelStore):
             self._replace(None)
 
     def forget_run(self, run_id: str) -> None:
-        if self._entry is not None and run_of(self._entry.served) == run_id:
+        if self._entry is not None and run_of(self._entry.key) == run_id:
             self._replace(None)
 
     def revived(self, lost: Sequence[Adapter]) -> None:

@@ -109,9 +109,9 @@ class GroupReceiver:
         refusal: errors.PacelineError | None = None
         try:
             self._rules.check(manifest)
+            file = await asyncio.to_thread(self._staging.allocate, manifest)
         except errors.PacelineError as error:
             refusal = error
-        file = await asyncio.to_thread(self._staging.allocate, manifest)
         try:
             # Take part even if the version is refused: a missing member would break the broadcast for all others.
             await member.transfer(None if refusal else file, manifest.total_size)
@@ -120,7 +120,8 @@ class GroupReceiver:
             staged = StagedAdapter(manifest, file.parent, temporary=True)
             await staged.verify_again()
         except BaseException as error:
-            await asyncio.to_thread(shutil.rmtree, file.parent)
+            if refusal is None:
+                await asyncio.to_thread(shutil.rmtree, file.parent)
             if isinstance(error, errors.PeerLost):
                 self._lost(member, error)
             raise

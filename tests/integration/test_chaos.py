@@ -29,8 +29,7 @@ def chaos(tmp_path):
 async def test_runs_that_are_killed_over_and_over_end_byte_identical_to_runs_that_are_not(chaos):
     outcome = await chaos.run(KILLS)
     assert outcome.kills.total() >= KILLS
-    assert len(outcome.kills) > 5, "kills at many points"
-    assert {"sampler", "gateway"} <= {name.partition(" ")[0] for name in outcome.kills}
+    assert {"sampler", "gateway"} < {name.partition(" ")[0] for name in outcome.kills}
     assert outcome.samples > 0
     assert outcome.differences == []
     runs = [path.parent for path in chaos.volume.glob("runs/*/run.json")]  # skips what a killed CreateRun left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -140,6 +141,25 @@ async def test_a_whole_model_is_exchanged_although_somebody_stopped_reading(
         async with unread(client, version_ref(RUN, 1)):
             await publish_and_check(volume, trainer, client, 2)
         assert {message.model.version async for message in call} == {0}
+
+
+async def test_an_answer_of_openais_api_that_nobody_reads_is_in_nobodys_way(
+    model, volume, trainer, port, tmp_path, vllm_here
+):
+    how = {"serves": "models", "engine": "vllm", "max_num_seqs": 1, "reader_seconds": LONG}
+    body = b'{"prompt": [[1, 2], [3]], "max_tokens": 48, "ignore_eos": true, "stream": true}'
+    request = pb.CompleteTextRequest(model=base_ref(), endpoint=pb.TEXT_ENDPOINT_COMPLETIONS, body=body)
+    async with (
+        sampling(model, port, tmp_path, **how) as client,
+        grpc.aio.insecure_channel(client.address, options=NO_WINDOW) as channel,
+    ):
+        call = SamplerServiceStub(channel).CompleteText(request, metadata=client.metadata)
+        await call.initial_metadata()
+        assert len((await client.sample(base_ref())).sequences) == 1
+        await publish_and_check(volume, trainer, client, 1)
+        events = [json.loads(message.data) async for message in call]
+    ends = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+    assert ends == ["length"] * 2
 
 
 async def test_a_whole_model_is_exchanged_although_a_peer_never_lets_a_byte_through(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 
 import pytest
@@ -73,6 +74,28 @@ async def test_requests_in_progress_end_on_what_they_began_with(model, trainer, 
     assert {message.model.sha256 for message in messages} == {before.model.sha256}
     await until(lambda: _one_directory(client))
     assert not trainer.heard("release"), "version 1 is held all the time"
+
+
+async def test_what_is_still_loaded_when_other_content_is_announced_does_not_keep_that_out(
+    model, trainer, client, monkeypatch
+):
+    older = make_version(trainer.volume, model, RUN, 1)
+    loads, gate, load = [], asyncio.Event(), client.engine.add_adapter
+
+    async def load_later(adapter):
+        loads.append(adapter)
+        await gate.wait()
+        return await load(adapter)
+
+    monkeypatch.setattr(client.engine, "add_adapter", load_later)
+    asked = asyncio.create_task(client.sample(version_ref(RUN, 1)))
+    await until(lambda: loads)
+    newer = publish(trainer, model, 1, seed=99)
+    await until(lambda: len(client.staged()) == 2)
+    gate.set()
+    assert (await asked).model.sha256 in {older.model.sha256, newer.model.sha256}
+    await acknowledged(trainer, newer)
+    assert not trainer.heard("refusal")
 
 
 async def _one_directory(client):

@@ -52,6 +52,10 @@ class Watcher:
         """Queue the announcement of a version."""
         self.outbox.put_nowait(pb.WatchVersionsResponse(announcement=announcement))
 
+    def forget_run(self, run_id: str) -> None:
+        """Queue the message that a run was deleted."""
+        self.outbox.put_nowait(pb.WatchVersionsResponse(run_deleted=pb.RunDeleted(run_id=run_id)))
+
     def needs(self, model: ServedModel) -> bool:
         """Return whether to announce a run's newest version: the sampler lacks its bytes or holds a higher number."""
         others = (version for run_id, version in self.held if run_id == model.run_id)
@@ -74,6 +78,8 @@ class WatchHub:
         self._refusals: dict[VersionKey, dict[str, pb.Refusal]] = defaultdict(dict)
         self._ended: set[str] = set()
         """Runs that are being deleted."""
+        self._deleted: set[str] = set()
+        """Runs that were deleted, for samplers that do not watch at that time."""
         self._changed = asyncio.Condition()
 
     def count(self) -> int:
@@ -99,6 +105,8 @@ class WatchHub:
             _log.warning("sampler reconnected; closing its older watch", sampler=watcher.sampler_id)
             older.outbox.put_nowait(errors.SamplerExists("superseded by a newer watch of this sampler", field="hello"))
         self._watchers[watcher.sampler_id] = watcher
+        for run_id in {run_id for run_id, _ in watcher.held} & self._deleted:
+            watcher.forget_run(run_id)
         for announcement in self._newest.values():
             if watcher.needs(served_model_from_proto(announcement.manifest.model)):
                 watcher.announce(announcement)
@@ -193,13 +201,14 @@ class WatchHub:
         await self._notify()
 
     def forget_run(self, run_id: str) -> None:
-        """Forget a run and notify every watcher that it was deleted."""
+        """Forget a run and notify every watcher that it was deleted; those that hold it and join later are notified then."""
+        self._deleted.add(run_id)
         self._newest.pop(run_id, None)
         self._ended.discard(run_id)
         for key in [key for key in (*self._announced, *self._acks, *self._refusals) if key[0] == run_id]:
             self.forget_version(key)
         for watcher in self._watchers.values():
-            watcher.outbox.put_nowait(pb.WatchVersionsResponse(run_deleted=pb.RunDeleted(run_id=run_id)))
+            watcher.forget_run(run_id)
 
     def forget_version(self, key: VersionKey) -> None:
         """Forget a version's announcement and the answers to it."""

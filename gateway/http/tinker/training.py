@@ -21,6 +21,7 @@ from gateway.http.tinker.names import Aliases, Names, external_name, model_of
 from gateway.http.tinker.sessions import Sessions
 from gateway.http.tinker.store import Model, Sampler, Store
 from paceline import codec, errors
+from paceline.background import Background, uninterrupted
 from paceline.client.batching import sendable
 from paceline.client.retry import is_unread
 from paceline.layout import CheckpointPath
@@ -170,6 +171,7 @@ class Training:
         self._aliases = aliases
         self._sessions = sessions
         self._max_message_bytes = max_message_bytes
+        self._changes = Background("a model was not created")
 
         def kind(name: str, body: type[Request], run: Callable[[str, Request], Awaitable[Result]]) -> Kind[Request]:
             def dump(request: Request) -> bytes:
@@ -327,6 +329,11 @@ class Training:
         await self._delete_run(tenant, model)
         return Result.of({"model_id": model.model_id, "type": "unload_model"})
 
+    async def close(self) -> None:
+        """Stop what goes on although its work was cancelled; the next gateway repeats it."""
+        await self._changes.close()
+
+    @uninterrupted  # otherwise work that is cancelled could leave a run that no model names
     async def _make_model(
         self,
         tenant: str,

@@ -6,6 +6,7 @@ each request gets the adapter that was leased for it, the tenant's salt for the 
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -47,6 +48,8 @@ class _Call:
     request: TextRequest
     model: str
     """Model name in the response."""
+    sampling: int = 0
+    """Number of its prompts that tokens are sampled for, or will be."""
     failure: BaseException | None = None
     """The original error from the engine, which the layer replaces by its own wording."""
 
@@ -152,11 +155,34 @@ class _Engine:
         self, prompt: Any, sampling_params: VllmSamplingParams, request_id: str, **others: Any
     ) -> AsyncIterator[RequestOutput]:
         """Sample for the call in the current context."""
-        return self._generate(_CALL.get(), prompt, sampling_params, request_id)
+        call = _CALL.get()
+        call.sampling += 1
+        return self._read(call, prompt, sampling_params, request_id)
 
-    async def _generate(
+    async def _read(
         self, call: _Call, prompt: Any, params: VllmSamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
+        """Yield outputs as they are read; a slow reader delays only itself."""
+        outputs: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
+        sampling = asyncio.create_task(self._sample(call, prompt, params, request_id, outputs))
+        sampling.add_done_callback(lambda _: outputs.put_nowait(None))
+        try:
+            while (output := await outputs.get()) is not None:
+                yield output
+            await sampling
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+
+    async def _sample(
+        self,
+        call: _Call,
+        prompt: Any,
+        params: VllmSamplingParams,
+        request_id: str,
+        outputs: asyncio.Queue[RequestOutput | None],
+    ) -> None:
+        """Sample in a place of the queue, and release it, and with the last of a call its weights, at the end."""
         request, tokens = call.request, prompt.get("prompt_token_ids") or []
         try:
             check_tokens(self._info, tokens, "prompt", room=1)
@@ -165,12 +191,12 @@ class _Engine:
             lora = lora_request(request.adapter) if request.adapter else None
             prompt["cache_salt"] = request.tenant or None
             async with request.place(len(tokens), params.n, params.max_tokens or 1):
-                outputs = self._llm.generate(prompt, params, request_id, lora_request=lora)
+                generated = self._llm.generate(prompt, params, request_id, lora_request=lora)
                 try:
-                    async with aclosing(outputs) as source:
+                    async with aclosing(generated) as source:
                         async for output in source:
                             _check(output, request)
-                            yield output
+                            outputs.put_nowait(output)
                 except EngineGenerateError as error:
                     await self._llm.abort(request_id)  # vLLM goes on counting a request that it could not send
                     if isinstance(error.__cause__, OverflowError):
@@ -184,6 +210,9 @@ class _Engine:
         except VLLMValidationError as error:
             call.failure = _refusal(error)
             raise
+        call.sampling -= 1
+        if not call.sampling:
+            request.ended()
 
 
 def _check(output: RequestOutput, request: TextRequest) -> None:

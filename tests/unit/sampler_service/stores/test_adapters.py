@@ -352,6 +352,48 @@ async def test_forgetting_a_run_takes_its_versions_and_checkpoints(setup):
     assert [entry.served.run_id for entry in registry] == [other.run_id]
 
 
+async def test_what_arrives_of_a_run_after_its_deletion_is_refused(setup):
+    registry = setup.registry()
+    for ref in (setup.publish(1), ModelRef(checkpoint=f"paceline://{RUN}/sampler/best")):
+        if ref.checkpoint:
+            make_checkpoint(setup.volume, setup.model, ref.checkpoint, seed=1)
+        setup.bridge.gate.clear()
+        using = asyncio.create_task(use(registry, ref))
+        await until(lambda: setup.bridge.fetches)
+        registry.forget_run(RUN)
+        setup.bridge.gate.set()
+        with pytest.raises(errors.RunNotFound):
+            await using
+        assert not len(registry)
+        setup.bridge.fetches = 0
+    assert (await use(registry, setup.publish(1, new_run_id()))).served.version == 1
+
+
+@pytest.mark.parametrize("end", ["forgotten", "displaced", "unloaded", "kept"])
+async def test_a_version_that_is_on_its_way_to_disk_ends_with_its_run_and_for_other_content(setup, end):
+    registry = setup.registry(max_loaded=1, on_disk=1)
+    released = []
+    registry.listeners.released.append(released.append)
+    first, other = setup.publish(1), setup.publish(1, new_run_id())
+    await use(registry, first)
+    setup.engine.gate.clear()
+    using = asyncio.create_task(use(registry, other))
+    await until(lambda: not len(registry))
+    assert [served.run_id for served in registry.held()] == [RUN]
+    match end:
+        case "forgotten":
+            registry.forget_run(RUN)
+        case "displaced":
+            registry.displace(VersionKey(RUN, 1), "0" * 64)
+        case "unloaded":
+            registry.unload(first, TENANT)
+    setup.engine.gate.set()
+    await using
+    is_kept = end == "kept"
+    assert {served.run_id for served in registry.held()} == {other.run_id} | ({RUN} if is_kept else set())
+    assert [served.run_id for served in released] == ([] if is_kept else [RUN])
+
+
 async def test_the_newest_version_is_unknown_without_a_trainer(setup):
     registry = setup.registry()
     setup.publish(1)

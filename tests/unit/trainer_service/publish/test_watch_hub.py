@@ -139,3 +139,12 @@ async def test_a_sampler_that_watches_again_ends_its_older_watch():
     await hub.leave(older)
     hub.announce(announcement())
     assert len(told(newer)) == 1
+
+
+async def test_a_sampler_that_did_not_watch_at_a_runs_deletion_is_told_when_it_joins():
+    hub, other = WatchHub(), new_run_id()
+    hub.announce(announcement())
+    hub.forget_run(RUN)
+    watcher = await joined(hub, held={(RUN, 1): OURS, (RUN, 2): OURS, (other, 1): OURS})
+    assert [message.run_deleted.run_id for message in told(watcher)] == [RUN]
+    assert told(await joined(hub, "two", held={(other, 1): OURS})) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from gateway.http.tinker.sessions import Sessions
 from gateway.http.tinker.store import Model, Store
 from gateway.http.tinker.training import Adam, CreateModel, OptimStep, Training
 from paceline import errors
+from paceline.layout import new_run_id
 from paceline.tinker.v1 import tinker_pb2
 from paceline.waiting_bytes import WaitingBytes
 
@@ -78,3 +80,29 @@ async def test_a_batch_that_is_refused_unread_uses_up_its_seq_id(futures):
     with pytest.raises(errors.OutOfRange):
         await training.forward_backward.run("tenant", batch)
     assert [(request.seq_id, request.loss_fn) for request in trainer.got] == [(7, "ppo"), (7, "")]
+
+
+class Slow:
+    """A trainer whose answer to CreateRun waits until it is let go."""
+
+    def __init__(self):
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+    async def call(self, tenant, request, reply, **_):
+        self.asked.set()
+        await self.go.wait()
+        return reply(run={"run_id": new_run_id(), "base_model": "base", "lora": {"rank": 4}, "state": 1})
+
+
+async def test_a_run_that_is_created_while_its_session_ends_has_a_model_so_that_it_can_be_deleted(futures):
+    store, trainer = futures._store, Slow()
+    training = Training(trainer, store, Names(store), Aliases(()), Sessions(store, futures), futures, 1 << 20)
+    request = CreateModel(session_id="s", model_seq_id=0, base_model="base")
+    await futures.post(training.create_model, "s:train:0:0", "tenant", "s", request)
+    await trainer.asked.wait()
+    await futures.end_session("s")
+    trainer.go.set()
+    await training._changes.finish()
+    assert [model.session_id for model in store.models("tenant")] == ["s"]
+    await training.close()
+    await futures.close()
