@@ -201,7 +201,7 @@ class WatchHub:
         await self._notify()
 
     def forget_run(self, run_id: str) -> None:
-        """Forget a run and notify every watcher that it was deleted; those that hold it and join later are notified then."""
+        """Forget a run and notify every watcher that it was deleted, also one that holds it and joins later."""
         self._deleted.add(run_id)
         self._newest.pop(run_id, None)
         self._ended.discard(run_id)

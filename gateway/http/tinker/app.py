@@ -57,7 +57,9 @@ class TinkerApi:
         names, aliases = Names(self._store), Aliases(settings.http_aliases)
         # Posted work counts its bytes until it is done. Its calls count none, or it would wait for itself.
         sending = replace(services, waiting_bytes=WaitingBytes())
-        self._training = training = Training(sending, self._store, names, aliases, self._sessions, self._futures, max_bytes)
+        self._training = training = Training(
+            sending, self._store, names, aliases, self._sessions, self._futures, max_bytes
+        )
         seeds = read_or_make_secret(state / "seeds.secret")
         sampling = Sampling(sending, self._store, aliases, self._futures, seeds)
         signing = read_or_make_secret(state / "downloads.secret")

@@ -45,7 +45,11 @@ class StopStrings:
 
     def push(self, token: int, *, counts: bool) -> bool:
         """Add a token and return whether its text completes a stop string; always False unless `counts`."""
-        new = self.stream.step(self.tokenizer, token) or ""
+        try:
+            new = self.stream.step(self.tokenizer, token) or ""
+        except Exception:  # the library's only class; it cannot go on where bytes that are no UTF-8 precede text
+            self.stream = DecodeStream(ids=[token], skip_special_tokens=False)
+            new = self.tokenizer.decode([token], skip_special_tokens=False)
         self.text += new
         return counts and any(
             self.text.find(s, max(0, len(self.text) - len(new) - len(s) + 1)) >= 0 for s in self.strings
