@@ -224,8 +224,8 @@ def make_app(*apis: APIRouter) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place = ".".join(part for part in map(str, first["loc"]) if part != "body" and not part.isdecimal())
-        return problem(errors.InvalidArgument(str(first["msg"]), field=place))
+        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"] if part != "body"]
+        return problem(errors.InvalidArgument(str(first["msg"]), field="".join(parts).removeprefix(".")))
 
     @app.exception_handler(Exception)
     async def uncaught(request: Request, error: Exception) -> Response:

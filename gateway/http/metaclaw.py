@@ -7,12 +7,14 @@ summed over datums; AdamW has betas 0.9 and 0.999, eps 1e-8, weight decay 0.01, 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import numpy as np
@@ -36,6 +38,14 @@ _SECONDS = 600.0
 _NO_ANSWER = (errors.Unavailable, errors.TimedOut, errors.Cancelled, asyncio.CancelledError)
 """What a call ends with whose command may have executed, or may still."""
 _MAX_SESSIONS = 4096
+_FIELDS = {
+    r"^data\b": "datums",
+    r"\.model_input\b.*": ".model_input_tokens",
+    r"\.loss_inputs\[(\w+)\].*": r".\1",
+    r"^prompt\b": "tokens",
+    r"^lora\.rank$": "rank",
+}
+"""Fields of the services -> those of this API."""
 _LOSSES = ("importance_sampling", "ppo", "cispo")
 _CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
@@ -127,7 +137,9 @@ class _Session:
     losses: list[float] = field(default_factory=list)
     """Losses of the ForwardBackward calls since the last step."""
     unanswered: bytes = b""
-    """Digest of the last command if its answer is not known: the same request again is the same command."""
+    """Digest of the last request's commands if not all answers are known: the same request again is the same ones."""
+    answers: list[Message] = field(default_factory=list)
+    """Those that are known."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a command is sent, so that the next one takes its number after the outcome is known."""
 
@@ -186,7 +198,8 @@ class MetaClawApi:
                 lora=lora_pb2.LoraConfig(rank=body.rank),
                 user_metadata=API,
             )
-            made = await self._services.call(tenant_of(request), message, pb.CreateRunResponse, seconds=_SECONDS)
+            with _named_as_here():
+                made = await self._services.call(tenant_of(request), message, pb.CreateRunResponse, seconds=_SECONDS)
             return {
                 "session_id": made.run.run_id,
                 "status": "ready",
@@ -197,24 +210,20 @@ class MetaClawApi:
 
         @router.post("/weights/save")
         async def weights_save(request: Request, body: WeightsSave) -> dict[str, Any]:
-            tenant, run_id = tenant_of(request), body.session_id
-            session = await self._session(tenant, run_id)
-            name = body.name or f"adapter_step_{session.step:04d}"
-            path = await self._save(tenant, run_id, name, pb.CHECKPOINT_KIND_SAMPLER)
-            # MetaClaw's server swaps the adapter on a save, so the weights are published at once.
-            await self._send(tenant, run_id, pb.PublishWeightsRequest, pb.PublishWeightsResponse)
-            return {"status": "ok", "adapter_path": path, "step": session.step}
+            return await while_connected(request, self._save_weights(tenant_of(request), body))
 
         @router.post("/checkpoint/save")
         async def checkpoint_save(request: Request, body: CheckpointSave) -> dict[str, str]:
-            path = await self._save(tenant_of(request), body.session_id, body.name, pb.CHECKPOINT_KIND_STATE)
-            return {"status": "ok", "path": path}
+            save = _save(body.name, pb.CHECKPOINT_KIND_STATE)
+            saving = self._send(tenant_of(request), body.session_id, save, pb.SaveCheckpointResponse)
+            return {"status": "ok", "path": (await while_connected(request, saving)).checkpoint.path}
 
         @router.post("/checkpoint/load")
         async def checkpoint_load(request: Request, body: CheckpointLoad) -> dict[str, Any]:
             tenant = tenant_of(request)
             make = partial(pb.LoadCheckpointRequest, path=body.path, with_optimizer=True)
-            reply = await self._send(tenant, body.session_id, make, pb.LoadCheckpointResponse)
+            loading = self._send(tenant, body.session_id, make, pb.LoadCheckpointResponse)
+            reply = await while_connected(request, loading)
             self._known(tenant, body.session_id).step = reply.run.step
             return {"status": "ok", "step": reply.run.step}
 
@@ -228,7 +237,8 @@ class MetaClawApi:
             loss: dict[str, Any] = {"loss_fn": body.loss_fn, "loss_fn_config": config}
             make = partial(pb.ForwardBackwardRequest, data=data, **loss, refuse_non_finite=True)
             tenant = tenant_of(request)
-            reply = await self._send(tenant, body.session_id, make, pb.ForwardBackwardResponse)
+            computing = self._send(tenant, body.session_id, make, pb.ForwardBackwardResponse)
+            reply = await while_connected(request, computing)
             mean = reply.metrics["loss:sum"] / len(data)
             self._known(tenant, body.session_id).losses.append(mean)
             tokens = sum(max(1, int(np.count_nonzero(datum.advantages))) for datum in body.datums)
@@ -238,7 +248,8 @@ class MetaClawApi:
         async def optim_step(request: Request, body: OptimStep) -> dict[str, Any]:
             make = partial(pb.OptimStepRequest, adamw=pb.AdamwParams(learning_rate=body.learning_rate, **_ADAMW))
             tenant = tenant_of(request)
-            reply = await self._send(tenant, body.session_id, make, pb.OptimStepResponse)
+            stepping = self._send(tenant, body.session_id, make, pb.OptimStepResponse)
+            reply = await while_connected(request, stepping)
             session = self._known(tenant, body.session_id)
             losses, session.losses, session.step = session.losses, [], reply.step
             return {
@@ -249,9 +260,13 @@ class MetaClawApi:
                 "learning_rate": reply.learning_rate,
             }
 
-    async def _save(self, tenant: str, run_id: str, name: str, kind: pb.CheckpointKind.ValueType) -> str:
-        make = partial(pb.SaveCheckpointRequest, name=name, kind=kind, overwrite=True)
-        return (await self._send(tenant, run_id, make, pb.SaveCheckpointResponse)).checkpoint.path
+    async def _save_weights(self, tenant: str, body: WeightsSave) -> dict[str, Any]:
+        session = await self._session(tenant, body.session_id)
+        save = _save(body.name or f"adapter_step_{session.step:04d}", pb.CHECKPOINT_KIND_SAMPLER)
+        # MetaClaw's server swaps the adapter on a save, so the weights are published at once.
+        commands = ((save, pb.SaveCheckpointResponse), (pb.PublishWeightsRequest, pb.PublishWeightsResponse))
+        saved, _ = await self._send_all(tenant, body.session_id, commands)
+        return {"status": "ok", "adapter_path": saved.checkpoint.path, "step": session.step}
 
     async def _sample(self, tenant: str, body: Sample) -> dict[str, Any]:
         ref = await self._sampled(tenant, body.session_id)
@@ -267,9 +282,10 @@ class MetaClawApi:
             top_p=body.top_p,
             stop=stop or (),
         )
-        result = await self._services.sample(
-            tenant, ref, tokens, params, seconds=_SECONDS, num_samples=body.num_samples
-        )
+        with _named_as_here():
+            result = await self._services.sample(
+                tenant, ref, tokens, params, seconds=_SECONDS, num_samples=body.num_samples
+            )
         return {
             "sequences": [
                 {
@@ -293,31 +309,41 @@ class MetaClawApi:
         return next((run for run in runs if API.items() <= run.user_metadata.items()), None)
 
     async def _send(self, tenant: str, run_id: str, make: Callable[..., Any], reply: type[Reply]) -> Reply:
-        """Send the next command of a session; after a failure, attach again and continue from there.
+        """Send a request's only command. Raises as `_send_all`."""
+        (answer,) = await self._send_all(tenant, run_id, ((make, reply),))
+        return cast("Reply", answer)
+
+    async def _send_all(
+        self, tenant: str, run_id: str, commands: Sequence[tuple[Callable[..., Any], type[Message]]]
+    ) -> Sequence[Any]:
+        """Send a request's commands, the next of a session; after a failure, attach again and continue from there.
 
         A command whose answer was lost may have executed, or will. The same request after it sends the same command,
-        which executes once.
+        which executes once, and none that was answered before it.
         """
         session = self._known(tenant, run_id)
         async with session.turn:
             with sendable("request"):
-                message = make(run_id=run_id)
-            digest = sha256(message.SerializeToString(deterministic=True)).digest()
-            if session.unanswered not in {b"", digest}:
-                session.attachment = 0
-            session.unanswered = b""
-            await self._attach(tenant, run_id, session)
-            message.seq_id, message.attachment = session.next_seq_id, session.attachment
-            try:
-                answer = await self._services.call(tenant, message, reply, seconds=_SECONDS)
-            except BaseException as error:
-                if isinstance(error, _NO_ANSWER) and not isinstance(error, errors.AckTimeout):
-                    session.unanswered = digest
-                else:
+                messages = [make(run_id=run_id) for make, _ in commands]
+            digest = _digest(messages)
+            if session.unanswered != digest:
+                if session.unanswered:
                     session.attachment = 0
-                raise
-            session.next_seq_id += 1
-        return answer
+                session.answers = []
+            await self._attach(tenant, run_id, session)
+            session.unanswered = digest
+            for message, (_, reply) in list(zip(messages, commands, strict=True))[len(session.answers) :]:
+                message.seq_id, message.attachment = session.next_seq_id, session.attachment
+                try:
+                    with _named_as_here():
+                        session.answers.append(await self._services.call(tenant, message, reply, seconds=_SECONDS))
+                except BaseException as error:
+                    if not _is_open(error):
+                        session.attachment, session.unanswered = 0, b""
+                    raise
+                session.next_seq_id += 1
+            session.unanswered = b""
+            return session.answers
 
     async def _session(self, tenant: str, run_id: str) -> _Session:
         """Return a run's session, attached to the run. Raises RunNotFound if the run is not the tenant's."""
@@ -349,6 +375,35 @@ class MetaClawApi:
             for each in idle[:excess]:
                 del self._sessions[each]
         return session
+
+
+@contextmanager
+def _named_as_here() -> Iterator[None]:
+    """Name fields in errors as this API does."""
+    try:
+        yield
+    except errors.PacelineError as error:
+        for theirs, ours in _FIELDS.items():
+            error.field = re.sub(theirs, ours, error.field)
+        raise
+
+
+def _save(name: str, kind: pb.CheckpointKind.ValueType) -> Callable[..., pb.SaveCheckpointRequest]:
+    return partial(pb.SaveCheckpointRequest, name=name, kind=kind, overwrite=True)
+
+
+def _digest(messages: Sequence[Message]) -> bytes:
+    digest = sha256()
+    for message in messages:
+        digest.update(sha256(message.SerializeToString(deterministic=True)).digest())
+    return digest.digest()
+
+
+def _is_open(error: BaseException) -> bool:
+    """Return whether a command that failed may have executed, or may still, so that its number stays its own."""
+    if isinstance(error, errors.Exhausted):
+        return error.retry_after is not None  # refused, perhaps the second time after an answer was lost
+    return isinstance(error, _NO_ANSWER) and not isinstance(error, errors.AckTimeout)
 
 
 def _datum(datum: WireDatum, place: str) -> datum_pb2.Datum:

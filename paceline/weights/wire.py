@@ -78,8 +78,15 @@ def write_piece(file: FileIO, offset: int, size: int) -> bytes:
 
 
 def read_replies(path: Path) -> Iterator[bytes]:
-    """Yield the FetchVersion replies that carry a file's chunks, in order of offset."""
-    with path.open("rb", buffering=0) as file:
+    """Open a file, and return an iterator of the FetchVersion replies that carry its chunks, in order of offset.
+
+    The file may be removed as soon as this has returned.
+    """
+    return _read_replies(path.open("rb", buffering=0))
+
+
+def _read_replies(file: FileIO) -> Iterator[bytes]:
+    with file:
         size = os.fstat(file.fileno()).st_size
         for offset in range(0, size, CHUNK_BYTES):
             yield write_piece(file, offset, min(CHUNK_BYTES, size - offset))

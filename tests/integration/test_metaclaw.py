@@ -13,6 +13,13 @@ from gateway.keys import add_key
 from paceline import SamplingParams
 
 pytestmark = pytest.mark.services
+WRONG_DATUMS = (
+    ({"model_input_tokens": [10**6] * 16}, "datums[1].model_input_tokens"),
+    ({"model_input_tokens": "x"}, "datums[1].model_input_tokens"),
+    ({"target_tokens": [1]}, "datums[1].target_tokens"),
+    ({"target_tokens": ["x"]}, "datums[1].target_tokens[0]"),
+    ({"advantages": [1.0]}, "datums[1].advantages"),
+)
 PROMPT, RESPONSE = list(b"Country: Peru"), list(b" Lima")
 
 
@@ -114,14 +121,20 @@ def test_several_sessions_live_beside_each_other(call):
 
 def test_what_is_wrong_is_told_by_a_status_and_a_field(call, session, address):
     call("/v1/train/forward_backward", session_id=session, datums=[datum()], loss_fn="nothing", status=400)
-    call("/v1/train/forward_backward", session_id=session, datums=[], status=400)
+    none = call("/v1/train/forward_backward", session_id=session, datums=[], status=400)
+    assert none["error"]["param"] == "datums"
     absent = call("/v1/train/optim_step", session_id="run-" + "0" * 32, status=404)
     assert absent["error"]["param"] == "session_id"
     call("/v1/train/optim_step", session_id="../../etc", status=404)
     call("/v1/checkpoint/save", session_id=session, name="../../x", status=400)
     call("/v1/checkpoint/load", session_id=session, path="/etc/passwd", status=400)
+    for fields, place in WRONG_DATUMS:
+        wrong = datum() | fields
+        refusal = call("/v1/train/forward_backward", session_id=session, datums=[datum(), wrong], status=400)
+        assert refusal["error"]["param"] == place
     call("/v1/lora/create", base_model="other", status=404)
-    call("/v1/sample", tokens=[], status=400)
+    assert call("/v1/sample", tokens=[], status=400)["error"]["param"] == "tokens"
+    assert call("/v1/lora/create", rank=9999, status=400)["error"]["param"] == "rank"
     assert call("/v1/lora/create", rank="x", status=400)["error"]["param"] == "rank"
     assert httpx.post(f"{address}/v1/lora/create", json={}).status_code == 401
     call("/v1/train/forward_backward", session_id=session, datums=[datum()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from trainer_service.publish.process_group import BroadcastGroup
 from trainer_service.publish.publisher import Publisher
 from trainer_service.publish.watch_hub import Watcher, WatchHub
 from trainer_service.runs.registry import RunRegistry
+
+_ATTEMPTS = 3
+"""How often weights that are removed or overwritten while they are opened are looked for."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -76,19 +79,18 @@ class WeightServicer(WeightServiceServicer):
         self, request: pb.FetchVersionRequest, context: Context
     ) -> AsyncIterator[bytes]:
         """Yield serialised replies; the handler that `register` adds sends them as they are."""
-        identity = current_identity()
-        directory = self._find(codec.model_ref_from_proto(request.model), identity)
+        identity, ref = current_identity(), codec.model_ref_from_proto(request.model)
+        directory = self._find(ref, identity)
         staged = self._publisher.staged_manifest(directory)
         if staged is not None and request.accept_staged_path and identity.is_peer:
             yield pb.FetchVersionResponse(manifest=staged).SerializeToString()
             file = directory / weights.weights_file(staged)
             yield pb.FetchVersionResponse(staged_path=str(file)).SerializeToString()
             return
-        with layout.opened(directory) as opened:  # a checkpoint may be overwritten between its manifest and its weights
-            manifest = staged or weights.read_manifest(opened)
-            yield pb.FetchVersionResponse(manifest=manifest).SerializeToString()
-            for reply in weights.read_replies(opened / weights.weights_file(manifest)):
-                yield reply
+        manifest, replies = self._open(ref, identity)
+        yield pb.FetchVersionResponse(manifest=manifest).SerializeToString()
+        for reply in replies:
+            yield reply
 
     async def _join(self, requests: AsyncIterator[pb.WatchVersionsRequest], identity: Identity) -> Watcher:
         async for first in requests:
@@ -141,6 +143,21 @@ class WeightServicer(WeightServiceServicer):
             with suppress(errors.RunNotFound):  # deleted meanwhile
                 run = self._registry.get(ack.run_id, Identity(PEER_TENANT))
                 self._agreements.acknowledged(watcher, run, ack.version, is_refused=ack.run_refused)
+
+    def _open(self, ref: ModelRef, identity: Identity) -> tuple[pb.Manifest, Iterator[bytes]]:
+        """Return the manifest of weights, and the replies that carry them, from a file that is open by now.
+
+        Weights that are removed or overwritten meanwhile are looked for once more. Raises VersionNotFound or
+        CheckpointNotFound if they are gone.
+        """
+        for _ in range(_ATTEMPTS):
+            directory = self._find(ref, identity)
+            with suppress(FileNotFoundError), layout.opened(directory) as opened:
+                manifest = self._publisher.staged_manifest(directory) or weights.read_manifest(opened)
+                return manifest, weights.read_replies(opened / weights.weights_file(manifest))
+        if ref.checkpoint:
+            raise errors.CheckpointNotFound("no such checkpoint", field="model.checkpoint")
+        raise errors.VersionNotFound("no such version, or no longer kept", field="model.version.version")
 
     def _find(self, ref: ModelRef, identity: Identity) -> Path:
         if ref.is_base:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
+from fastapi import FastAPI
 
 from gateway.http import metaclaw
 from gateway.http.metaclaw import MetaClawApi
 from paceline import errors
+from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 
@@ -21,6 +24,10 @@ class Trainer:
         self.replies = {}
         self.lost_replies = 0
         """How many of the next replies are lost."""
+        self.is_full = False
+        self.answers = asyncio.Event()
+        """Set while commands are answered."""
+        self.answers.set()
 
     async def call(self, tenant, request, reply, **_):
         await asyncio.sleep(0)
@@ -31,6 +38,8 @@ class Trainer:
             self.attachments[request.run_id] = self.attachments.get(request.run_id, 0) + 1
             run = {"last_seq_id": taken, "step": taken}
             return pb.AttachRunResponse(attachment=self.attachments[request.run_id], run=run)
+        if self.is_full:
+            raise errors.Overloaded("too many calls")
         if request.attachment != self.attachments[request.run_id]:
             raise errors.ClientSuperseded("another client has attached")
         place = request.run_id, request.seq_id
@@ -38,9 +47,10 @@ class Trainer:
             if request.seq_id != taken + 1:
                 raise errors.SeqIdReused("was used with another payload")
             self.taken[request.run_id] += 1
-            if not request.adamw.learning_rate:
+            is_step = isinstance(request, pb.OptimStepRequest)
+            if is_step and not request.adamw.learning_rate:
                 raise errors.OutOfRange("must be positive")
-            self.replies[place] = request, pb.OptimStepResponse(step=taken + 1)
+            self.replies[place] = request, pb.OptimStepResponse(step=taken + 1) if is_step else reply()
         sent, reply = self.replies[place]
         if sent != request:
             raise errors.SeqIdReused("was used with another payload")
@@ -48,6 +58,7 @@ class Trainer:
             self.lost_replies -= 1
             raise errors.EngineUnavailable("the engine died")
         await asyncio.sleep(0)
+        await self.answers.wait()
         return reply
 
 
@@ -57,12 +68,16 @@ def trainer():
 
 
 @pytest.fixture
-def step(trainer):
-    api = MetaClawApi(trainer, None)
+def api(trainer):
+    return MetaClawApi(trainer, None)
 
-    def make(rate):
-        return lambda **place: pb.OptimStepRequest(adamw=pb.AdamwParams(learning_rate=rate), **place)
 
+def make(rate):
+    return lambda **place: pb.OptimStepRequest(adamw=pb.AdamwParams(learning_rate=rate), **place)
+
+
+@pytest.fixture
+def step(api):
     return lambda run_id, rate=1.0: api._send("tenant", run_id, make(rate), pb.OptimStepResponse)
 
 
@@ -95,6 +110,65 @@ async def test_a_request_whose_caller_left_is_the_same_command_when_it_comes_aga
     with pytest.raises(asyncio.CancelledError):
         await calling
     assert [(await step("run")).step for _ in range(2)] == [1, 2]
+
+
+async def test_a_refusal_between_a_lost_answer_and_the_request_that_is_sent_again_forgets_nothing(trainer, step):
+    trainer.lost_replies = 1
+    with pytest.raises(errors.EngineUnavailable):
+        await step("run")
+    trainer.is_full = True
+    with pytest.raises(errors.Overloaded):
+        await step("run")
+    trainer.is_full = False
+    assert [(await step("run")).step for _ in range(2)] == [1, 2]
+
+
+async def test_of_a_request_with_two_commands_only_the_one_without_an_answer_is_sent_again(trainer, api, step):
+    commands = [(make(rate), pb.OptimStepResponse) for rate in (0.1, 0.2)]
+    await step("run")
+    sending = asyncio.create_task(api._send_all("tenant", "run", commands))
+    while trainer.taken["run"] < 3:  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    assert [reply.step for reply in await api._send_all("tenant", "run", commands)] == [2, 3]
+    assert [reply.step for reply in await api._send_all("tenant", "run", commands)] == [4, 5]
+
+
+async def post(api, path, body, leave):
+    """Post a request; its caller leaves when `leave` is set."""
+    app, status = FastAPI(), []
+    app.include_router(api.routes())
+    messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    scope["headers"] = [(b"content-type", b"application/json")]
+    scope["state"] = {"identity": Identity("tenant")}
+
+    async def receive():
+        if (message := next(messages, None)) is None:
+            await leave.wait()
+            return {"type": "http.disconnect"}
+        return message
+
+    async def send(message):
+        status.append(message.get("status"))
+
+    await app(scope, receive, send)
+    return status[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/train/optim_step", "/v1/weights/save"])
+async def test_a_request_whose_connection_breaks_executes_once_when_it_is_sent_again(trainer, api, path):
+    trainer.answers.clear()
+    leave, body = asyncio.Event(), {"session_id": "run"}
+    posting = asyncio.create_task(post(api, path, body, leave))
+    while not trainer.taken.get("run"):  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0)
+    leave.set()
+    await asyncio.gather(posting, return_exceptions=True)
+    trainer.answers.set()
+    assert await post(api, path, body, asyncio.Event()) == 200
+    assert trainer.taken["run"] == (2 if path.endswith("save") else 1)
 
 
 async def test_another_request_goes_on_after_a_command_whose_answer_was_lost(trainer, step):

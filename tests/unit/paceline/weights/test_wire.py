@@ -157,3 +157,11 @@ def test_a_file_that_shrinks_is_not_padded(tmp_path):
     file.write_bytes(CONTENT[:CHUNK_BYTES])
     with pytest.raises(EOFError):
         next(replies)
+
+
+def test_a_file_that_is_removed_is_read_to_its_end(tmp_path):
+    file = tmp_path / "weights"
+    file.write_bytes(CONTENT)
+    replies = weights.read_replies(file)
+    file.unlink()
+    assert b"".join(bytes(read_part(reply).data) for reply in replies) == CONTENT
