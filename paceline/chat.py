@@ -8,6 +8,8 @@ from typing import Any
 
 from paceline import errors
 
+_ALWAYS_WITH_CONTENT = ("user", "system", "developer")
+"""Roles whose messages have a text; the others may have tool calls instead."""
 _MAX_DEPTH = 64
 _CHARACTERS_PER_TOKEN = 32
 """Most characters per token, on average: longer texts are refused before they are tokenized."""
@@ -35,13 +37,18 @@ def read_chat_body(content: bytes) -> dict[str, Any]:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages that hold only text: nothing is fetched for a caller. Raises InvalidArgument, Unsupported."""
-    if not isinstance(messages, list):
-        raise errors.InvalidArgument("must be a list of messages", field="messages")
+    """Return messages that hold only text: nothing is fetched for a caller.
+
+    Raises InvalidArgument, MissingField, Unsupported.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise errors.InvalidArgument("must be a list of messages, at least one", field="messages")
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise errors.InvalidArgument("must be an object", field=f"messages[{index}]")
         content = message.get("content")
+        if content is None and message.get("role") in _ALWAYS_WITH_CONTENT:
+            raise errors.MissingField("is not set; give the message's text", field=f"messages[{index}].content")
         parts = content if isinstance(content, list) else []
         for part in parts:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):

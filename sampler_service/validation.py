@@ -125,7 +125,8 @@ def read_body(content: bytes, endpoint: TextEndpoint, max_context_length: int) -
     if given.get("echo") and given.get("logprobs") is not None:
         raise errors.Unsupported("cannot be combined with logprobs; leave out one of them", field="echo")
     _check_format(given)
-    check_messages(given.get("messages", []))
+    if "messages" in given:
+        check_messages(given["messages"])
     _check_template_kwargs(given.get("chat_template_kwargs", {}))
     field = "messages" if endpoint is TextEndpoint.CHAT_COMPLETIONS else "prompt"
     check_length(field, [given.get("messages"), given.get("prompt"), given.get("tools")], max_context_length)

@@ -232,6 +232,8 @@ def test_prompt_and_answer_fill_the_context_that_the_model_has_and_no_more(clien
         ({"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
         ({"messages": MESSAGES, "mm_processor_kwargs": {}}, "mm_processor_kwargs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [*MESSAGES, {"role": "user"}]}, r"messages\[1\].content"),
         ({}, "messages"),
     ],
 )
