@@ -145,6 +145,8 @@ class VersionWatcher:
                 self._agreement.forget_run(message.run_deleted.run_id)
                 if self._offers is not None:
                     self._offers.drop(message.run_deleted.run_id)
+                if self._group is not None:
+                    self._group.forget_run(message.run_deleted.run_id)
             case "staged" if self._offers is not None:
                 self._applying.spawn(self._prepare(self._offers.expect(message.staged)))
             case "group" if self._group is not None:

@@ -224,7 +224,8 @@ def make_app(*apis: APIRouter) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"] if part != "body"]
+        place = () if first["type"] == "json_invalid" else first["loc"]  # else it is the number of a character
+        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "body"]
         return problem(errors.InvalidArgument(str(first["msg"]), field="".join(parts).removeprefix(".")))
 
     @app.exception_handler(Exception)

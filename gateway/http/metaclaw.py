@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -43,7 +43,8 @@ _FIELDS = {
     r"\.model_input\b.*": ".model_input_tokens",
     r"\.loss_inputs\[(\w+)\].*": r".\1",
     r"^prompt\b": "tokens",
-    r"^lora\.rank$": "rank",
+    r"^(lora|params|adamw)\.": "",
+    r"^(model\.version\.)?run_id$": "session_id",
 }
 """Fields of the services -> those of this API."""
 _LOSSES = ("importance_sampling", "ppo", "cispo")
@@ -51,7 +52,7 @@ _CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
 _CHAT = {"temperature": 0.7, "max_tokens": 4096, "top_k": 50, "top_p": 0.95}
 _VERSION = "0.1.0"
-Reply = TypeVar("Reply", bound=Message)
+Answer = TypeVar("Answer")
 
 
 class Body(BaseModel):
@@ -138,8 +139,8 @@ class _Session:
     """Losses of the ForwardBackward calls since the last step."""
     unanswered: bytes = b""
     """Digest of the last request's commands if not all answers are known: the same request again is the same ones."""
-    answers: list[Message] = field(default_factory=list)
-    """Those that are known."""
+    replies: list[Message] = field(default_factory=list)
+    """The trainer's replies to the first of these commands."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a command is sent, so that the next one takes its number after the outcome is known."""
 
@@ -210,22 +211,36 @@ class MetaClawApi:
 
         @router.post("/weights/save")
         async def weights_save(request: Request, body: WeightsSave) -> dict[str, Any]:
-            return await while_connected(request, self._save_weights(tenant_of(request), body))
+            # MetaClaw's server swaps the adapter on a save, so the weights are published at once.
+            commands = (
+                (_save(body.name, pb.CHECKPOINT_KIND_SAMPLER), pb.SaveCheckpointResponse),
+                (pb.PublishWeightsRequest, pb.PublishWeightsResponse),
+            )
+
+            def saved(session: _Session, reply: pb.SaveCheckpointResponse, _: Message) -> dict[str, Any]:
+                return {"status": "ok", "adapter_path": reply.checkpoint.path, "step": session.step}
+
+            return await while_connected(request, self._send(tenant_of(request), body.session_id, commands, saved))
 
         @router.post("/checkpoint/save")
         async def checkpoint_save(request: Request, body: CheckpointSave) -> dict[str, str]:
-            save = _save(body.name, pb.CHECKPOINT_KIND_STATE)
-            saving = self._send(tenant_of(request), body.session_id, save, pb.SaveCheckpointResponse)
-            return {"status": "ok", "path": (await while_connected(request, saving)).checkpoint.path}
+            commands = ((_save(body.name, pb.CHECKPOINT_KIND_STATE), pb.SaveCheckpointResponse),)
+
+            def saved(_: _Session, reply: pb.SaveCheckpointResponse) -> dict[str, str]:
+                return {"status": "ok", "path": reply.checkpoint.path}
+
+            return await while_connected(request, self._send(tenant_of(request), body.session_id, commands, saved))
 
         @router.post("/checkpoint/load")
         async def checkpoint_load(request: Request, body: CheckpointLoad) -> dict[str, Any]:
-            tenant = tenant_of(request)
             make = partial(pb.LoadCheckpointRequest, path=body.path, with_optimizer=True)
-            loading = self._send(tenant, body.session_id, make, pb.LoadCheckpointResponse)
-            reply = await while_connected(request, loading)
-            self._known(tenant, body.session_id).step = reply.run.step
-            return {"status": "ok", "step": reply.run.step}
+            commands = ((make, pb.LoadCheckpointResponse),)
+
+            def loaded(session: _Session, reply: pb.LoadCheckpointResponse) -> dict[str, Any]:
+                session.step = reply.run.step
+                return {"status": "ok", "step": reply.run.step}
+
+            return await while_connected(request, self._send(tenant_of(request), body.session_id, commands, loaded))
 
     def _add_training(self, router: APIRouter) -> None:
         @router.post("/train/forward_backward")
@@ -236,37 +251,32 @@ class MetaClawApi:
             config = {} if body.loss_fn == "importance_sampling" else _CLIPPED
             loss: dict[str, Any] = {"loss_fn": body.loss_fn, "loss_fn_config": config}
             make = partial(pb.ForwardBackwardRequest, data=data, **loss, refuse_non_finite=True)
-            tenant = tenant_of(request)
-            computing = self._send(tenant, body.session_id, make, pb.ForwardBackwardResponse)
-            reply = await while_connected(request, computing)
-            mean = reply.metrics["loss:sum"] / len(data)
-            self._known(tenant, body.session_id).losses.append(mean)
             tokens = sum(max(1, int(np.count_nonzero(datum.advantages))) for datum in body.datums)
-            return {"status": "ok", "loss": mean, "total_tokens": tokens, "num_datums": len(data)}
+
+            def computed(session: _Session, reply: pb.ForwardBackwardResponse) -> dict[str, Any]:
+                mean = reply.metrics["loss:sum"] / len(data)
+                session.losses.append(mean)
+                return {"status": "ok", "loss": mean, "total_tokens": tokens, "num_datums": len(data)}
+
+            commands = ((make, pb.ForwardBackwardResponse),)
+            return await while_connected(request, self._send(tenant_of(request), body.session_id, commands, computed))
 
         @router.post("/train/optim_step")
         async def optim_step(request: Request, body: OptimStep) -> dict[str, Any]:
             make = partial(pb.OptimStepRequest, adamw=pb.AdamwParams(learning_rate=body.learning_rate, **_ADAMW))
-            tenant = tenant_of(request)
-            stepping = self._send(tenant, body.session_id, make, pb.OptimStepResponse)
-            reply = await while_connected(request, stepping)
-            session = self._known(tenant, body.session_id)
-            losses, session.losses, session.step = session.losses, [], reply.step
-            return {
-                "status": "ok",
-                "step": reply.step,
-                "grad_norm": reply.grad_norm,
-                "avg_loss": sum(losses) / len(losses) if losses else 0.0,
-                "learning_rate": reply.learning_rate,
-            }
 
-    async def _save_weights(self, tenant: str, body: WeightsSave) -> dict[str, Any]:
-        session = await self._session(tenant, body.session_id)
-        save = _save(body.name or f"adapter_step_{session.step:04d}", pb.CHECKPOINT_KIND_SAMPLER)
-        # MetaClaw's server swaps the adapter on a save, so the weights are published at once.
-        commands = ((save, pb.SaveCheckpointResponse), (pb.PublishWeightsRequest, pb.PublishWeightsResponse))
-        saved, _ = await self._send_all(tenant, body.session_id, commands)
-        return {"status": "ok", "adapter_path": saved.checkpoint.path, "step": session.step}
+            def stepped(session: _Session, reply: pb.OptimStepResponse) -> dict[str, Any]:
+                losses, session.losses, session.step = session.losses, [], reply.step
+                return {
+                    "status": "ok",
+                    "step": reply.step,
+                    "grad_norm": reply.grad_norm,
+                    "avg_loss": sum(losses) / len(losses) if losses else 0.0,
+                    "learning_rate": reply.learning_rate,
+                }
+
+            commands = ((make, pb.OptimStepResponse),)
+            return await while_connected(request, self._send(tenant_of(request), body.session_id, commands, stepped))
 
     async def _sample(self, tenant: str, body: Sample) -> dict[str, Any]:
         ref = await self._sampled(tenant, body.session_id)
@@ -308,18 +318,18 @@ class MetaClawApi:
         runs = await self._models.runs(tenant)
         return next((run for run in runs if API.items() <= run.user_metadata.items()), None)
 
-    async def _send(self, tenant: str, run_id: str, make: Callable[..., Any], reply: type[Reply]) -> Reply:
-        """Send a request's only command. Raises as `_send_all`."""
-        (answer,) = await self._send_all(tenant, run_id, ((make, reply),))
-        return cast("Reply", answer)
-
-    async def _send_all(
-        self, tenant: str, run_id: str, commands: Sequence[tuple[Callable[..., Any], type[Message]]]
-    ) -> Sequence[Any]:
+    async def _send(
+        self,
+        tenant: str,
+        run_id: str,
+        commands: Sequence[tuple[Callable[..., Any], type[Message]]],
+        conclude: Callable[..., Answer],
+    ) -> Answer:
         """Send a request's commands, the next of a session; after a failure, attach again and continue from there.
 
         A command whose answer was lost may have executed, or will. The same request after it sends the same command,
-        which executes once, and none that was answered before it.
+        which executes once, and none that was answered before it. `conclude` notes in the session what the replies say,
+        before the next request has its turn, and returns the answer.
         """
         session = self._known(tenant, run_id)
         async with session.turn:
@@ -329,28 +339,22 @@ class MetaClawApi:
             if session.unanswered != digest:
                 if session.unanswered:
                     session.attachment = 0
-                session.answers = []
+                session.replies = []
             await self._attach(tenant, run_id, session)
             session.unanswered = digest
-            for message, (_, reply) in list(zip(messages, commands, strict=True))[len(session.answers) :]:
+            for message, (_, reply) in list(zip(messages, commands, strict=True))[len(session.replies) :]:
+                _name(message, session)
                 message.seq_id, message.attachment = session.next_seq_id, session.attachment
                 try:
                     with _named_as_here():
-                        session.answers.append(await self._services.call(tenant, message, reply, seconds=_SECONDS))
+                        session.replies.append(await self._services.call(tenant, message, reply, seconds=_SECONDS))
                 except BaseException as error:
                     if not _is_open(error):
                         session.attachment, session.unanswered = 0, b""
                     raise
                 session.next_seq_id += 1
-            session.unanswered = b""
-            return session.answers
-
-    async def _session(self, tenant: str, run_id: str) -> _Session:
-        """Return a run's session, attached to the run. Raises RunNotFound if the run is not the tenant's."""
-        session = self._known(tenant, run_id)
-        async with session.turn:
-            await self._attach(tenant, run_id, session)
-        return session
+            replies, session.replies, session.unanswered = session.replies, [], b""
+            return conclude(session, *replies)
 
     async def _attach(self, tenant: str, run_id: str, session: _Session) -> None:
         """Attach a session to its run unless it is. The caller holds its turn. Raises RunNotFound."""
@@ -390,6 +394,12 @@ def _named_as_here() -> Iterator[None]:
 
 def _save(name: str, kind: pb.CheckpointKind.ValueType) -> Callable[..., pb.SaveCheckpointRequest]:
     return partial(pb.SaveCheckpointRequest, name=name, kind=kind, overwrite=True)
+
+
+def _name(message: Message, session: _Session) -> None:
+    """Name saved weights after the session's step if the caller gave no name."""
+    if isinstance(message, pb.SaveCheckpointRequest) and message.kind == pb.CHECKPOINT_KIND_SAMPLER:
+        message.name = message.name or f"adapter_step_{session.step:04d}"
 
 
 def _digest(messages: Sequence[Message]) -> bytes:

@@ -76,6 +76,11 @@ class GroupReceiver:
         if arrival is not None:
             self._background.spawn(_discard(arrival))
 
+    def forget_run(self, run_id: str) -> None:
+        """Discard what arrives of a deleted run."""
+        for key in [key for key in self._arrivals if key.run_id == run_id]:
+            self.drop(key)
+
     def leave(self) -> None:
         """Leave the group: the trainer disconnected or is making another generation."""
         member, self._member, self._generation = self._member, None, 0

@@ -47,9 +47,9 @@ class StagingArea(OwnDirectory):
         Return the path of the weights' file in it. Raises DiskFull, and then leaves no directory.
         """
         directory = self.path / uuid4().hex
-        directory.mkdir()
         try:
             with _room():
+                directory.mkdir()
                 file = directory / weights_file(manifest)
                 if file.name == WEIGHTS_FILE:
                     (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)

@@ -119,7 +119,8 @@ def test_several_sessions_live_beside_each_other(call):
     assert versions == [1, 1]
 
 
-def test_what_is_wrong_is_told_by_a_status_and_a_field(call, session, address):
+def test_what_is_wrong_is_told_by_a_status_and_a_field(cluster, call, session, address):
+    key = {"Authorization": f"Bearer {cluster.api_key}"}
     call("/v1/train/forward_backward", session_id=session, datums=[datum()], loss_fn="nothing", status=400)
     none = call("/v1/train/forward_backward", session_id=session, datums=[], status=400)
     assert none["error"]["param"] == "datums"
@@ -134,7 +135,12 @@ def test_what_is_wrong_is_told_by_a_status_and_a_field(call, session, address):
         assert refusal["error"]["param"] == place
     call("/v1/lora/create", base_model="other", status=404)
     assert call("/v1/sample", tokens=[], status=400)["error"]["param"] == "tokens"
+    assert call("/v1/sample", tokens=[1], temperature=-1, status=400)["error"]["param"] == "temperature"
     assert call("/v1/lora/create", rank=9999, status=400)["error"]["param"] == "rank"
+    broken = httpx.post(
+        f"{address}/v1/sample", content=b'{"tokens": [1', headers=key | {"content-type": "application/json"}
+    )
+    assert (broken.status_code, broken.json()["error"]["param"]) == (400, None)
     assert call("/v1/lora/create", rank="x", status=400)["error"]["param"] == "rank"
     assert httpx.post(f"{address}/v1/lora/create", json={}).status_code == 401
     call("/v1/train/forward_backward", session_id=session, datums=[datum()])

@@ -76,9 +76,13 @@ def make(rate):
     return lambda **place: pb.OptimStepRequest(adamw=pb.AdamwParams(learning_rate=rate), **place)
 
 
+def only(session, reply):
+    return reply
+
+
 @pytest.fixture
 def step(api):
-    return lambda run_id, rate=1.0: api._send("tenant", run_id, make(rate), pb.OptimStepResponse)
+    return lambda run_id, rate=1.0: api._send("tenant", run_id, [(make(rate), pb.OptimStepResponse)], only)
 
 
 async def test_the_first_requests_attach_once(trainer, step):
@@ -126,13 +130,16 @@ async def test_a_refusal_between_a_lost_answer_and_the_request_that_is_sent_agai
 async def test_of_a_request_with_two_commands_only_the_one_without_an_answer_is_sent_again(trainer, api, step):
     commands = [(make(rate), pb.OptimStepResponse) for rate in (0.1, 0.2)]
     await step("run")
-    sending = asyncio.create_task(api._send_all("tenant", "run", commands))
+
+    def send():
+        return api._send("tenant", "run", commands, lambda session, *replies: [reply.step for reply in replies])
+
+    sending = asyncio.create_task(send())
     while trainer.taken["run"] < 3:  # noqa: ASYNC110 - the trainer is asked for nothing else
         await asyncio.sleep(0)
     sending.cancel()
     await asyncio.gather(sending, return_exceptions=True)
-    assert [reply.step for reply in await api._send_all("tenant", "run", commands)] == [2, 3]
-    assert [reply.step for reply in await api._send_all("tenant", "run", commands)] == [4, 5]
+    assert [await send(), await send()] == [[2, 3], [4, 5]]
 
 
 async def post(api, path, body, leave):
@@ -169,6 +176,30 @@ async def test_a_request_whose_connection_breaks_executes_once_when_it_is_sent_a
     trainer.answers.set()
     assert await post(api, path, body, asyncio.Event()) == 200
     assert trainer.taken["run"] == (2 if path.endswith("save") else 1)
+
+
+def saved_names(trainer):
+    requests = (request for request, _ in trainer.replies.values())
+    return [request.name for request in requests if isinstance(request, pb.SaveCheckpointRequest)]
+
+
+async def test_weights_without_a_name_have_that_of_their_step(trainer, api):
+    paths, stays = ("/v1/train/optim_step", "/v1/weights/save"), asyncio.Event()
+    await asyncio.gather(*(post(api, path, {"session_id": "run"}, stays) for path in paths))
+    assert saved_names(trainer) == ["adapter_step_0001"]
+
+
+async def test_weights_without_a_name_have_that_of_their_step_also_if_its_caller_had_left(trainer, api):
+    trainer.answers.clear()
+    leaves, stays = asyncio.Event(), asyncio.Event()
+    stepping = asyncio.create_task(post(api, "/v1/train/optim_step", {"session_id": "run"}, leaves))
+    while not trainer.taken.get("run"):  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0)
+    leaves.set()
+    await asyncio.gather(stepping, return_exceptions=True)
+    trainer.answers.set()
+    assert await post(api, "/v1/weights/save", {"session_id": "run"}, stays) == 200
+    assert saved_names(trainer) == ["adapter_step_0001"]
 
 
 async def test_another_request_goes_on_after_a_command_whose_answer_was_lost(trainer, step):
