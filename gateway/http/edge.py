@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.admission import Authenticator
 from gateway.http.generate import GenerateApi
-from gateway.http.metaclaw import MetaClawApi
+from gateway.http.metaclaw.api import MetaClawApi
 from gateway.http.middleware import AccessMiddleware
 from gateway.http.online.api import OnlineApi
 from gateway.http.openai import OpenAiApi

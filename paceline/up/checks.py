@@ -119,5 +119,5 @@ def _check_hub(model: str) -> None:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(". ")
         raise CannotStart(
-            f"--model {model}: there is no such directory, and the Hugging Face hub has no such model ({reason})"
+            f"--model {model}: there is no such directory, and the Hugging Face hub gives no such model ({reason})"
         ) from None

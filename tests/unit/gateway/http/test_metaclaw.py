@@ -8,11 +8,14 @@ import json
 import pytest
 from fastapi import FastAPI
 
-from gateway.http import metaclaw
-from gateway.http.metaclaw import MetaClawApi
+from gateway.http.metaclaw import sessions
+from gateway.http.metaclaw.api import MetaClawApi
 from paceline import errors
+from paceline.layout import new_run_id
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
+
+RUN, UNKNOWN = new_run_id(), new_run_id()
 
 
 class Trainer:
@@ -21,6 +24,8 @@ class Trainer:
     def __init__(self):
         self.attachments = {}
         self.taken = {}
+        self.steps = {}
+        """Steps that were taken and answered."""
         self.replies = {}
         self.lost_replies = 0
         """How many of the next replies are lost."""
@@ -31,12 +36,12 @@ class Trainer:
 
     async def call(self, tenant, request, reply, **_):
         await asyncio.sleep(0)
-        if request.run_id == "unknown":
+        if request.run_id == UNKNOWN:
             raise errors.RunNotFound("no such run")
         taken = self.taken.setdefault(request.run_id, 0)
         if isinstance(request, pb.AttachRunRequest):
             self.attachments[request.run_id] = self.attachments.get(request.run_id, 0) + 1
-            run = {"last_seq_id": taken, "step": taken}
+            run = {"last_seq_id": taken, "step": self.steps.get(request.run_id, 0)}
             return pb.AttachRunResponse(attachment=self.attachments[request.run_id], run=run)
         if self.is_full:
             raise errors.Overloaded("too many calls")
@@ -59,6 +64,8 @@ class Trainer:
             raise errors.EngineUnavailable("the engine died")
         await asyncio.sleep(0)
         await self.answers.wait()
+        if isinstance(reply, pb.OptimStepResponse):
+            self.steps[request.run_id] = max(reply.step, self.steps.get(request.run_id, 0))
         return reply
 
 
@@ -82,17 +89,17 @@ def only(session, reply):
 
 @pytest.fixture
 def step(api):
-    return lambda run_id, rate=1.0: api._send("tenant", run_id, [(make(rate), pb.OptimStepResponse)], only)
+    return lambda run_id, rate=1.0: api._sessions.send("tenant", run_id, [(make(rate), pb.OptimStepResponse)], only)
 
 
 async def test_the_first_requests_attach_once(trainer, step):
-    replies = await asyncio.gather(*(step("run") for _ in range(5)))
+    replies = await asyncio.gather(*(step(RUN) for _ in range(5)))
     assert [reply.step for reply in replies] == [1, 2, 3, 4, 5]
-    assert trainer.attachments == {"run": 1}
+    assert trainer.attachments == {RUN: 1}
 
 
 async def test_a_refused_request_does_not_fail_those_behind_it(step):
-    replies = await asyncio.gather(step("run", 0.0), step("run"), step("run"), return_exceptions=True)
+    replies = await asyncio.gather(step(RUN, 0.0), step(RUN), step(RUN), return_exceptions=True)
     assert isinstance(replies[0], errors.OutOfRange)
     assert [reply.step for reply in replies[1:]] == [2, 3]
 
@@ -101,41 +108,61 @@ async def test_a_request_that_is_sent_again_because_its_answer_was_lost_is_the_s
     trainer.lost_replies = 2
     for _ in range(2):
         with pytest.raises(errors.EngineUnavailable):
-            await step("run")
-    assert (await step("run")).step == 1
-    assert (await step("run")).step == 2
+            await step(RUN)
+    assert (await step(RUN)).step == 1
+    assert (await step(RUN)).step == 2
 
 
 async def test_a_request_whose_caller_left_is_the_same_command_when_it_comes_again(trainer, step):
-    calling = asyncio.create_task(step("run"))
+    calling = asyncio.create_task(step(RUN))
     while not trainer.replies:  # noqa: ASYNC110 - the trainer is asked for nothing else
         await asyncio.sleep(0)
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
-    assert [(await step("run")).step for _ in range(2)] == [1, 2]
+    assert [(await step(RUN)).step for _ in range(2)] == [1, 2]
 
 
 async def test_a_refusal_between_a_lost_answer_and_the_request_that_is_sent_again_forgets_nothing(trainer, step):
     trainer.lost_replies = 1
     with pytest.raises(errors.EngineUnavailable):
-        await step("run")
+        await step(RUN)
     trainer.is_full = True
     with pytest.raises(errors.Overloaded):
-        await step("run")
+        await step(RUN)
     trainer.is_full = False
-    assert [(await step("run")).step for _ in range(2)] == [1, 2]
+    assert [(await step(RUN)).step for _ in range(2)] == [1, 2]
+
+
+async def test_another_request_that_is_refused_does_not_make_a_lost_command_execute_twice(trainer, step):
+    trainer.lost_replies = 1
+    with pytest.raises(errors.EngineUnavailable):
+        await step(RUN)
+    trainer.is_full = True
+    with pytest.raises(errors.Overloaded):
+        await step(RUN, 0.5)
+    trainer.is_full = False
+    assert [(await step(RUN, rate)).step for rate in (1.0, 0.5)] == [1, 2]
+
+
+async def test_a_request_that_was_refused_before_it_arrived_is_not_sent_for_another(trainer, step):
+    trainer.is_full = True
+    with pytest.raises(errors.Overloaded):
+        await step(RUN)
+    trainer.is_full = False
+    assert (await step(RUN, 0.5)).step == 1
+    assert [request.adamw.learning_rate for request, _ in trainer.replies.values()] == [0.5]
 
 
 async def test_of_a_request_with_two_commands_only_the_one_without_an_answer_is_sent_again(trainer, api, step):
     commands = [(make(rate), pb.OptimStepResponse) for rate in (0.1, 0.2)]
-    await step("run")
+    await step(RUN)
 
     def send():
-        return api._send("tenant", "run", commands, lambda session, *replies: [reply.step for reply in replies])
+        return api._sessions.send("tenant", RUN, commands, lambda session, *replies: [reply.step for reply in replies])
 
     sending = asyncio.create_task(send())
-    while trainer.taken["run"] < 3:  # noqa: ASYNC110 - the trainer is asked for nothing else
+    while trainer.taken[RUN] < 3:  # noqa: ASYNC110 - the trainer is asked for nothing else
         await asyncio.sleep(0)
     sending.cancel()
     await asyncio.gather(sending, return_exceptions=True)
@@ -167,15 +194,15 @@ async def post(api, path, body, leave):
 @pytest.mark.parametrize("path", ["/v1/train/optim_step", "/v1/weights/save"])
 async def test_a_request_whose_connection_breaks_executes_once_when_it_is_sent_again(trainer, api, path):
     trainer.answers.clear()
-    leave, body = asyncio.Event(), {"session_id": "run"}
+    leave, body = asyncio.Event(), {"session_id": RUN}
     posting = asyncio.create_task(post(api, path, body, leave))
-    while not trainer.taken.get("run"):  # noqa: ASYNC110 - the trainer is asked for nothing else
+    while not trainer.taken.get(RUN):  # noqa: ASYNC110 - the trainer is asked for nothing else
         await asyncio.sleep(0)
     leave.set()
     await asyncio.gather(posting, return_exceptions=True)
     trainer.answers.set()
     assert await post(api, path, body, asyncio.Event()) == 200
-    assert trainer.taken["run"] == (2 if path.endswith("save") else 1)
+    assert trainer.taken[RUN] == (2 if path.endswith("save") else 1)
 
 
 def saved_names(trainer):
@@ -185,41 +212,42 @@ def saved_names(trainer):
 
 async def test_weights_without_a_name_have_that_of_their_step(trainer, api):
     paths, stays = ("/v1/train/optim_step", "/v1/weights/save"), asyncio.Event()
-    await asyncio.gather(*(post(api, path, {"session_id": "run"}, stays) for path in paths))
+    await asyncio.gather(*(post(api, path, {"session_id": RUN}, stays) for path in paths))
     assert saved_names(trainer) == ["adapter_step_0001"]
 
 
 async def test_weights_without_a_name_have_that_of_their_step_also_if_its_caller_had_left(trainer, api):
     trainer.answers.clear()
     leaves, stays = asyncio.Event(), asyncio.Event()
-    stepping = asyncio.create_task(post(api, "/v1/train/optim_step", {"session_id": "run"}, leaves))
-    while not trainer.taken.get("run"):  # noqa: ASYNC110 - the trainer is asked for nothing else
+    stepping = asyncio.create_task(post(api, "/v1/train/optim_step", {"session_id": RUN}, leaves))
+    while not trainer.taken.get(RUN):  # noqa: ASYNC110 - the trainer is asked for nothing else
         await asyncio.sleep(0)
     leaves.set()
     await asyncio.gather(stepping, return_exceptions=True)
     trainer.answers.set()
-    assert await post(api, "/v1/weights/save", {"session_id": "run"}, stays) == 200
+    assert await post(api, "/v1/weights/save", {"session_id": RUN}, stays) == 200
     assert saved_names(trainer) == ["adapter_step_0001"]
 
 
 async def test_another_request_goes_on_after_a_command_whose_answer_was_lost(trainer, step):
     trainer.lost_replies = 1
     with pytest.raises(errors.EngineUnavailable):
-        await step("run")
-    assert (await step("run", 0.5)).step == 2
-    assert (await step("run")).step == 3
+        await step(RUN)
+    assert (await step(RUN, 0.5)).step == 2
+    assert (await step(RUN)).step == 3
 
 
 async def test_sessions_beyond_the_most_are_forgotten_unless_they_are_in_use(monkeypatch, trainer, step):
-    monkeypatch.setattr(metaclaw, "_MAX_SESSIONS", 2)
-    for run_id in ("one", "two", "three", "one"):
+    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 2)
+    one, two, three, *others = (new_run_id() for _ in range(6))
+    for run_id in (one, two, three, one):
         await step(run_id)
-    assert trainer.attachments == {"one": 2, "two": 1, "three": 1}
-    together = await asyncio.gather(*(step(run_id) for run_id in ("four", "five", "six", "four", "five", "six")))
+    assert trainer.attachments == {one: 2, two: 1, three: 1}
+    together = await asyncio.gather(*(step(run_id) for run_id in others * 2))
     assert sorted(reply.step for reply in together) == [1, 1, 1, 2, 2, 2]
 
 
 async def test_an_unknown_run_is_no_session(step):
-    for _ in range(2):
+    for run_id in (UNKNOWN, UNKNOWN, "run", "\ud800"):
         with pytest.raises(errors.RunNotFound, match="lora/create"):
-            await step("unknown")
+            await step(run_id)

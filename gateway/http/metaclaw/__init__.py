@@ -1,0 +1,1 @@
+"""MetaClaw's remote training API."""

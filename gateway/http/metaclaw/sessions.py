@@ -1,0 +1,180 @@
+"""Sessions: runs whose commands this API numbers, so that a request that is sent again executes once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from google.protobuf.message import Message
+
+from gateway.http.metaclaw.bodies import named_as_here
+from gateway.http.services import Services
+from paceline import errors
+from paceline.client.batching import sendable
+from paceline.layout import is_run_id
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+
+SECONDS = 600.0
+"""How long to wait for an answer."""
+_MAX_SESSIONS = 4096
+Answer = TypeVar("Answer")
+Commands = Sequence[tuple[Callable[..., Any], type[Message]]]
+"""How each command of a request is made, and the type of its reply."""
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A request's commands."""
+
+    commands: Sequence[tuple[Any, type[Message]]]
+    conclude: Callable[..., Any]
+    digest: bytes
+    replies: list[Message] = field(default_factory=list)
+    """Those to the first commands."""
+    is_sent: bool = False
+    """Whether the next command may have arrived, with the number that it has."""
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.replies) == len(self.commands)
+
+
+@dataclass(slots=True)
+class Session:
+    """A run whose commands this API numbers."""
+
+    attachment: int = 0
+    """Zero: this API is not attached to the run, so the next number is not known."""
+    next_seq_id: int = 0
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    """Losses of the ForwardBackward calls since the last step."""
+    unfinished: _Work | None = None
+    """The last request, if some of its commands may have executed and the reply to another is not known."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while commands are sent, so that the next request begins after their outcome is known."""
+
+
+class Sessions:
+    """The sessions of all tenants."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+
+    async def send(self, tenant: str, run_id: str, commands: Commands, conclude: Callable[..., Answer]) -> Answer:
+        """Send the commands of a request, the next of a session, and return what `conclude` makes of their replies.
+
+        `conclude` also notes in the session what the replies say, before the next request has its turn. A command whose
+        reply was lost may have executed, or will. The same request after it continues with the same command. Another
+        request first has the reply to it, because it may depend on what that says. Raises RunNotFound, and what the
+        trainer answers.
+        """
+        if not is_run_id(run_id):
+            raise _unknown()
+        session = self._known(tenant, run_id)
+        async with session.turn:
+            work = _make(run_id, commands, conclude)
+            if session.unfinished is not None and session.unfinished.digest == work.digest:
+                work = session.unfinished
+            elif session.unfinished is not None:
+                await self._settle(tenant, session, session.unfinished)
+            await self._attach(tenant, run_id, session)
+            while not work.is_done:
+                await self._advance(tenant, session, work)
+            return conclude(session, *work.replies)
+
+    async def _settle(self, tenant: str, session: Session, work: _Work) -> None:
+        """Have the reply to a request's command that may have arrived; its caller has given up the request."""
+        if work.is_sent:
+            try:
+                await self._advance(tenant, session, work)
+            except errors.PacelineError:
+                if work.is_sent:
+                    raise
+            else:
+                if work.is_done:
+                    work.conclude(session, *work.replies)
+        session.unfinished = None
+
+    async def _advance(self, tenant: str, session: Session, work: _Work) -> None:
+        """Send the next command of a request, once more with its number if it may have arrived."""
+        message, reply = work.commands[len(work.replies)]
+        if not work.is_sent:
+            _name(message, session)
+            message.seq_id, message.attachment = session.next_seq_id, session.attachment
+        try:
+            with named_as_here():
+                answer = await self._services.call(tenant, message, reply, seconds=SECONDS)
+        except BaseException as error:
+            may_come_later = isinstance(error, errors.Exhausted) and error.retry_after is not None
+            work.is_sent = _may_have_arrived(error) or (work.is_sent and may_come_later)
+            is_unfinished = work.is_sent or (work.replies and may_come_later)
+            session.unfinished = work if is_unfinished else None
+            if not work.is_sent:
+                session.attachment = 0  # whether the number is used up depends on the refusal
+            if isinstance(error, errors.NonFiniteGradient):
+                session.losses = []
+            raise
+        work.replies.append(answer)
+        work.is_sent, session.unfinished = False, None
+        session.next_seq_id += 1
+
+    async def _attach(self, tenant: str, run_id: str, session: Session) -> None:
+        """Attach a session to its run unless it is. The caller holds its turn. Raises RunNotFound."""
+        if session.attachment:
+            return
+        request = pb.AttachRunRequest(run_id=run_id, request_id=uuid4().hex)
+        try:
+            reply = await self._services.call(tenant, request, pb.AttachRunResponse)
+        except errors.RunNotFound as error:
+            self._sessions.pop((tenant, run_id), None)
+            raise _unknown() from error
+        if reply.run.step != session.step:
+            session.losses = []
+        session.attachment, session.step = reply.attachment, reply.run.step
+        session.next_seq_id = reply.run.last_seq_id + 1
+
+    def _known(self, tenant: str, run_id: str) -> Session:
+        """Return a run's session, attached or not: the same one to all callers, who take turns."""
+        key = tenant, run_id
+        session = self._sessions.setdefault(key, Session())
+        self._sessions.move_to_end(key)
+        if (excess := len(self._sessions) - _MAX_SESSIONS) > 0:
+            idle = [each for each, one in self._sessions.items() if one is not session and not one.turn.locked()]
+            for each in idle[:excess]:
+                del self._sessions[each]
+        return session
+
+
+def _make(run_id: str, commands: Commands, conclude: Callable[..., Any]) -> _Work:
+    with sendable("request"):
+        messages = [make(run_id=run_id) for make, _ in commands]
+    digest = sha256()
+    for message in messages:
+        digest.update(sha256(message.SerializeToString(deterministic=True)).digest())
+    replies = [reply for _, reply in commands]
+    return _Work(list(zip(messages, replies, strict=True)), conclude, digest.digest())
+
+
+def _name(message: Message, session: Session) -> None:
+    """Name saved weights after the session's step if the caller gave no name."""
+    if isinstance(message, pb.SaveCheckpointRequest) and message.kind == pb.CHECKPOINT_KIND_SAMPLER:
+        message.name = message.name or f"adapter_step_{session.step:04d}"
+
+
+def _may_have_arrived(error: BaseException) -> bool:
+    """Return whether a command that failed may have executed, or may still."""
+    if isinstance(error, errors.Internal):
+        return not error.error_id  # otherwise it is the trainer's own answer, which it keeps
+    is_open = isinstance(error, (errors.Unavailable, errors.TimedOut, errors.Cancelled, asyncio.CancelledError))
+    return is_open and not isinstance(error, errors.AckTimeout)
+
+
+def _unknown() -> errors.RunNotFound:
+    return errors.RunNotFound("no such session; POST /v1/lora/create", field="session_id")
