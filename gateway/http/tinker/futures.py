@@ -270,9 +270,13 @@ class Futures:
             failures += 1
         await self._settle(work, result)
 
+    def _forget(self, work: Work) -> None:
+        if self._works.get(work.request_id) is work:  # otherwise it was given up and posted again
+            del self._works[work.request_id]
+
     def _give_up(self, work: Work) -> None:
         """Forget work that could not be stored."""
-        self._works.pop(work.request_id, None)
+        self._forget(work)
         if work.task is not None:
             work.task.cancel()
         if not work.result.done():
@@ -296,7 +300,7 @@ class Futures:
         if work.kind == "sample" and (done := self._completions.get((work.tenant, *_clone_of(work.request_id)))):
             done.add(work.request_id, result)
         self._saving.spawn(self._store.settle_future(work.request_id, result.media, result.body))
-        asyncio.get_running_loop().call_later(_KEPT_IN_MEMORY_SECONDS, self._works.pop, work.request_id, None)
+        asyncio.get_running_loop().call_later(_KEPT_IN_MEMORY_SECONDS, self._forget, work)
 
 
 def _clone_of(request_id: str) -> tuple[str, int]:

@@ -97,13 +97,14 @@ class Sessions:
                 _log.error("sweeping sessions failed; it is tried again soon", error=str(error))
 
     async def _sweep(self) -> None:
-        seen = dict(self._seen)
-        for session_id, moment in seen.items():
-            await self._store.write("UPDATE sessions SET seen = ? WHERE session_id = ?", moment, session_id)
-            if time() - moment > _SILENT_SECONDS and session_id not in self._over:
+        for session_id in list(self._seen):
+            await self._store.write(
+                "UPDATE sessions SET seen = ? WHERE session_id = ?", self._seen[session_id], session_id
+            )
+            if time() - self._seen[session_id] > _SILENT_SECONDS and session_id not in self._over:
                 self._over.add(session_id)
                 await self._futures.end_session(session_id)
                 _log.info("session silent", session=session_id)
-            if time() - moment > 2 * _SILENT_SECONDS:
+            if time() - self._seen[session_id] > 2 * _SILENT_SECONDS:
                 del self._seen[session_id]
                 self._over.discard(session_id)

@@ -8,6 +8,7 @@ from threading import Event
 import pytest
 from support.patience import PATIENCE
 
+from gateway.http.tinker import futures as futures_module
 from gateway.http.tinker.futures import Futures, Kind, Result
 from gateway.http.tinker.store import Store
 from paceline import errors
@@ -78,4 +79,35 @@ async def test_work_that_cannot_be_stored_is_refused_each_time_and_counts_no_byt
     assert not waiting.used("tenant")
     await futures.post(kind, "model:1", "tenant", "session", "step")
     assert store.future("model:1").request == b"step"
+    await futures.close()
+
+
+async def test_work_that_ended_before_it_could_not_be_stored_takes_away_none_that_is_posted_again(store, monkeypatch):
+    monkeypatch.setattr(futures_module, "_KEPT_IN_MEMORY_SECONDS", 0.2)
+    futures, disk_is_full, goes_on = Futures(store, WaitingBytes()), asyncio.Event(), asyncio.Event()
+    goes_on.set()
+
+    async def run(tenant, request):
+        await goes_on.wait()
+        return Result.of({})
+
+    async def full(_):
+        await disk_is_full.wait()
+        raise errors.DiskFull("full")
+
+    kind = futures.add(Kind("optim_step", str.encode, bytes.decode, run))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "add_future", full)
+        posting = asyncio.create_task(futures.post(kind, "model:1", "tenant", "session", "step"))
+        await asyncio.sleep(0)
+        while not futures._works["model:1"].result.done():  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0)
+        disk_is_full.set()
+        with pytest.raises(errors.DiskFull):
+            await posting
+    goes_on.clear()
+    await futures.post(kind, "model:1", "tenant", "session", "step")
+    await asyncio.sleep(0.3)
+    assert not isinstance(await futures.result("tenant", "model:1", 0.0), Result)
+    goes_on.set()
     await futures.close()

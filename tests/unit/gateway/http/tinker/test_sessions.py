@@ -38,3 +38,27 @@ async def test_work_of_an_earlier_gateway_ends_with_its_session(tmp_path, monkey
     assert not waiting.used("tenant")
     await futures.close()
     store.close()
+
+
+async def test_a_heartbeat_during_the_sweep_keeps_the_work_of_its_session(tmp_path, monkeypatch):
+    store, waiting = Store(tmp_path / "tinker.sqlite"), WaitingBytes()
+    futures = Futures(store, waiting)
+    sessions, write = Sessions(store, futures), store.write
+    session_id = await sessions.open("tenant", {}, None)
+
+    async def never(tenant, request):
+        await asyncio.Event().wait()
+
+    kind = futures.add(Kind("optim_step", str.encode, bytes.decode, never))
+    await futures.post(kind, "model:1", "tenant", session_id, "step")
+
+    async def write_while_it_beats(*arguments):
+        await write(*arguments)
+        sessions.check("tenant", session_id)
+
+    monkeypatch.setattr(store, "write", write_while_it_beats)
+    sessions._seen[session_id] = 0.0
+    await sessions._sweep()
+    assert futures.sessions() == {session_id}
+    await futures.close()
+    store.close()
