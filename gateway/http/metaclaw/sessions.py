@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -56,6 +57,8 @@ class Session:
     """Losses of the ForwardBackward calls since the last step."""
     unfinished: _Work | None = None
     """The last request, if some of its commands may have executed and the reply to another is not known."""
+    users: int = 0
+    """Requests that have it or wait for their turn."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while commands are sent, so that the next request begins after their outcome is known."""
 
@@ -77,8 +80,7 @@ class Sessions:
         """
         if not is_run_id(run_id):
             raise _unknown()
-        session = self._known(tenant, run_id)
-        async with session.turn:
+        async with self._using(tenant, run_id) as session, session.turn:
             work = _make(run_id, commands, conclude)
             if session.unfinished is not None and session.unfinished.digest == work.digest:
                 work = session.unfinished
@@ -133,23 +135,32 @@ class Sessions:
         try:
             reply = await self._services.call(tenant, request, pb.AttachRunResponse)
         except errors.RunNotFound as error:
-            self._sessions.pop((tenant, run_id), None)
             raise _unknown() from error
         if reply.run.step != session.step:
             session.losses = []
         session.attachment, session.step = reply.attachment, reply.run.step
         session.next_seq_id = reply.run.last_seq_id + 1
 
-    def _known(self, tenant: str, run_id: str) -> Session:
-        """Return a run's session, attached or not: the same one to all callers, who take turns."""
+    @asynccontextmanager
+    async def _using(self, tenant: str, run_id: str) -> AsyncIterator[Session]:
+        """Keep a run's session, attached or not, while the block runs: the same one to all callers, who take turns.
+
+        Of idle sessions, the newest are kept, and those with a command that may have executed.
+        """
         key = tenant, run_id
         session = self._sessions.setdefault(key, Session())
         self._sessions.move_to_end(key)
-        if (excess := len(self._sessions) - _MAX_SESSIONS) > 0:
-            idle = [each for each, one in self._sessions.items() if one is not session and not one.turn.locked()]
-            for each in idle[:excess]:
-                del self._sessions[each]
-        return session
+        session.users += 1
+        try:
+            yield session
+        finally:
+            session.users -= 1
+            if not session.users and not session.next_seq_id:  # it was never attached
+                del self._sessions[key]
+            if (excess := len(self._sessions) - _MAX_SESSIONS) > 0:
+                idle = [each for each, one in self._sessions.items() if not one.users and one.unfinished is None]
+                for each in idle[:excess]:
+                    del self._sessions[each]
 
 
 def _make(run_id: str, commands: Commands, conclude: Callable[..., Any]) -> _Work:

@@ -29,7 +29,7 @@ class Trainer:
         self.replies = {}
         self.lost_replies = 0
         """How many of the next replies are lost."""
-        self.is_full = False
+        self.is_full = self.is_away = False
         self.answers = asyncio.Event()
         """Set while commands are answered."""
         self.answers.set()
@@ -38,6 +38,8 @@ class Trainer:
         await asyncio.sleep(0)
         if request.run_id == UNKNOWN:
             raise errors.RunNotFound("no such run")
+        if self.is_away:
+            raise errors.UpstreamUnavailable("the trainer cannot be reached")
         taken = self.taken.setdefault(request.run_id, 0)
         if isinstance(request, pb.AttachRunRequest):
             self.attachments[request.run_id] = self.attachments.get(request.run_id, 0) + 1
@@ -245,6 +247,21 @@ async def test_sessions_beyond_the_most_are_forgotten_unless_they_are_in_use(mon
     assert trainer.attachments == {one: 2, two: 1, three: 1}
     together = await asyncio.gather(*(step(run_id) for run_id in others * 2))
     assert sorted(reply.step for reply in together) == [1, 1, 1, 2, 2, 2]
+
+
+async def test_sessions_that_were_never_attached_take_the_place_of_none(monkeypatch, trainer, step):
+    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 2)
+    trainer.lost_replies = 1
+    with pytest.raises(errors.EngineUnavailable):
+        await step(RUN)
+    trainer.is_away = True
+    for _ in range(3):
+        with pytest.raises(errors.UpstreamUnavailable):
+            await step(new_run_id())
+    trainer.is_away = False
+    for _ in range(3):
+        await step(new_run_id())
+    assert [(await step(RUN)).step for _ in range(2)] == [1, 2]
 
 
 async def test_an_unknown_run_is_no_session(step):
