@@ -140,7 +140,7 @@ class Recovery:
         try:
             size = await asyncio.to_thread(self._storage.journal_bytes, run.run_id)
             async with self._memory.hold(size):
-                past = await asyncio.to_thread(self._storage.read, run.run_id)
+                past = await self._read(run)
                 run.state = RunState.READY if past.has_state else RunState.LOST
                 if past.has_state:
                     await self._rebuild(run, past, executor)
@@ -161,6 +161,13 @@ class Recovery:
         run.facts_before_replay, run.is_restored = None, True
         run.sequencer.start(executor)
         self._spawn(self._await_versions(run, executor))
+
+    async def _read(self, run: RunRecord) -> StoredCommands:
+        """Read a run's commands and answers, also answers that the volume had no room for. Raises as the storage."""
+        unwritten = run.sequencer.journal.unwritten()  # before the files are read: it may be written meanwhile
+        past = await asyncio.to_thread(self._storage.read, run.run_id)
+        past.history.add_answers(unwritten)
+        return past
 
     async def _await_versions(self, run: RunRecord, executor: RunExecutor) -> None:
         """Tell the publisher when the commands that had no answer, which make versions too, have executed again."""

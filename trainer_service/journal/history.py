@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from trainer_service.journal.format import (
     Header,
     JournalDamagedError,
     RebaseRecord,
+    Record,
     Segment,
     SegmentName,
     check_magic,
@@ -124,6 +126,12 @@ class History:
                 case RebaseRecord():
                     self.base = record.seq_id
                     self.commands.clear()
+
+    def add_answers(self, records: Iterable[Record]) -> None:
+        """Add the answers among records that the trainer remembers and has not written yet."""
+        for record in records:
+            if isinstance(record, AnswerRecord):
+                self.answers[record.seq_id] = record
 
 
 def segment_path(directory: Path, name: SegmentName) -> Path:

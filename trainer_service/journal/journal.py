@@ -23,7 +23,16 @@ from paceline import errors, layout
 from paceline.log import get_logger
 from trainer_service.backoff import backoff
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.format import UNIT, CommandRecord, Header, Record, SegmentName, encode_frame, encode_record
+from trainer_service.journal.format import (
+    UNIT,
+    CommandRecord,
+    Header,
+    Record,
+    SegmentName,
+    decode_records,
+    encode_frame,
+    encode_record,
+)
 from trainer_service.journal.history import (
     RESERVED,
     End,
@@ -49,6 +58,7 @@ _MAX_UNSYNCED_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
+    record: Record
     data: bytes
     sync: bool
     command: int
@@ -101,9 +111,13 @@ class RunJournal:
         """The predecessor of the next segment to be created, and its number of valid bytes."""
         self._resume_at(past.end)
         self._queue: list[_Entry] = []
+        self._batch: list[_Entry] = []
+        """Entries that are being written."""
         self._rewrite: list[bytes] = []
         """Payloads of an abandoned segment, to be written first."""
         self._writing: asyncio.Future[Any] | None = None
+        self._aside = ""
+        """Name of the damaged journal that was set aside last."""
         self.appended_bytes = 0
         """Bytes of records appended since this object was created."""
         self.on_refused: Callable[[errors.PacelineError], None] = lambda _error: None
@@ -124,10 +138,15 @@ class RunJournal:
         written = asyncio.get_running_loop().create_future()
         written.add_done_callback(lambda done: done.cancelled() or done.exception())
         command = record.seq_id if isinstance(record, CommandRecord) else 0
-        self._queue.append(_Entry(encode_record(record), sync, command, written))
+        self._queue.append(_Entry(record, encode_record(record), sync, command, written))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_queue())
         return written
+
+    def unwritten(self) -> list[Record]:
+        """Return the records that may not be in the files yet, oldest first."""
+        lost = decode_records(b"".join(list(self._rewrite)))
+        return [*lost, *(entry.record for entry in (*self._batch, *self._queue))]
 
     async def rotate(self) -> None:
         """Continue in a new segment, which starts with the first command that is not in the old one."""
@@ -164,6 +183,7 @@ class RunJournal:
             await asyncio.wait({after})
         while self._queue:
             batch, self._queue = self._queue, []
+            self._batch = batch
             try:
                 await loop.run_in_executor(self._threads, self._write, batch)
             except errors.DiskFull as error:
@@ -176,6 +196,8 @@ class RunJournal:
                 _settle(batch)
                 failures = 0
                 continue
+            finally:
+                self._batch = []
             # An answer that a second execution reproduces can be written with a later record. A refusal may not be
             # reproduced, and the state after a kill has to agree with what the client was told.
             _settle([entry for entry in self._queue if not entry.sync])
@@ -247,14 +269,23 @@ class RunJournal:
         self._previous, self._segment = (segment.name, segment.kept), None
 
     def _new_segment(self, base: int) -> _OpenSegment:
-        """Durably create the segment after the last one; a file with a segment's name is complete."""
+        """Durably create the segment after the last one; a file with a segment's name is complete.
+
+        If this fails and the file exists, it is the successor of the last segment nevertheless: readers take of that
+        what the file's header says. So whatever follows continues the file.
+        """
         header = Header.new(*(self._previous or (None, 0)))
         used = [name.generation for name in segments(self._directory) if name.base == base]
         name = SegmentName(base, max(used, default=-1) + 1)
         path = segment_path(self._directory, name)
-        layout.write_file(path, header.encode())
-        self._guard.measure(path)
-        self._reserve(name, self._last_written)
+        try:
+            layout.write_file(path, header.encode())
+            self._guard.measure(path)
+            self._reserve(name, self._last_written)
+        except (OSError, errors.DiskFull):
+            if os.path.lexists(path):
+                self._previous = (name, UNIT)
+            raise
         self._segment = _OpenSegment(name, path, header, UNIT, durable=UNIT)
         return self._segment
 
@@ -280,35 +311,41 @@ class RunJournal:
         return errors.Internal(f"the journal cannot be written: {error.strerror}")
 
     def _rotate(self) -> None:
-        segment = self._segment
+        segment, end = self._segment, self._previous
         try:
             if segment is not None:
                 self._sync(segment)
-                self._previous, self._segment = (segment.name, segment.length), None
+                end = (segment.name, segment.length)
+                self._previous, self._segment = end, None
             self._new_segment(self._last_written + 1)
         except (OSError, errors.DiskFull) as error:
-            self._segment = segment
+            if self._previous == end:  # neither abandoned nor succeeded
+                self._segment = segment
             _log.warning(
-                "journal not rotated; continuing in the old segment", directory=str(self._directory), error=str(error)
+                "journal not rotated; it is tried again later", directory=str(self._directory), error=str(error)
             )
 
     def _sync(self, segment: _OpenSegment) -> None:
         file = os.open(segment.path, os.O_WRONLY)
         try:
             os.fdatasync(file)
+        except OSError:
+            self._abandon(segment)
+            raise
         finally:
             os.close(file)
         segment.synced()
 
     def _start_over(self) -> str:
-        aside = layout.quarantine(self._directory)
+        if self._directory.exists():  # unless an attempt before this one had no room for the new journal
+            self._aside = layout.quarantine(self._directory).name
         self.create(self._directory, max(self._last_written + 1, 2))
         past = read_history(self._directory)
         self._resume_at(past.end)
         self._last_written = past.last_seq_id
         self._limit = self._last_written + RESERVED
         self._rewrite.clear()
-        return aside.name
+        return self._aside
 
     def _resume_at(self, end: End | None) -> None:
         self._segment = self._previous = None

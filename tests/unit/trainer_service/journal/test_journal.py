@@ -18,6 +18,7 @@ from support.chaos.journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, block
 from paceline import errors, layout
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.failpoints import Failpoints
+from trainer_service.journal import journal as journal_module
 from trainer_service.journal.format import (
     UNIT,
     AnswerRecord,
@@ -460,3 +461,94 @@ async def test_reading_a_journal_takes_the_memory_of_what_it_says_and_of_one_seg
     assert len(history.commands) == parts
     assert kept < (parts + 1) * size
     assert most < (parts + 5) * size
+
+
+def fail_once(monkeypatch, target, name, error):
+    """Let a function fail at its next call."""
+    real, left = getattr(target, name), [error]
+
+    def fail(*arguments, **options):
+        if left:
+            raise left.pop()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(target, name, fail)
+
+
+async def send_and_read_again(run, seq_ids):
+    """Send commands, and check that a restart finds them and all before them."""
+    for seq_id in seq_ids:
+        await run.send(seq_id)
+    expected = list(range(1, seq_ids[-1] + 1))
+    assert list(run.history().commands) == list(run.history().answers) == expected
+
+
+@pytest.mark.parametrize("step", ["header", "index"])
+async def test_what_follows_a_rotation_that_failed_is_read_again(directory, monkeypatch, step):
+    run = JournaledRun(directory)
+    await send_and_read_again(run, [1, 2, 3])
+    if step == "index":
+        fail_once(monkeypatch, journal_module, "write_index", errors.DiskFull("full"))
+    else:
+        fail_once(monkeypatch, layout, "sync_directory", OSError(5, "Input/output error"))
+    await run.journal.rotate()
+    await send_and_read_again(run, [4, 5])
+    await run.journal.rotate()
+    await send_and_read_again(JournaledRun(directory), [6, 7])
+
+
+async def test_what_follows_a_segment_that_could_not_be_begun_is_read_again(directory, monkeypatch):
+    run = JournaledRun(directory)
+    await send_and_read_again(run, [1, 2])
+    fail_once(monkeypatch, os, "fdatasync", OSError(5, "Input/output error"))
+    fail_once(monkeypatch, journal_module, "write_index", OSError(5, "Input/output error"))
+    with pytest.raises(errors.Internal, match="journal"):
+        await run.send(3)
+    await send_and_read_again(run, [3, 4])
+    await send_and_read_again(JournaledRun(directory), [5])
+
+
+async def test_a_rotation_whose_sync_fails_gives_the_segment_up(directory, monkeypatch):
+    run = JournaledRun(directory)
+    await run.send(1)  # its answer needs no sync, and has none
+    segment, sync = run.journal._segment, os.fdatasync
+
+    def lose(file):
+        monkeypatch.setattr(os, "fdatasync", sync)
+        os.pwrite(file, bytes(segment.length - segment.kept), segment.kept)  # the kernel drops what it could not write
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", lose)
+    await run.journal.rotate()
+    assert [record.seq_id for record in run.journal.unwritten()] == [1]
+    await send_and_read_again(run, [2, 3])
+    await send_and_read_again(JournaledRun(directory), [4])
+
+
+async def test_answers_without_room_are_known_to_who_reads_the_run_again(directory):
+    run = JournaledRun(directory)
+    await run.send(1)
+    with ExitStack() as limit:
+
+        async def fill():
+            limit.enter_context(no_room(directory))
+
+        run.executor.act[2] = fill
+        await run.send_large(2)
+        history = run.history()
+        assert list(history.answers) == [1]
+        history.add_answers(run.journal.unwritten())
+        assert list(history.answers) == [1, 2]
+    await run.send(3)
+    assert run.journal.unwritten() == []
+
+
+async def test_a_damaged_journal_for_whose_successor_there_was_no_room_is_set_aside_once(directory, monkeypatch):
+    run = JournaledRun(directory)
+    await run.send(1)
+    fail_once(monkeypatch, layout, "new_directory", errors.DiskFull("full"))
+    with pytest.raises(errors.DiskFull):
+        await run.journal.start_over()
+    assert await run.journal.start_over() == "journal.damaged-1"
+    await run.send(2)
+    assert list(run.history().commands) == [2]
