@@ -127,9 +127,13 @@ class Volume:
         folders = [self.run(run_id)] if run_id else sorted(self.runs.glob("run-*"))
         for folder in folders:
             for kind in CheckpointKind if _RUN_ID.fullmatch(folder.name) else ():
-                for directory in sorted((folder / kind.folder).glob("*")):
-                    if _NAME.fullmatch(directory.name) and directory.is_dir():
-                        yield CheckpointPath(folder.name, kind, directory.name)
+                try:
+                    found = [path for path in sorted((folder / kind.folder).glob("*")) if path.is_dir()]
+                except OSError:  # a run that cannot be read, which concerns no other
+                    continue
+                yield from (
+                    CheckpointPath(folder.name, kind, path.name) for path in found if _NAME.fullmatch(path.name)
+                )
 
 
 @contextmanager

@@ -33,8 +33,6 @@ def make_secrets(directory: Path) -> list[Path]:
         keys.parent.mkdir(exist_ok=True)
         keys.parent.chmod(0o755)
         api_key = _write(directory / "api_key", add_key(keys, "default", "default"))
-        # No container reads this one.
-        api_key.chmod(0o600)
         made += [api_key, _share(keys)]
     return made
 

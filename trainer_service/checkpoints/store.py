@@ -175,8 +175,12 @@ class CheckpointStore:
         for path in self._volume.checkpoints(run_id):
             if kind not in {None, path.kind}:
                 continue
-            with suppress(errors.CheckpointNotFound, FileNotFoundError):  # another tenant's, or deleted meanwhile
+            try:
                 found.append(_describe(path, self.find(path, identity)))
+            except (errors.CheckpointNotFound, FileNotFoundError):
+                continue  # another tenant's, or deleted meanwhile
+            except OSError as error:  # perhaps another tenant's
+                _log.error("checkpoint cannot be read", path=str(path), error=str(error))
         return found
 
     @uninterrupted
@@ -220,7 +224,12 @@ class CheckpointStore:
         return deleted
 
     def _with_expiry(self) -> list[CheckpointPath]:
-        return [path for path in self._volume.checkpoints() if expiry.is_known(self._volume.checkpoint(path))]
+        known = []
+        for path in self._volume.checkpoints():
+            with suppress(OSError):  # of a run that cannot be read
+                if expiry.is_known(self._volume.checkpoint(path)):
+                    known.append(path)
+        return known
 
     def _lock(self, path: CheckpointPath) -> asyncio.Lock:
         return self._locks.setdefault(path, asyncio.Lock())

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import shutil
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 import msgspec
 
@@ -49,6 +51,8 @@ class DeletedRuns:
     def __init__(self, root: Path) -> None:
         self._path = root / _REQUESTS_FILE
         self._requests: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._lock = Lock()
+        """Held while the requests change or are written, because runs are deleted in several threads."""
 
     def read(self) -> None:
         """Read the requests from the volume. Raises UnknownFormatError."""
@@ -68,14 +72,19 @@ class DeletedRuns:
 
     def add(self, tenant: str, request_id: str, digest: str) -> None:
         """Store a request durably. Raises DiskFull."""
-        self._requests[tenant, request_id] = digest
-        of_tenant = [key for key in self._requests if key[0] == tenant]
-        for oldest in of_tenant[:-_KEPT_REQUESTS]:
-            del self._requests[oldest]
-        self.write()
+        with self._lock:
+            self._requests[tenant, request_id] = digest
+            of_tenant = [key for key in self._requests if key[0] == tenant]
+            for oldest in of_tenant[:-_KEPT_REQUESTS]:
+                del self._requests[oldest]
+            self._write()
 
     def write(self) -> None:
         """Write the known requests durably. Raises DiskFull."""
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
         write_checked(self._path, [_Request(*key, digest) for key, digest in self._requests.items()])
 
     def find(self, tenant: str, request_id: str) -> str:
@@ -97,9 +106,10 @@ class DeletedRuns:
     def finish_all(self, runs: Path) -> None:
         """Finish the deletions that a crash interrupted."""
         for folder in sorted(runs.iterdir()):
-            is_unfinished = (folder / DELETED_FILE).exists() and (folder / COPY_FILE).exists()
-            if folder.name.startswith(_PREFIX) or is_unfinished:
-                self._finish(folder)
+            with suppress(OSError):  # of a run that cannot be read, which the registry reports
+                is_unfinished = (folder / DELETED_FILE).exists() and (folder / COPY_FILE).exists()
+                if folder.name.startswith(_PREFIX) or is_unfinished:
+                    self._finish(folder)
 
     def _finish(self, folder: Path) -> None:
         """Remove what remains of a deleted run. What fails is retried at the next startup."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from paceline import errors, layout
@@ -62,9 +62,13 @@ class RunRegistry:
         """
         await asyncio.to_thread(self._prepare)
         for folder in sorted(self._volume.runs.glob("run-*")):
-            if (folder / DELETED_FILE).exists() or not layout.is_run_id(folder.name):
+            if not layout.is_run_id(folder.name):
                 continue
             try:
+                if (folder / DELETED_FILE).exists():
+                    with suppress(OSError):  # its checkpoints are kept, with what a crash left among them
+                        await asyncio.to_thread(_sweep, folder)
+                    continue
                 if await asyncio.to_thread(self._storage.is_empty, folder.name):
                     _log.info("removed the folder of a run that was never created", run=folder.name)
                     await asyncio.to_thread(layout.remove_directory, folder)

@@ -429,6 +429,7 @@ class Sequencer:
         self._notify()
         await self._engine_unused()
         await self._finishing.finish()
+        self.drain(error)  # also what was to execute again, because the engine died
         if executor is not None:
             await executor.close()
         await self.journal.flush()

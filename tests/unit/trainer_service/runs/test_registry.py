@@ -6,6 +6,7 @@ import asyncio
 import errno
 import io
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 from support.chaos.journaled import Executor
 
 from paceline import errors, layout
+from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import LoraConfig, RunState
+from paceline.types import CheckpointKind, LoraConfig, RunState
 from paceline.waiting_bytes import WaitingBytes
+from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import SnapshotPolicy
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.format import Facts
@@ -134,6 +137,37 @@ def unreadable(monkeypatch):
         failing[:] = [path] * times
 
     return fail
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("names", [{RUN}, {"state"}])
+async def test_a_folder_that_cannot_be_searched_keeps_no_other_run_from_being_served(volume, monkeypatch, names):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+        await make_run(registry, OTHER)
+    (volume.run(RUN) / "state" / "best").mkdir(parents=True)
+    (volume.run(OTHER) / "state" / "best").mkdir(parents=True)
+
+    def searching(function):
+        def call(path=".", *args, **kwargs):
+            if isinstance(path, str | os.PathLike):
+                below = Path(path).parts if function is os.scandir else Path(path).parent.parts
+                if names & set(below) and RUN in Path(path).parts:
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return function(path, *args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("stat", "scandir", "listdir", "open"):
+            patch.setattr(os, name, searching(getattr(os, name)))
+        async with registry_of(volume) as registry:
+            assert registry.get(OTHER, TEAM).sequencer.last_seq_id == 5
+        found = list(volume.checkpoints())
+        assert CheckpointPath(OTHER, CheckpointKind.STATE, "best") in found
+        assert await CheckpointStore(volume).delete_expired(datetime.now(UTC)) == []
+    async with registry_of(volume) as registry:
+        assert registry.get(RUN, TEAM).sequencer.last_seq_id == 5
 
 
 @pytest.mark.asyncio
@@ -350,6 +384,7 @@ class Rebuilding:
     def __init__(self, gate):
         self.gate = gate
         self.held = {}
+        self.replayed = []
 
     async def create_run(self, run_id, parameters):
         for _ in range(100):  # let others advance as far as they can
@@ -357,6 +392,7 @@ class Rebuilding:
         self.held[run_id] = self.gate.held
 
     async def execute(self, run, command, progress):
+        self.replayed.append(command.seq_id)
         return pb.OptimStepResponse(step=command.seq_id)
 
     async def delete_run(self, run_id):
@@ -391,3 +427,59 @@ async def test_journals_are_read_one_after_the_other_where_memory_holds_one(volu
         assert doing.held == {run_id: storage.journal_bytes(run_id) for run_id in run_ids}
         assert gate.held == 0
         assert all(run.is_restored for run in registry)
+
+
+def test_runs_that_are_deleted_at_the_same_time_are_all_remembered(tmp_path):
+    deleted = DeletedRuns(tmp_path)
+    for turn in range(20):
+        ids = [f"{turn} {number}" for number in range(8)]
+        with ThreadPoolExecutor(len(ids)) as threads:
+            list(threads.map(lambda request_id: deleted.add("team", request_id, "digest"), ids))
+        again = DeletedRuns(tmp_path)
+        again.read()
+        assert all(again.find("team", request_id) for request_id in ids)
+
+
+async def test_what_a_crash_left_among_the_checkpoints_of_a_deleted_run_is_removed(volume):
+    async with registry_of(volume) as registry:
+        run = await make_run(registry, RUN)
+        (volume.run(RUN) / "state" / "best").mkdir(parents=True)
+        await registry.remove(run, keep_checkpoints=True)
+    left = volume.run(RUN) / "state" / f".old-{'0' * 32}"
+    left.mkdir()
+    async with registry_of(volume):
+        assert not left.exists()
+        assert (volume.run(RUN) / "state" / "best").exists()
+
+
+async def test_a_step_whose_answer_found_no_room_is_in_the_run_that_is_rebuilt(volume, monkeypatch):
+    async with registry_of(volume) as registry:
+        run = await make_run(registry, RUN)
+        gate, policy, left = ByteGate(1 << 30), SnapshotPolicy(1000, 1 << 30, 1e9), [layout.write_all]
+
+        def write_once(*arguments):  # the command, and not its answer
+            if not left:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            left.pop()(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(layout, "write_all", write_once)
+            command = Command.of(pb.OptimStepRequest(run_id=RUN, seq_id=6), TEAM.tenant)
+            assert (await run.sequencer.execute(command)).step == 6
+            run.sequencer.hold(errors.EngineUnavailable("the engine died"))
+            run.in_engine = run.is_restored = False
+            doing = Rebuilding(gate)
+            recovery = Recovery(
+                doing,
+                registry._storage,
+                doing,
+                doing,
+                policy,
+                gate,
+                NO_FAILPOINTS,
+                asyncio.ensure_future,
+                None,
+                registry,
+            )
+            await recovery.recover(run)
+        assert doing.replayed == [3, 4, 5, 6]
