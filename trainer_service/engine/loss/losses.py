@@ -89,7 +89,7 @@ def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) 
     """
     log_ratio = (lp - inputs["logprobs"]).detach()
     log_sequence_ratio = _sequence_means(log_ratio, inputs.get(SEQUENCE_RATIO_MASK), inputs[SEQUENCE_LENGTHS])
-    loss, clip_fraction = _surrogate(log_sequence_ratio + lp - lp.detach(), inputs, config)
+    loss, clip_fraction = _surrogate(log_sequence_ratio + (lp - lp.detach()), inputs, config)
     means = _ratio_means(log_ratio) | clip_fraction | {"sequence_ratio": log_sequence_ratio.exp()}
     return TokenLoss(loss, means)
 

@@ -300,8 +300,9 @@ def _gradients(
     weights = [list(part.job.run.parameters.values()) for part in rows]
     inputs = [*(weight for own in weights for weight in own), *layer_inputs]
     flat = iter(torch.autograd.grad([loss.loss.sum() for loss in losses], inputs, allow_unused=True))
-    # Gradients of bfloat16 weights are bfloat16; sums are float32.
-    return [[None if (each := next(flat)) is None else each.float() for _ in own] for own in weights]
+    # Gradients of bfloat16 weights are bfloat16; sums are float32. Some are views with strides of their own, which
+    # torch's fused AdamW on a CPU ignores.
+    return [[None if (each := next(flat)) is None else each.float().contiguous() for _ in own] for own in weights]
 
 
 def _jobs_of(passes: Passes) -> list[ForwardBackwardJob]:

@@ -89,9 +89,7 @@ class _FrozenHead(autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, head: nn.Linear) -> Tensor:
         logits = head(hidden)
-        if temperatures is not None:
-            logits /= temperatures[:, None]
-        logprobs = _log_softmax(logits, targets, keep=ctx.needs_input_grad[0])
+        logprobs = _log_softmax(logits, targets, temperatures, keep=ctx.needs_input_grad[0])
         if ctx.needs_input_grad[0]:
             slope = head.weight.index_select(0, targets).sub_(logits @ head.weight)
             ctx.save_for_backward(slope if temperatures is None else slope.div_(temperatures[:, None]))
@@ -103,9 +101,14 @@ class _FrozenHead(autograd.Function):
         return (slope * gradients[0][:, None]).to(slope.dtype), None, None, None
 
 
-def _log_softmax(logits: Tensor, targets: Tensor, *, keep: bool) -> Tensor:
-    """Return log softmax(logits)[targets] in float32; overwrite the logits by softmax(logits) if `keep`."""
+def _log_softmax(logits: Tensor, targets: Tensor, temperatures: Tensor | None, *, keep: bool) -> Tensor:
+    """Return log softmax(logits / temperatures)[targets] in float32; overwrite the logits by that softmax if `keep`.
+
+    Float32 logits are overwritten in any case.
+    """
     exact = logits.float()
+    if temperatures is not None:
+        exact /= temperatures[:, None]
     largest = exact.amax(1)
     chosen = exact.gather(1, targets[:, None]).squeeze(1)
     probabilities = torch.softmax(exact, dim=1)

@@ -171,7 +171,8 @@ def _segment_backward(parts: tuple[Tensor, ...], scaling: float) -> None:
     """Write one segment's gradients. With P = softmax(s Q K^T): dV = P^T dO, dS = P (dO V^T - sum(dO V^T P)).
 
     `parts` are Q, K, V, dO, and dQ, dK, dV to write to. Products are fastest if the second factor is laid out in the
-    order in which it is read, so K and V are transposed once for all blocks.
+    order in which it is read, so K and V are transposed once for all blocks. Sums over blocks are float32: with many,
+    an addend may be less than half a unit of a bfloat16 sum.
     """
     query, key, value, gradient, dquery, dkey, dvalue = parts
     kv_heads, length, width = key.shape
@@ -179,8 +180,7 @@ def _segment_backward(parts: tuple[Tensor, ...], scaling: float) -> None:
     block = min(length, _BLOCK)
     # Added to scores, it hides later keys from each query.
     hiding = torch.full((block, block), -torch.inf, dtype=query.dtype).triu_(1)
-    dkey.zero_()
-    dvalue.zero_()
+    key_sum, value_sum = (torch.zeros(key.shape, dtype=torch.float32) for _ in range(2))
     for start in range(0, length, _BLOCK):
         end = min(start + _BLOCK, length)
         # Queries that share a key are rows of one product.
@@ -189,8 +189,10 @@ def _segment_backward(parts: tuple[Tensor, ...], scaling: float) -> None:
         scores = torch.bmm(q, turned_key[..., :end])
         scores.view(-1, end - start, end)[..., start:] += hiding[: end - start, : end - start]
         weights = torch.softmax(scores, dim=-1)
-        dvalue[:, :end].baddbmm_(weights.mT, g)
+        value_sum[:, :end] += torch.bmm(weights.mT, g)
         dweights = torch.bmm(g, turned_value[..., :end])
         dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)  # noqa: SLF001
         dquery[:, start:end] = torch.bmm(dscores, key[:, :end]).mul_(scaling).view(-1, end - start, width)
-        dkey[:, :end].baddbmm_(dscores.mT, q)
+        key_sum[:, :end] += torch.bmm(dscores.mT, q)
+    dkey.copy_(key_sum)
+    dvalue.copy_(value_sum)

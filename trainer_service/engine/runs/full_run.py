@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from paceline.errors import CheckpointMismatch
 from paceline.layout import MODEL_FILE
 from paceline.types import FullParameters, OptimizerParams, WeightStorage
 from trainer_service.engine.model.base_model import PassMode, load_base_model, use_attention
@@ -64,9 +65,14 @@ class FullRun(EngineRun):
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
         """Without `exact`, accept any floating-point model of the same names and shapes, also a sampler checkpoint."""
         weights = read_tensors(directory / MODEL_FILE)
-        kept = next(iter(self.weights.values())).dtype
-        dtypes = (kept,) if exact else (torch.float32, torch.bfloat16, torch.float16)
-        check_tensors(weights, {name: weight.shape for name, weight in self.weights.items()}, dtypes)
+        check_tensors(
+            weights,
+            {name: weight.shape for name, weight in self.weights.items()},
+            (torch.float32, torch.bfloat16, torch.float16),
+        )
+        for name, weight in self.weights.items() if exact else ():  # a few may be float32 among bfloat16
+            if weights[name].dtype is not weight.dtype:
+                raise CheckpointMismatch(f"{name} is {weights[name].dtype}; expected {weight.dtype}.")
         return weights
 
     @torch.no_grad()

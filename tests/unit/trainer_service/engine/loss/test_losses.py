@@ -166,6 +166,13 @@ def test_gspo_clips_a_sequence_as_a_whole_however_its_tokens_differ():
     np.testing.assert_array_equal(means["clip_fraction"], [0, 0, 1, 1])
 
 
+def test_gspo_clips_all_of_a_sequence_or_nothing_at_a_threshold():
+    lp = np.linspace(-12.0, -0.01, 400)
+    for shift in (np.log(1.0004), np.log(1.0004) + 2e-7):
+        inputs = {"logprobs": lp - shift, "advantages": np.ones(400)}
+        assert evaluate("gspo", lp, inputs)[2]["clip_fraction"].mean() in {0.0, 1.0}
+
+
 def test_gspo_keeps_the_precision_that_its_narrow_thresholds_need():
     """A long sequence with ratio exp(2e-4) is inside the thresholds, one with exp(5e-4) outside."""
     for shift, clipped in [(2e-4, 0.0), (5e-4, 1.0)]:

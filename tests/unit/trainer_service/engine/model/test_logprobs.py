@@ -130,11 +130,15 @@ def test_the_logits_do_not_grow_with_the_targets_per_position():
     assert many <= one + 4
 
 
-def test_the_log_softmax_is_float32_whatever_the_head_computes_in(inputs):
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_log_softmax_is_float32_whatever_the_head_computes_in(inputs, temperature, frozen):
     hidden, targets, _ = inputs
-    head = make_head(adapter=False).bfloat16()
-    result = target_logprobs(head, hidden.bfloat16(), targets, 4)
-    expected = head(hidden.bfloat16()).double().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    head = make_head(adapter=False, frozen=frozen).bfloat16()
+    temperatures = None if temperature == 1.0 else torch.full((POSITIONS,), temperature)
+    result = target_logprobs(head, hidden.bfloat16(), targets, 4, (), temperatures)
+    logits = head(hidden.bfloat16()).double() / temperature
+    expected = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     assert result.dtype == torch.float32
     torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-5)
 

@@ -117,6 +117,18 @@ def test_bfloat16_attention_equals_float32_attention_in_each_segment(heads):
         assert mine.float().norm().item() == pytest.approx(theirs.norm().item(), rel=1e-2)
 
 
+def test_gradients_of_long_sequences_are_summed_in_float32():
+    """What every later query adds to the first keys is small beside the sum of what the others added."""
+    generator, length = torch.Generator().manual_seed(0), 6144
+    inputs = [torch.randn(1, length, 16, generator=generator).mul(0.3).bfloat16().requires_grad_() for _ in range(3)]
+    upstream = torch.randn(length, 1, 16, generator=generator).mul(0.2).add(1).bfloat16()
+    grads = torch.autograd.grad(causal_attention(*inputs, (length,), 0.25), inputs, upstream)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    whole = causal_attention(*exact, (length,), 0.25)
+    for mine, theirs in zip(grads, torch.autograd.grad(whole, exact, upstream.float()), strict=True):
+        assert (mine.float() - theirs).norm() < 8e-3 * theirs.norm()
+
+
 def random_heads(*heads, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, count, sum(SEGMENTS), 16, generator=generator).to(dtype) for count in heads]

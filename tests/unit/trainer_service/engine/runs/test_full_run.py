@@ -18,11 +18,12 @@ from support.models.engine_cases import (
 )
 from support.models.optimizer_cases import PARAMS
 from support.models.tiny_models import make_tiny_llama
+from tiny_architectures import make_architecture
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.errors import CheckpointMismatch, OutOfMemory
-from paceline.types import AdamParams, FullParameters, LoraConfig, WeightStorage
+from paceline.types import AdamParams, Datum, ForwardBackwardSpec, FullParameters, LoraConfig, WeightStorage
 from trainer_service.engine.optimizers.adamw import AdamW
 from trainer_service.engine.optimizers.rounded import RoundedOptimizer, round_stochastically
 from trainer_service.engine.options import EngineOptions
@@ -290,3 +291,36 @@ def test_a_deleted_run_leaves_nothing(tmp_path):
     engine.delete_run("run")
     engine.create_run("run", FullParameters())
     steps(engine, ADAM, [0])
+
+
+def architecture_engine(name, directory, kept):
+    dtype, storage = KEPT[kept]
+    make_architecture(name, directory)
+    engine = PeftEngine(EngineOptions(str(directory), name, dtype=dtype))
+    engine.create_run("run", FullParameters(storage))
+    return engine
+
+
+def test_a_gradient_that_is_a_view_steps_the_weights_that_it_belongs_to(tmp_path):
+    engine = architecture_engine("gpt_oss", tmp_path, "float32")
+    token = Datum([5], {"target_tokens": [5], "weights": [1.0]})  # of one token, the sinks' gradients are views
+    engine.forward_backward("run", [token], ForwardBackwardSpec("cross_entropy"))
+    expected = gradients(engine)
+    engine.optim_step("run", AdamParams())
+    moments = engine._runs["run"].optimizer.tensors
+    for name, gradient in expected.items():
+        torch.testing.assert_close(moments[f"exp_avg.{name}"], 0.1 * gradient)
+
+
+def test_a_model_that_keeps_a_few_weights_in_float32_resumes(tmp_path):
+    engine = architecture_engine("ernie4_5_moe", tmp_path / "model", "rounded")
+    dtypes = {weight.dtype for weight in engine._runs["run"].weights.values()}
+    assert dtypes == {torch.bfloat16, torch.float32}
+    token = Datum([5, 6, 7], {"target_tokens": [5, 6, 7], "weights": [1.0] * 3})
+    engine.forward_backward("run", [token], ForwardBackwardSpec("cross_entropy"))
+    engine.optim_step("run", AdamParams())
+    (tmp_path / "state").mkdir()
+    engine.save_state("run", tmp_path / "state")
+    before = weights(engine)
+    engine.load_state("run", tmp_path / "state", with_optimizer=True)
+    assert all(torch.equal(before[name], weight) for name, weight in weights(engine).items())
