@@ -164,9 +164,11 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
         stop = stop_seconds(name, given)
         return Plan(name, module, environment, health[name], service, stop, share.cores, share.name)
 
+    # The shell leaves the tilde of --model=~/model as it is.
+    path = str(Path(options.model).expanduser()) if options.model.startswith("~") else options.model
     model = {
-        "model": options.model,
-        "model_name": options.model_name or Path(options.model).name,
+        "model": path,
+        "model_name": options.model_name or Path(path).name,
         "dtype": _dtype(options.dtype, gpus),
         "checkpoint_dir": str(state / "checkpoints"),
         "scratch_dir": str(state / "scratch"),
@@ -180,7 +182,7 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
         "keys_file": str(state / "keys.json"),
         "http_listen": listen["http"],
         "http_state": str(state / "http"),
-        "http_tokenizer": options.model,
+        "http_tokenizer": path,
     }
     return [
         plan("trainer", "trainer_service", "paceline.trainer.v1.TrainerService", {**model, **base}),

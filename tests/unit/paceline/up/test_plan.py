@@ -121,6 +121,17 @@ def test_the_largest_rank_is_that_of_services_started_by_hand():
     assert UpOptions("tiny").max_lora_rank == TrainerSettings.model_fields["max_lora_rank"].default
 
 
+def test_a_home_directory_in_the_models_path_is_found_by_all_services(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer, sampler, gateway = make_plans(UpOptions("~/model"), tmp_path / "state", {})
+    paths = {
+        trainer.environment["PACELINE_TRAINER_MODEL"],
+        sampler.environment["PACELINE_SAMPLER_MODEL"],
+        gateway.environment["PACELINE_GATEWAY_HTTP_TOKENIZER"],
+    }
+    assert paths == {str(tmp_path / "model")}
+
+
 def test_the_help_says_that_a_model_is_required(capsys):
     with pytest.raises(SystemExit):
         main(["up", "--help"])
