@@ -51,14 +51,13 @@ async def test_vllm_that_is_killed_comes_back_with_its_versions(model, volume, t
     async with sampling(model, port, tmp_path, **settings) as client:
         refs = [base_ref(), *[await published(model, volume, trainer, version) for version in (1, 2)]]
         tokens = [await greedy(client, ref) for ref in refs]
-        # Do all slow work first: the streams must be in flight when the engine dies, and the engine must still be down
-        # when the requests after that arrive.
+        # Do all slow work first: the engine must still be down when the requests after its death arrive.
         (engine,) = set(descendants("EngineCore")).difference(others)
         parent, third = engine.parent(), make_version(volume, model, RUN, 3)
         requests = [stream_request(ref, max_tokens=400) for ref in refs]
         streams = [client.stub.SampleStream(request, metadata=client.metadata) for request in requests]
-        for stream in streams:
-            await stream.read()
+        engine.suspend()  # otherwise a stream may end before it
+        await until(lambda: client.engine.num_running() == len(streams))
         parent.kill()  # the process that forked the engine, which ends with it
         for stream in streams:
             with pytest.raises(grpc.aio.AioRpcError) as failure:
