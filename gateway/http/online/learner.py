@@ -15,6 +15,7 @@ from gateway.http.models import ONLINE
 from gateway.http.online.store import Command, Example, ExampleState, OnlineModel, OnlineStore, Settled
 from gateway.http.services import Services
 from paceline import codec, errors
+from paceline.client.retry import is_unread
 from paceline.log import get_logger
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types.optimizers import OPTIMIZERS
@@ -57,7 +58,7 @@ class Learner:
     """Owns the order of one model's commands."""
 
     def __init__(self, services: Services, store: OnlineStore, model: OnlineModel, most_bytes: int) -> None:
-        """`most_bytes` bounds the examples of one call."""
+        """`most_bytes` bounds the examples of one call; it falls when the trainer accepts less."""
         self._services, self._store, self._most_bytes = services, store, most_bytes
         self._known = model
         self._turn = asyncio.Lock()
@@ -202,20 +203,13 @@ class Learner:
 
     async def _issue(self, requests: Sequence[tuple[str, Message]], examples: Sequence[Example] = ()) -> None:
         """Store commands to send. No earlier one may be unanswered, because their numbers are consecutive."""
-        model, commands = self.model, []
-        for number, (kind, request) in enumerate(requests, model.next_seq_id):
-            place: Any = request
-            place.run_id, place.seq_id, place.attachment = model.run_id, number, model.attachment
-            batch = model.next_seq_id if kind in {_FORWARD_BACKWARD, _OPTIM_STEP} else 0
-            commands.append(Command(number, kind, batch, request.SerializeToString(deterministic=True)))
-        await self._store.issue(model, commands, examples)
+        model = self.model
+        await self._store.issue(model, _numbered(model, model.next_seq_id, requests), examples)
 
     async def _send_all(self) -> None:
         """Send each unanswered command until it is answered."""
-        for command in self._store.commands(self._known):
-            await self._send(command)
-            if self.model.stopped:
-                return
+        while commands := self._store.commands(self._known):  # An answer may change what is behind it.
+            await self._send(commands[0])
 
     async def _send(self, command: Command) -> Message | errors.PacelineError:
         """Send one command until it is answered, store the outcome, and return the answer or the refusal."""
@@ -244,12 +238,26 @@ class Learner:
             version = error.metadata.get("version", "")  # A version that the error names exists nevertheless.
             newest = int(version) if version.isdecimal() else model.version
             await self._store.answered(model, command, version=newest)
+        elif command.kind == _FORWARD_BACKWARD and is_unread(error):
+            await self._unread(model, command, problem)
         elif isinstance(error, _STOPS) and command.kind != _SAVE:
             # A refused ForwardBackward changed nothing. A refused step leaves its gradient in the run.
             state = ExampleState.WAITING if command.kind == _FORWARD_BACKWARD else ExampleState.UNSURE
             await self._store.stop(model, problem, command, Settled(state, problem))
         else:
             await self._store.answered(model, command, _settled_by(command, error))
+
+    async def _unread(self, model: OnlineModel, command: Command, problem: str) -> None:
+        """Split a batch that the trainer did not read, such as one above its max_message_bytes.
+
+        A single example fails, so that those behind it are trained on. The version that was to follow it may have
+        earlier steps that no version has yet.
+        """
+        publishes = any(each.kind == _PUBLISH for each in self._store.commands(model))
+        instead = _numbered(model, command.seq_id, [self._publish()] if publishes else [])
+        problem = f"the trainer cannot read the example: {problem}; post it as smaller conversations"
+        if size := await self._store.unread(model, problem, command, instead):
+            self._most_bytes = min(self._most_bytes, size // 2)  # So the next batch has fewer of these examples.
 
     async def _until_answered(self, command: Command) -> Message | errors.PacelineError:
         request_type, reply_type = _KINDS[command.kind]
@@ -275,6 +283,17 @@ class Learner:
                 self._asked = None
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _numbered(model: OnlineModel, first: int, requests: Sequence[tuple[str, Message]]) -> list[Command]:
+    """Return the commands of requests, numbered from `first`; the number of a batch is that of its first command."""
+    commands = []
+    for number, (kind, request) in enumerate(requests, first):
+        place: Any = request
+        place.run_id, place.seq_id, place.attachment = model.run_id, number, model.attachment
+        batch = first if kind in {_FORWARD_BACKWARD, _OPTIM_STEP} else 0
+        commands.append(Command(number, kind, batch, request.SerializeToString(deterministic=True)))
+    return commands
 
 
 def _settled_by(command: Command, error: errors.PacelineError) -> Settled | None:

@@ -235,13 +235,7 @@ class OnlineStore(Database):
         """Store commands to send, numbered from the model's next, and record which examples the first one carries."""
 
         def issue(connection: sqlite3.Connection) -> None:
-            connection.execute(
-                "UPDATE models SET next_seq_id = ? WHERE model_id = ?", (commands[-1].seq_id + 1, model.model_id)
-            )
-            connection.executemany(
-                "INSERT INTO commands VALUES (?, ?, ?, ?, ?)",
-                [(model.model_id, each.seq_id, each.kind, each.batch, each.request) for each in commands],
-            )
+            _store_commands(connection, model, commands, commands[0].seq_id)
             connection.executemany(
                 "UPDATE examples SET state = ?, batch = ? WHERE number = ?",
                 [(ExampleState.SENT, commands[0].batch, example.number) for example in examples],
@@ -269,6 +263,25 @@ class OnlineStore(Database):
 
         await self.do(answered)
 
+    async def unread(self, model: OnlineModel, problem: str, command: Command, instead: Sequence[Command] = ()) -> int:
+        """Take back the commands of a batch whose first the trainer refused unread: their numbers stay free.
+
+        A batch of several examples waits again, to be split. A single example failed, and `instead`, numbered from the
+        refused command's number, is stored to be sent. Returns the bytes of the examples that wait again.
+        """
+
+        def take_back(connection: sqlite3.Connection) -> int:
+            sql = "DELETE FROM commands WHERE model_id = ? AND seq_id >= ?"
+            connection.execute(sql, (model.model_id, command.seq_id))
+            count, size = _in_flight(connection, model, command.batch)
+            is_split = count > 1
+            settled = Settled(ExampleState.WAITING) if is_split else Settled(ExampleState.FAILED, problem)
+            _settle(connection, model, command.batch, settled)
+            _store_commands(connection, model, () if is_split else instead, command.seq_id)
+            return size if is_split else 0
+
+        return await self.do(take_back)
+
     async def stop(self, model: OnlineModel, problem: str, command: Command, settled: Settled) -> None:
         """Record why a model's training stops, drop its unanswered commands, and settle the batch's examples."""
 
@@ -280,12 +293,30 @@ class OnlineStore(Database):
         await self.do(stop)
 
 
+def _store_commands(
+    connection: sqlite3.Connection, model: OnlineModel, commands: Sequence[Command], first: int
+) -> None:
+    """Store commands to send, numbered from `first`, and the number of the command after them."""
+    sql = "UPDATE models SET next_seq_id = ? WHERE model_id = ?"
+    connection.execute(sql, (first + len(commands), model.model_id))
+    connection.executemany(
+        "INSERT INTO commands VALUES (?, ?, ?, ?, ?)",
+        [(model.model_id, each.seq_id, each.kind, each.batch, each.request) for each in commands],
+    )
+
+
+def _in_flight(connection: sqlite3.Connection, model: OnlineModel, batch: int) -> tuple[int, int]:
+    """Return the number of a batch's examples in flight, and their bytes."""
+    sql = "SELECT COUNT(*), COALESCE(SUM(LENGTH(data)), 0) FROM examples WHERE model_id = ? AND batch = ? AND state = ?"
+    count, size = connection.execute(sql, (model.model_id, batch, ExampleState.SENT)).fetchone()
+    return int(count), int(size)
+
+
 def _settle(connection: sqlite3.Connection, model: OnlineModel, batch: int, settled: Settled) -> None:
     """Set the state of a batch's examples in flight. Only waiting examples keep their data."""
     mine = (model.model_id, batch, ExampleState.SENT)
     where = "WHERE model_id = ? AND batch = ? AND state = ?"
-    sql = f"SELECT COUNT(*), COALESCE(SUM(LENGTH(data)), 0) FROM examples {where}"  # noqa: S608
-    ((count, size),) = connection.execute(sql, mine).fetchall()
+    count, size = _in_flight(connection, model, batch)
     if settled.state is ExampleState.WAITING:
         connection.execute(f"UPDATE examples SET state = ? {where}", (settled.state, *mine))  # noqa: S608
         return

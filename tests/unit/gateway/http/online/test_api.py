@@ -1,0 +1,179 @@
+"""Online training over HTTP, with a trainer that keeps the order of commands and computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from fastapi import FastAPI
+
+from gateway.http.edge import make_app
+from gateway.http.online.api import OnlineApi
+from paceline import errors
+from paceline.rpc.identity import Identity
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.waiting_bytes import WaitingBytes
+
+SMALL, LARGE = 100, 5000
+LORA = {"rank": 2}
+
+
+class Trainer:
+    """Renders a conversation to one datum of as many bytes as its response has characters."""
+
+    def __init__(self):
+        self.waiting_bytes = WaitingBytes()
+        self.most_bytes = 1 << 20
+        """Longer messages are refused unread."""
+        self.runs = {}
+        """The number of the last command of each run."""
+        self.made = 0
+        self.trained = []
+        """The sizes of the examples of each batch."""
+        self.gradient = []
+        self.kinds = []
+        """Kinds of the commands that were executed."""
+        self.answers = asyncio.Event()
+        """Set while commands are answered."""
+        self.answers.set()
+
+    async def call(self, tenant, request, reply, **_):
+        await asyncio.sleep(0)
+        if request.ByteSize() > self.most_bytes and isinstance(request, pb.ForwardBackwardRequest):
+            raise errors.MessageTooLarge("Received message larger than max")
+        if isinstance(request, pb.RenderConversationsRequest):
+            found = pb.RenderConversationsResponse()
+            for conversation in request.conversations:
+                text = json.loads(conversation)["messages"][-1]["content"]
+                found.conversations.add().data.add().model_input.data = text.encode()
+            return found
+        if isinstance(request, pb.CreateRunRequest):
+            self.made += 1
+            self.runs[f"run-{self.made}"] = 0
+            return pb.CreateRunResponse(run={"run_id": f"run-{self.made}"})
+        if request.run_id not in self.runs:
+            raise errors.RunNotFound("no such run")
+        if isinstance(request, pb.AttachRunRequest):
+            run = {"run_id": request.run_id, "last_seq_id": self.runs[request.run_id], "latest_version": 1}
+            return pb.AttachRunResponse(attachment=1, run=run)
+        return await self._execute(request, reply)
+
+    async def _execute(self, request, reply):
+        if request.seq_id != self.runs[request.run_id] + 1:
+            raise errors.SeqIdGap("earlier commands are missing")
+        self.runs[request.run_id] += 1
+        self.kinds.append(type(request).__name__.removesuffix("Request"))
+        await self.answers.wait()
+        if isinstance(request, pb.ForwardBackwardRequest):
+            self.gradient = [len(datum.model_input.data) for datum in request.data]
+            return pb.ForwardBackwardResponse(metrics={"loss:sum": 1.0})
+        if isinstance(request, pb.OptimStepRequest):
+            self.trained.append(self.gradient)
+            return pb.OptimStepResponse(step=len(self.trained), tokens=1)
+        if isinstance(request, pb.PublishWeightsRequest):
+            return pb.PublishWeightsResponse(model={"version": self.kinds.count("PublishWeights")})
+        return pb.SaveCheckpointResponse(checkpoint={"path": f"paceline://{request.run_id}/state/{request.name}"})
+
+
+class Models:
+    """A sampler that serves adapters of one base model."""
+
+    async def served(self, tenant, name):
+        return "base"
+
+    async def describe_sampler(self, tenant):
+        return SimpleNamespace(model=None, serves="adapters")
+
+    def base_names(self, info):
+        return ("base",)
+
+
+@pytest.fixture
+def trainer():
+    return Trainer()
+
+
+@pytest.fixture
+async def api(trainer, tmp_path):
+    api = OnlineApi(trainer, Models(), tmp_path, 1 << 20)
+    yield api
+    trainer.answers.set()
+    await api.stop()
+
+
+@pytest.fixture
+def app(api) -> FastAPI:
+    return make_app(api.routes())
+
+
+async def ask(app, method, path, body=None, leave=None):
+    """Send a request, whose caller leaves when `leave` is set; return the status and the body of the answer."""
+    path, _, query = path.partition("?")
+    messages, sent = iter([{"type": "http.request", "body": json.dumps(body or {}).encode()}]), []
+    scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "query_string": query.encode()}
+    scope |= {"headers": [], "state": {"identity": Identity("tenant")}}
+
+    async def receive():
+        if (message := next(messages, None)) is None:
+            await (leave or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+        return message
+
+    async def send(message):
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent))
+
+
+async def train(app, *sizes, letter="a", **options):
+    """Post examples of these sizes."""
+    pairs = [{"prompt": "p", "response": letter * size} for size in sizes]
+    return await ask(app, "POST", "/train", {"pairs": pairs, "lora": LORA, **options})
+
+
+async def trained(app):
+    """Wait until nothing is trained; return the status."""
+    while (status := (await ask(app, "GET", "/train/status"))[1])["state"] == "training":  # noqa: ASYNC110 - as callers do
+        await asyncio.sleep(0.001)
+    return status
+
+
+async def test_an_example_above_the_trainers_limit_fails_and_those_behind_it_are_trained_on(app, trainer):
+    trainer.most_bytes = LARGE
+    for size in (SMALL, LARGE, SMALL + 1, SMALL + 2):
+        assert (await train(app, size, batch_size=1))[0] == 202
+    status = await trained(app)
+    assert (status["state"], status["waiting"], status["trained"], status["failed"]) == ("idle", 0, 3, 1)
+    assert trainer.trained == [[SMALL], [SMALL + 1], [SMALL + 2]]
+    assert "larger than max" in status["problem"]
+    trainer.most_bytes = 2 * LARGE
+    assert (await train(app, LARGE))[1]["accepted"] == 1, "it had no effect"
+    assert (await trained(app))["trained"] == 4
+
+
+async def test_a_batch_above_the_trainers_limit_is_split(app, trainer):
+    trainer.most_bytes = 3 * LARGE
+    await train(app, LARGE, LARGE + 1, LARGE + 2, SMALL, SMALL + 1)
+    status = await trained(app)
+    assert (status["trained"], status["failed"], status["problem"]) == (5, 0, None)
+    assert trainer.trained == [[LARGE], [LARGE + 1], [LARGE + 2, SMALL, SMALL + 1]]
+
+
+async def test_only_the_example_above_the_limit_of_a_batch_fails(app, trainer):
+    trainer.most_bytes = LARGE
+    await train(app, SMALL, LARGE, SMALL + 1)
+    status = await trained(app)
+    assert (status["trained"], status["failed"]) == (2, 1)
+    assert trainer.trained == [[SMALL], [SMALL + 1]]
+
+
+async def test_the_last_steps_have_a_version_though_the_example_behind_them_failed(app, trainer):
+    trainer.most_bytes = LARGE
+    trainer.answers.clear()
+    await train(app, SMALL, SMALL + 1, LARGE, batch_size=1)
+    trainer.answers.set()
+    await trained(app)
+    assert trainer.kinds[-2:] == ["OptimStep", "PublishWeights"]
