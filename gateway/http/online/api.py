@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,26 +20,35 @@ from gateway.http.middleware import tenant_of
 from gateway.http.models import Models
 from gateway.http.online.learner import Learner
 from gateway.http.online.requests import DEFAULT_MODEL, CheckpointRequest, Lora, TrainRequest, read
-from gateway.http.online.store import NewExample, OnlineModel, OnlineStore
+from gateway.http.online.store import MOST_WAITING_BYTES, NewExample, OnlineModel, OnlineStore
 from gateway.http.problems import is_fixable_by_caller
 from gateway.http.services import Services
 from paceline import errors
 from paceline.client.batching import render_all
 from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.waiting_bytes import WaitingBytes
 
 _SECONDS = 600.0
 _OPTIMIZER = "apollo_mini"
-_MOST_WAITING_BYTES = 1 << 30
-"""Most bytes of a tenant's examples that are not trained on yet."""
+Reserve = Callable[[int], None]
 
 
 class OnlineApi:
     """The routes, and the learners behind them."""
 
-    def __init__(self, services: Services, models: Models, state: Path, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        services: Services,
+        models: Models,
+        state: Path,
+        max_message_bytes: int,
+        most_waiting_bytes: int = MOST_WAITING_BYTES,
+    ) -> None:
         """Open the database in `state`. Raises InvalidArgument if it cannot be used."""
         self._services, self._models = services, models
-        self._store = OnlineStore(state / "online.sqlite")
+        self._store = OnlineStore(state / "online.sqlite", most_waiting_bytes)
+        self._rendered = WaitingBytes()
+        """Bytes of each tenant's examples in memory that are not stored yet."""
         self._most_bytes = max_message_bytes // 2
         self._learners: dict[int, Learner] = {}
         self._names: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
@@ -78,12 +87,13 @@ class OnlineApi:
         return router
 
     async def _train(self, tenant: str, request: TrainRequest) -> dict[str, Any]:
-        examples = await self._examples(tenant, request.bodies())
-        async with self._names.setdefault((tenant, request.model), asyncio.Lock()):
-            learner = await self._begin(tenant, request)
-            model, rate = learner.model, request.learning_rate
-            added = await self._store.add_examples(model, examples, rate, request.batch_size)
-            learner.wake()
+        with self._rendering(tenant) as reserve:
+            examples = await self._examples(tenant, request.bodies(), reserve)
+            async with self._names.setdefault((tenant, request.model), asyncio.Lock()):
+                learner = await self._begin(tenant, request)
+                model, rate = learner.model, request.learning_rate
+                added = await self._store.add_examples(model, examples, rate, request.batch_size)
+                learner.wake()
         return {
             "model": request.model,
             "run_id": model.run_id,
@@ -91,20 +101,41 @@ class OnlineApi:
             "duplicates": len(examples) - added,
         }
 
-    async def _examples(self, tenant: str, bodies: list[bytes]) -> list[NewExample]:
-        """Render conversations. Raises the trainer's errors, and Overloaded if too many bytes wait."""
+    @contextmanager
+    def _rendering(self, tenant: str) -> Iterator[Reserve]:
+        """Yield a function that reserves bytes of rendered examples until the block ends.
+
+        It raises Overloaded if too many bytes of the tenant's examples wait, those that other requests are rendering
+        included. The bytes count as those of calls do, because they are in memory as well: it also raises QuotaExceeded
+        or Overloaded at their limits.
+        """
+        counters, held = (self._rendered, self._services.waiting_bytes), 0
+
+        def reserve(size: int) -> None:
+            nonlocal held
+            self._store.check_waiting(tenant, self._rendered.used(tenant) + size)
+            self._services.waiting_bytes.check(tenant, size)
+            for counter in counters:
+                counter.add(tenant, size)
+            held += size
+
+        try:
+            yield reserve
+        finally:
+            for counter in counters:
+                counter.remove(tenant, held)
+
+    async def _examples(self, tenant: str, bodies: list[bytes], reserve: Reserve) -> list[NewExample]:
+        """Render conversations and reserve their bytes. Raises the trainer's errors, and those of `reserve`."""
 
         async def call(request: pb.RenderConversationsRequest) -> pb.RenderConversationsResponse:
             return await self._services.call(tenant, request, pb.RenderConversationsResponse, seconds=_SECONDS)
 
-        examples, size = list[NewExample](), 0
+        examples = list[NewExample]()
         async for rendered in render_all(call, bodies):
             data = pb.ForwardBackwardRequest(data=rendered.data).SerializeToString(deterministic=True)
+            reserve(len(data))
             examples.append(NewExample(sha256(data).digest(), len(rendered.data), data))
-            size += len(data)
-            if self._store.waiting_bytes(tenant) + size > _MOST_WAITING_BYTES:
-                message = "too many examples are waiting; send more once some are trained on"
-                raise errors.Overloaded(message, field="conversations", retry_after=60.0)
         return examples
 
     async def _begin(self, tenant: str, request: TrainRequest) -> Learner:

@@ -20,6 +20,8 @@ from gateway.http.database import Database
 from paceline import errors
 
 FORMAT = 1
+MOST_WAITING_BYTES = 1 << 30
+"""Most bytes of a tenant's examples that are not trained on yet."""
 _MOST_DATUMS = 256
 """Most datums of a batch; a single example may have more."""
 
@@ -134,9 +136,10 @@ class Settled:
 class OnlineStore(Database):
     """The database. It survives power cuts, as the trainer's journal does."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
         """Open or create the file. Raises InvalidArgument for a newer format or an unusable file."""
         super().__init__(path, FORMAT, _TABLES, survives_power_cuts=True)
+        self._most_waiting_bytes = most_waiting_bytes
 
     def model(self, tenant: str, name: str) -> OnlineModel | None:
         """Return the model with a name, or None."""
@@ -154,10 +157,9 @@ class OnlineStore(Database):
             raise errors.ModelNotFound("the model was deleted and created again; try again", field="model")
         return _model(row)
 
-    def waiting_bytes(self, tenant: str) -> int:
-        """Return the bytes of a tenant's examples that are not trained on yet."""
-        ((total,),) = self.rows("SELECT COALESCE(SUM(waiting_bytes), 0) FROM models WHERE tenant = ?", tenant)
-        return int(total)
+    def check_waiting(self, tenant: str, size: int) -> None:
+        """Raise Overloaded unless examples of `size` bytes may wait, with those of the tenant that wait already."""
+        _check_waiting(self._read, tenant, size, self._most_waiting_bytes)
 
     async def add_model(
         self, tenant: str, name: str, request_id: str, optimizer: str, lora: Mapping[str, Any]
@@ -186,7 +188,10 @@ class OnlineStore(Database):
     async def add_examples(
         self, model: OnlineModel, examples: Sequence[NewExample], learning_rate: float, batch_size: int
     ) -> int:
-        """Store the examples that are new or failed before; return their number."""
+        """Store the examples that are new or failed before; return their number. Raises Overloaded, as check_waiting.
+
+        Nothing is stored then. It is checked here again because other requests may have stored theirs since.
+        """
 
         def add(connection: sqlite3.Connection) -> int:
             added = size = again = 0
@@ -201,6 +206,8 @@ class OnlineStore(Database):
                 ).rowcount
                 added += is_new
                 size += is_new * len(example.data)
+            if size:
+                _check_waiting(connection, model.tenant, size, self._most_waiting_bytes)
             connection.execute(
                 "UPDATE models SET waiting = waiting + ?, waiting_bytes = waiting_bytes + ?, failed = failed - ? "
                 "WHERE model_id = ?",
@@ -291,6 +298,14 @@ class OnlineStore(Database):
             _settle(connection, model, command.batch, settled)
 
         await self.do(stop)
+
+
+def _check_waiting(connection: sqlite3.Connection, tenant: str, size: int, most: int) -> None:
+    sql = "SELECT COALESCE(SUM(waiting_bytes), 0) FROM models WHERE tenant = ?"
+    ((waiting,),) = connection.execute(sql, (tenant,)).fetchall()
+    if waiting + size > most:
+        message = "too many examples are waiting; send more once some are trained on"
+        raise errors.Overloaded(message, field="conversations", retry_after=60.0)
 
 
 def _store_commands(

@@ -14,7 +14,7 @@ from gateway.http.online.api import OnlineApi
 from paceline import errors
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.waiting_bytes import WaitingBytes
+from paceline.waiting_bytes import CALLS, WaitingBytes
 
 SMALL, LARGE = 100, 5000
 LORA = {"rank": 2}
@@ -35,9 +35,10 @@ class Trainer:
         self.gradient = []
         self.kinds = []
         """Kinds of the commands that were executed."""
-        self.answers = asyncio.Event()
-        """Set while commands are answered."""
+        self.answers, self.creates = asyncio.Event(), asyncio.Event()
+        """Set while commands are answered, and runs created."""
         self.answers.set()
+        self.creates.set()
 
     async def call(self, tenant, request, reply, **_):
         await asyncio.sleep(0)
@@ -51,8 +52,10 @@ class Trainer:
             return found
         if isinstance(request, pb.CreateRunRequest):
             self.made += 1
-            self.runs[f"run-{self.made}"] = 0
-            return pb.CreateRunResponse(run={"run_id": f"run-{self.made}"})
+            run_id = f"run-{self.made}"
+            await self.creates.wait()
+            self.runs[run_id] = 0
+            return pb.CreateRunResponse(run={"run_id": run_id})
         if request.run_id not in self.runs:
             raise errors.RunNotFound("no such run")
         if isinstance(request, pb.AttachRunRequest):
@@ -97,7 +100,7 @@ def trainer():
 
 @pytest.fixture
 async def api(trainer, tmp_path):
-    api = OnlineApi(trainer, Models(), tmp_path, 1 << 20)
+    api = OnlineApi(trainer, Models(), tmp_path, 1 << 20, most_waiting_bytes=100 * LARGE)
     yield api
     trainer.answers.set()
     await api.stop()
@@ -177,3 +180,33 @@ async def test_the_last_steps_have_a_version_though_the_example_behind_them_fail
     trainer.answers.set()
     await trained(app)
     assert trainer.kinds[-2:] == ["OptimStep", "PublishWeights"]
+
+
+async def test_examples_that_are_rendered_at_the_same_time_count_together(app, trainer):
+    trainer.answers.clear()
+    size = 15 * LARGE  # six requests fit
+    calls = (train(app, size, letter=letter, model=f"{letter}-model") for letter in "abcdefghij")
+    statuses = [status for status, _ in await asyncio.gather(*calls)]
+    assert sorted(statuses) == 6 * [202] + 4 * [429]
+    assert (await train(app, size, letter="k"))[0] == 429, "those that were stored wait"
+    assert (await train(app, SMALL, letter="k"))[0] == 202, "those that were refused do not"
+
+
+async def test_rendered_examples_count_before_they_are_stored(app, trainer):
+    trainer.creates.clear()
+    waiting = asyncio.create_task(train(app, 60 * LARGE))
+    while not trainer.made:  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0)
+    assert (await train(app, 60 * LARGE, letter="b"))[0] == 429
+    trainer.creates.set()
+    assert (await waiting)[0] == 202
+    await trained(app)
+    assert (await train(app, 60 * LARGE, letter="b"))[0] == 202
+
+
+async def test_rendered_examples_count_as_calls_until_they_are_stored(app, trainer):
+    trainer.waiting_bytes = WaitingBytes(tenant_limit=2 * LARGE, quota=CALLS)
+    status, answer = await train(app, LARGE, LARGE, LARGE)
+    assert (status, answer["error"]["code"]) == (429, "QUOTA_EXCEEDED")
+    assert (await train(app, LARGE))[0] == 202
+    assert trainer.waiting_bytes.used("tenant") == 0

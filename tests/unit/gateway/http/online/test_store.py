@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.http.online.store import Command, ExampleState, NewExample, OnlineStore, Settled
+from paceline import errors
 
 
 @pytest.fixture
@@ -93,6 +94,25 @@ async def test_batches_have_one_setting_and_a_size(store, model):
     assert sizes == [(1e-4, 2), (1e-4, 1), (1e-3, 1), (1e-3, 1)]
     await store.add_examples(model, examples("f", "g"), 1e-3, 8)
     assert len(store.next_batch(model, 15)) == 1
+
+
+async def test_examples_that_a_tenant_may_not_have_waiting_are_refused_together(tmp_path):
+    store = OnlineStore(tmp_path / "small.sqlite", most_waiting_bytes=35)
+    try:
+        one, other = [await store.add_model("tenant", name, name, "adamw", {}) for name in ("one", "other")]
+        stranger = await store.add_model("stranger", "one", "request", "adamw", {})
+        store.check_waiting("tenant", 35)
+        await store.add_examples(one, examples("a", "b"), 1e-4, 8)
+        with pytest.raises(errors.Overloaded):
+            store.check_waiting("tenant", 16)
+        with pytest.raises(errors.Overloaded):
+            await store.add_examples(other, examples("c", "d"), 1e-4, 8)
+        assert totals(store, other) == (0, 0, 0, 0)
+        assert store.next_batch(other, 1 << 20) == []
+        assert await store.add_examples(one, examples("a", "b", "c"), 1e-4, 8) == 1
+        assert await store.add_examples(stranger, examples("a", "b", "c"), 1e-4, 8) == 3
+    finally:
+        store.close()
 
 
 async def test_a_name_that_was_forgotten_begins_anew(store, model):
