@@ -164,12 +164,15 @@ class Learner:
                 self._woken.clear()
                 async with self._turn:
                     await self._send_all()
-                    model = self.model
-                    batch = self._store.next_batch(model, self._most_bytes)
-                    if model.stopped or not (batch or self._must_publish):
+                    if self.model.stopped:
+                        return
+                    batch = await self._store.next_batch(self._known, self._most_bytes)
+                    if not batch and self._woken.is_set():  # Examples may have come since the look.
+                        continue
+                    if not (batch or self._must_publish):
                         return
                     if batch:
-                        await self._issue(self._commands(model, batch), batch)
+                        await self._issue(self._commands(self.model, batch), batch)
                         await self._send_all()
                         continue
                 with suppress(TimeoutError):

@@ -109,10 +109,6 @@ class Example:
     datums: int
     data: bytes
 
-    def goes_with(self, other: Example) -> bool:
-        """Whether both can be in one batch."""
-        return (self.learning_rate, self.batch_size) == (other.learning_rate, other.batch_size)
-
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -217,21 +213,28 @@ class OnlineStore(Database):
 
         return await self.do(add)
 
-    def next_batch(self, model: OnlineModel, most_bytes: int) -> list[Example]:
-        """Return the longest-waiting examples posted with the same settings; at least one if any waits."""
-        sql = (
-            "SELECT number, learning_rate, batch_size, datums, data FROM examples WHERE model_id = ? AND state = ? "
-            "ORDER BY number LIMIT ?"
-        )
-        for first in self.rows(sql, model.model_id, ExampleState.WAITING, 1):
-            rows = self.rows(sql, model.model_id, ExampleState.WAITING, first["batch_size"])
-            found = [Example(*row) for row in rows]
-            batch = list(takewhile(found[0].goes_with, found))
-            sizes = accumulate(len(example.data) for example in batch)
-            datums = accumulate(example.datums for example in batch)
+    async def next_batch(self, model: OnlineModel, most_bytes: int) -> list[Example]:
+        """Return the longest-waiting examples posted with the same settings; at least one if any waits.
+
+        Only these are loaded, in the database's thread, because examples may be large.
+        """
+        where = "FROM examples WHERE model_id = ? AND state = ? ORDER BY number LIMIT ?"
+        mine = (model.model_id, ExampleState.WAITING)
+
+        def load(connection: sqlite3.Connection) -> list[Example]:
+            sql = f"SELECT learning_rate, batch_size, datums, LENGTH(data) AS size {where}"
+            first = connection.execute(sql, (*mine, 1)).fetchone()
+            if first is None:
+                return []
+            rows = connection.execute(sql, (*mine, first["batch_size"])).fetchall()
+            together = list(takewhile(lambda row: row[:2] == first[:2], rows))
+            sizes = accumulate(row["size"] for row in together)
+            datums = accumulate(row["datums"] for row in together)
             fitting = sum(a <= most_bytes and b <= _MOST_DATUMS for a, b in zip(sizes, datums, strict=True))
-            return batch[: max(1, fitting)]
-        return []
+            sql = f"SELECT number, learning_rate, batch_size, datums, data {where}"
+            return [Example(*row) for row in connection.execute(sql, (*mine, max(1, fitting)))]
+
+        return await self.do(load)
 
     def commands(self, model: OnlineModel) -> list[Command]:
         """Return the unanswered commands in order."""

@@ -182,6 +182,19 @@ async def test_the_last_steps_have_a_version_though_the_example_behind_them_fail
     assert trainer.kinds[-2:] == ["OptimStep", "PublishWeights"]
 
 
+async def test_examples_that_come_while_the_learner_finds_none_are_trained_on(app, api, trainer, monkeypatch):
+    find, letters = api._store.next_batch, iter("bc")
+
+    async def find_slowly(*arguments):
+        if not (batch := await find(*arguments)) and (letter := next(letters, "")):
+            await train(app, SMALL, letter=letter)
+        return batch
+
+    monkeypatch.setattr(api._store, "next_batch", find_slowly)
+    await train(app, SMALL)
+    assert (await trained(app))["trained"] == 3
+
+
 async def test_examples_that_are_rendered_at_the_same_time_count_together(app, trainer):
     trainer.answers.clear()
     size = 15 * LARGE  # six requests fit

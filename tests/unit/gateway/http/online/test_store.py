@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import tracemalloc
+
 import pytest
 
 from gateway.http.online.store import Command, ExampleState, NewExample, OnlineStore, Settled
@@ -45,7 +49,7 @@ async def test_an_example_is_taken_once(store, model):
     assert await store.add_examples(model, examples("a", "b", "a"), 1e-4, 8) == 2
     assert await store.add_examples(model, examples("b", "c"), 1e-4, 8) == 1
     assert totals(store, model) == (3, 0, 0, 30)
-    forward, step = await issue(store, model, store.next_batch(model, 1 << 20))
+    forward, step = await issue(store, model, await store.next_batch(model, 1 << 20))
     await store.answered(model, forward, loss=1.0)
     await store.answered(model, step, Settled(ExampleState.TRAINED), step=1, tokens=5)
     assert totals(store, model) == (0, 3, 0, 0)
@@ -55,8 +59,8 @@ async def test_an_example_is_taken_once(store, model):
 
 async def test_an_answer_settles_its_own_batch_alone(store, model):
     await store.add_examples(model, examples("a", "b"), 1e-4, 1)
-    first = await issue(store, model, store.next_batch(model, 1 << 20))
-    second = await issue(store, model, store.next_batch(model, 1 << 20))
+    first = await issue(store, model, await store.next_batch(model, 1 << 20))
+    second = await issue(store, model, await store.next_batch(model, 1 << 20))
     await store.answered(model, first[1], Settled(ExampleState.TRAINED))
     assert totals(store, model) == (1, 1, 0, 10)
     await store.answered(model, second[0], Settled(ExampleState.FAILED, "why"))
@@ -75,12 +79,12 @@ async def test_an_answer_settles_its_own_batch_alone(store, model):
 )
 async def test_what_came_to_nothing_may_be_posted_again(store, model, state, accepted, after):
     await store.add_examples(model, examples("a"), 1e-4, 8)
-    forward, _ = await issue(store, model, store.next_batch(model, 1 << 20))
+    forward, _ = await issue(store, model, await store.next_batch(model, 1 << 20))
     await store.stop(model, "taken", forward, Settled(state, "taken"))
     assert (store.again(model).stopped, store.commands(model)) == ("taken", [])
     assert await store.add_examples(model, examples("a"), 1e-4, 8) == accepted
     assert totals(store, model) == after
-    assert len(store.next_batch(model, 1 << 20)) == after[0]
+    assert len(await store.next_batch(model, 1 << 20)) == after[0]
 
 
 async def test_batches_have_one_setting_and_a_size(store, model):
@@ -88,12 +92,30 @@ async def test_batches_have_one_setting_and_a_size(store, model):
     await store.add_examples(model, examples("d", datums=200), 1e-3, 8)
     await store.add_examples(model, examples("e", datums=100), 1e-3, 8)
     sizes = []
-    while batch := store.next_batch(model, 1 << 20):
+    while batch := await store.next_batch(model, 1 << 20):
         sizes.append((batch[0].learning_rate, len(batch)))
         await issue(store, model, batch)
     assert sizes == [(1e-4, 2), (1e-4, 1), (1e-3, 1), (1e-3, 1)]
     await store.add_examples(model, examples("f", "g"), 1e-3, 8)
-    assert len(store.next_batch(model, 15)) == 1
+    assert len(await store.next_batch(model, 15)) == 1
+
+
+async def test_of_many_large_examples_only_a_batch_is_loaded_and_not_by_the_callers_thread(store, model):
+    size, gate = 1 << 20, threading.Event()
+    await store.add_examples(model, [NewExample(bytes([n]), 1, bytes([n]) * size) for n in range(32)], 1e-4, 256)
+    blocking = asyncio.ensure_future(store.do(lambda _: gate.wait()))
+    tracemalloc.start()
+    try:
+        loading = asyncio.ensure_future(store.next_batch(model, 2 * size))
+        await asyncio.sleep(0)
+        assert not loading.done()
+        gate.set()
+        assert [example.data[0] for example in await loading] == [0, 1]
+        assert tracemalloc.get_traced_memory()[1] < 4 * size
+    finally:
+        tracemalloc.stop()
+        gate.set()
+        await blocking
 
 
 async def test_examples_that_a_tenant_may_not_have_waiting_are_refused_together(tmp_path):
@@ -108,7 +130,7 @@ async def test_examples_that_a_tenant_may_not_have_waiting_are_refused_together(
         with pytest.raises(errors.Overloaded):
             await store.add_examples(other, examples("c", "d"), 1e-4, 8)
         assert totals(store, other) == (0, 0, 0, 0)
-        assert store.next_batch(other, 1 << 20) == []
+        assert await store.next_batch(other, 1 << 20) == []
         assert await store.add_examples(one, examples("a", "b", "c"), 1e-4, 8) == 1
         assert await store.add_examples(stranger, examples("a", "b", "c"), 1e-4, 8) == 3
     finally:
@@ -126,10 +148,10 @@ async def test_a_name_that_was_forgotten_begins_anew(store, model):
 
 async def test_a_restart_finds_everything(store, model, tmp_path):
     await store.add_examples(model, examples("a", "b"), 1e-4, 1)
-    commands = await issue(store, model, store.next_batch(model, 1 << 20))
+    commands = await issue(store, model, await store.next_batch(model, 1 << 20))
     store.close()
     again = OnlineStore(tmp_path / "online.sqlite")
     (found,) = again.models()
-    assert (again.commands(found), again.next_batch(found, 1 << 20)[0].data) == (commands, b"b" * 10)
+    assert (again.commands(found), (await again.next_batch(found, 1 << 20))[0].data) == (commands, b"b" * 10)
     again.close()
     store.__init__(tmp_path / "online.sqlite")  # for the fixture to close
