@@ -140,36 +140,36 @@ class OnlineApi:
 
     async def _begin(self, tenant: str, request: TrainRequest) -> Learner:
         """Return the learner of a model, creating the model if it does not exist. Raises the trainer's errors."""
-        lora = _lora(request.lora)
-        model = self._store.model(tenant, request.model)
-        if model is not None and not model.run_id and not _is_same(model, request):
-            await self._forget(model)  # Its run was never created.
-            model = None
-        if model is not None:
+        model, old = self._store.model(tenant, request.model), None
+        if model is not None and model.run_id:
             _check_is_same(model, request)
+        elif model is not None and _settings(request, model) != (model.optimizer, model.lora):
+            model, old = None, model  # Its run was never created.
+        optimizer, lora = _settings(request, model or old)
         # An existing model is trained even if no sampler is available.
         with suppress(errors.Unavailable) if model else nullcontext():
-            await self._check_serves(tenant, request.model, is_lora=bool(model.lora if model else lora))
+            await self._check_serves(tenant, request.model, is_lora=bool(lora))
         base_model = await self._models.served(tenant, "")
         if model is not None and model.run_id:
             with suppress(errors.RunNotFound):
                 return await self._learner(model).begin(base_model)
-            await self._forget(model)  # Its run was deleted, and with it the training on its examples.
-            model = None
+            model, old = None, model  # Its run was deleted, and with it the training on its examples.
         if model is None:
-            optimizer = request.optimizer or _OPTIMIZER
-            model = await self._store.add_model(tenant, request.model, uuid4().hex, optimizer, lora)
+            if old is not None:
+                await self._close(old)
+            model = await self._store.add_model(tenant, request.model, uuid4().hex, optimizer, lora, instead_of=old)
         try:
             return await self._learner(model).begin(base_model)
         except errors.PacelineError as error:
-            if is_fixable_by_caller(error) and not self._store.again(model).run_id:
-                await self._forget(model)
+            now = self._store.again(model)
+            if is_fixable_by_caller(error) and not now.run_id and not now.waiting:
+                await self._close(model)
+                await self._store.forget_model(model)
             raise
 
-    async def _forget(self, model: OnlineModel) -> None:
+    async def _close(self, model: OnlineModel) -> None:
         if learner := self._learners.pop(model.model_id, None):
             await learner.close()
-        await self._store.forget_model(model)
 
     async def _check_serves(self, tenant: str, name: str, *, is_lora: bool) -> None:
         """Check that a sampler can serve the model under its name. Raises InvalidArgument, Unsupported."""
@@ -228,8 +228,14 @@ def _lora(lora: Lora | None) -> Mapping[str, Any]:
     return found
 
 
-def _is_same(model: OnlineModel, request: TrainRequest) -> bool:
-    return _lora(request.lora) == model.lora and (request.optimizer or _OPTIMIZER) == model.optimizer
+def _settings(request: TrainRequest, old: OnlineModel | None) -> tuple[str, Mapping[str, Any]]:
+    """Return the optimizer and the adapter settings of a request's model.
+
+    What the request omits is as in `old`, if that had a run or has examples that wait for one.
+    """
+    kept = old if old is not None and (old.run_id or old.waiting) else None
+    optimizer = request.optimizer or (kept.optimizer if kept else _OPTIMIZER)
+    return optimizer, _lora(request.lora) or (kept.lora if kept else {})
 
 
 def _check_is_same(model: OnlineModel, request: TrainRequest) -> None:

@@ -244,8 +244,9 @@ class Learner:
         elif command.kind == _FORWARD_BACKWARD and is_unread(error):
             await self._unread(model, command, problem)
         elif isinstance(error, _STOPS) and command.kind != _SAVE:
-            # A refused ForwardBackward changed nothing. A refused step leaves its gradient in the run.
-            state = ExampleState.WAITING if command.kind == _FORWARD_BACKWARD else ExampleState.UNSURE
+            # A refused ForwardBackward changed nothing. A refused step leaves its gradient in the run, if that exists.
+            is_without_effect = command.kind == _FORWARD_BACKWARD or isinstance(error, errors.RunNotFound)
+            state = ExampleState.WAITING if is_without_effect else ExampleState.UNSURE
             await self._store.stop(model, problem, command, Settled(state, problem))
         else:
             await self._store.answered(model, command, _settled_by(command, error))

@@ -158,11 +158,33 @@ class OnlineStore(Database):
         _check_waiting(self._read, tenant, size, self._most_waiting_bytes)
 
     async def add_model(
-        self, tenant: str, name: str, request_id: str, optimizer: str, lora: Mapping[str, Any]
+        self,
+        tenant: str,
+        name: str,
+        request_id: str,
+        optimizer: str,
+        lora: Mapping[str, Any],
+        instead_of: OnlineModel | None = None,
     ) -> OnlineModel:
-        """Store a new model, which has no run yet."""
-        sql = "INSERT INTO models (tenant, name, request_id, optimizer, lora, created) VALUES (?, ?, ?, ?, ?, ?)"
-        await self.write(sql, tenant, name, request_id, optimizer, json.dumps(lora), time())
+        """Store a new model, which has no run yet; with the waiting examples of the model that it replaces, if any."""
+
+        def add(connection: sqlite3.Connection) -> None:
+            if instead_of is not None:
+                connection.execute("DELETE FROM models WHERE model_id = ?", (instead_of.model_id,))
+            sql = "INSERT INTO models (tenant, name, request_id, optimizer, lora, created) VALUES (?, ?, ?, ?, ?, ?)"
+            values = (tenant, name, request_id, optimizer, json.dumps(lora), time())
+            model_id = connection.execute(sql, values).lastrowid
+            if instead_of is not None:
+                sql = "UPDATE examples SET model_id = ? WHERE model_id = ? AND state = ?"
+                connection.execute(sql, (model_id, instead_of.model_id, ExampleState.WAITING))
+                connection.execute(
+                    "UPDATE models SET (waiting, waiting_bytes) = (SELECT COUNT(*), COALESCE(SUM(LENGTH(data)), 0) "
+                    "FROM examples WHERE model_id = ?1) WHERE model_id = ?1",
+                    (model_id,),
+                )
+                _forget(connection, instead_of)
+
+        await self.do(add)
         found = self.model(tenant, name)
         assert found is not None  # noqa: S101 - it was just written
         return found
@@ -174,12 +196,7 @@ class OnlineStore(Database):
 
     async def forget_model(self, model: OnlineModel) -> None:
         """Remove a model with its examples and commands."""
-
-        def forget(connection: sqlite3.Connection) -> None:
-            for table in ("commands", "examples", "models"):
-                connection.execute(f"DELETE FROM {table} WHERE model_id = ?", (model.model_id,))  # noqa: S608
-
-        await self.do(forget)
+        await self.do(lambda connection: _forget(connection, model))
 
     async def add_examples(
         self, model: OnlineModel, examples: Sequence[NewExample], learning_rate: float, batch_size: int
@@ -301,6 +318,11 @@ class OnlineStore(Database):
             _settle(connection, model, command.batch, settled)
 
         await self.do(stop)
+
+
+def _forget(connection: sqlite3.Connection, model: OnlineModel) -> None:
+    for table in ("commands", "examples", "models"):
+        connection.execute(f"DELETE FROM {table} WHERE model_id = ?", (model.model_id,))  # noqa: S608
 
 
 def _check_waiting(connection: sqlite3.Connection, tenant: str, size: int, most: int) -> None:

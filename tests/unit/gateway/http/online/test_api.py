@@ -30,6 +30,7 @@ class Trainer:
         self.runs = {}
         """The number of the last command of each run."""
         self.made = 0
+        self.is_full = False
         self.trained = []
         """The sizes of the examples of each batch."""
         self.gradient = []
@@ -51,6 +52,8 @@ class Trainer:
                 found.conversations.add().data.add().model_input.data = text.encode()
             return found
         if isinstance(request, pb.CreateRunRequest):
+            if self.is_full:
+                raise errors.TooManyRuns("too many runs")
             self.made += 1
             run_id = f"run-{self.made}"
             await self.creates.wait()
@@ -223,3 +226,54 @@ async def test_rendered_examples_count_as_calls_until_they_are_stored(app, train
     assert (status, answer["error"]["code"]) == (429, "QUOTA_EXCEEDED")
     assert (await train(app, LARGE))[0] == 202
     assert trainer.waiting_bytes.used("tenant") == 0
+
+
+async def test_examples_that_waited_for_a_deleted_run_are_trained_on_by_the_next(app, trainer):
+    await train(app, SMALL, optimizer="adamw")
+    await trained(app)
+    trainer.runs.clear()
+    await train(app, SMALL + 1)
+    stopped = await trained(app)
+    assert (stopped["state"], stopped["waiting"]) == ("stopped", 1)
+    _, answer = await train(app, SMALL, SMALL + 1, SMALL + 2, lora=None)
+    assert (answer["run_id"], answer["accepted"], answer["duplicates"]) == ("run-2", 2, 1)
+    status = await trained(app)
+    assert (status["waiting"], status["trained"], status["optimizer"], status["lora"]) == (0, 3, "adamw", LORA)
+    assert trainer.trained == [[SMALL], [SMALL + 1, SMALL, SMALL + 2]]
+
+
+async def test_they_wait_on_while_no_run_can_be_created(app, trainer):
+    await train(app, SMALL)
+    await trained(app)
+    trainer.runs.clear()
+    await train(app, SMALL + 1)
+    await trained(app)
+    trainer.is_full = True
+    for lora in (LORA, {"rank": 4}, None):
+        assert (await train(app, SMALL + 2, lora=lora))[1]["error"]["code"] == "TOO_MANY_RUNS"
+    trainer.is_full = False
+    assert (await train(app, SMALL + 2, lora=None))[1]["accepted"] == 1
+    status = await trained(app)
+    assert (status["trained"], status["lora"]) == (2, {"rank": 4})
+    assert trainer.trained == [[SMALL], [SMALL + 1, SMALL + 2]]
+
+
+async def test_a_batch_whose_run_was_deleted_before_its_step_waits(app, trainer):
+    trainer.answers.clear()
+    await train(app, SMALL)
+    while not trainer.kinds:  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0)
+    trainer.runs.clear()
+    trainer.answers.set()
+    status = await trained(app)
+    assert (status["state"], status["waiting"], status["failed"]) == ("stopped", 1, 0)
+    assert (await train(app, SMALL))[1]["duplicates"] == 1
+    assert (await trained(app))["trained"] == 1
+
+
+async def test_a_first_request_that_is_refused_leaves_no_settings(app, trainer):
+    trainer.is_full = True
+    await train(app, SMALL, optimizer="adamw")
+    trainer.is_full = False
+    await train(app, SMALL)
+    assert (await trained(app))["optimizer"] == "apollo_mini"

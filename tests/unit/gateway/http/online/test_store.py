@@ -146,6 +146,18 @@ async def test_a_name_that_was_forgotten_begins_anew(store, model):
     assert again.lora == {"rank": 4}
 
 
+async def test_a_model_that_replaces_another_has_the_examples_that_waited_for_it_and_no_others(store, model):
+    await store.add_examples(model, examples("a", "b", "c"), 1e-4, 1)
+    forward, step = await issue(store, model, await store.next_batch(model, 1 << 20))
+    await store.answered(model, forward)
+    await store.answered(model, step, Settled(ExampleState.TRAINED))
+    again = await store.add_model("tenant", "online", "request-2", "adamw", {}, instead_of=model)
+    assert totals(store, again) == (2, 0, 0, 20)
+    assert [made.model_id for made in store.models()] == [again.model_id]
+    assert (await store.next_batch(again, 1 << 20))[0].data == b"b" * 10
+    assert await store.add_examples(again, examples("a", "b", "c"), 1e-4, 8) == 1
+
+
 async def test_a_restart_finds_everything(store, model, tmp_path):
     await store.add_examples(model, examples("a", "b"), 1e-4, 1)
     commands = await issue(store, model, await store.next_batch(model, 1 << 20))
