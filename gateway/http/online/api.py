@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import msgspec
 from fastapi import APIRouter, Request
 
-from gateway.http.middleware import tenant_of
+from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import Models
 from gateway.http.online.learner import Learner
 from gateway.http.online.requests import DEFAULT_MODEL, CheckpointRequest, Lora, TrainRequest, read
@@ -81,7 +81,7 @@ class OnlineApi:
         async def checkpoint(request: Request) -> dict[str, Any]:
             body = read(await request.body() or b"{}", CheckpointRequest)
             learner = self._learner(self._find(tenant_of(request), body.model))
-            path = await learner.save(body.name)
+            path = await while_connected(request, learner.save(body.name))
             return {"model": body.model, "path": path, "step": learner.model.step}
 
         return router

@@ -63,6 +63,7 @@ class Learner:
         self._known = model
         self._turn = asyncio.Lock()
         self._working: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[str] | None = None
         self._woken = asyncio.Event()
         self._published = -_PUBLISH_SECONDS
         self._must_publish = False
@@ -98,10 +99,11 @@ class Learner:
             self._working = asyncio.create_task(self._work())
 
     async def close(self) -> None:
-        """Stop training; another learner sends unanswered commands again."""
-        if self._working is not None:
-            self._working.cancel()
-            await asyncio.gather(self._working, return_exceptions=True)
+        """Stop training and saving; another learner sends unanswered commands again."""
+        tasks = [task for task in (self._working, self._saving) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def begin(self, base_model: str) -> Learner:
         """Create the model's run, or attach to it again if its training was stopped. Returns the learner.
@@ -126,22 +128,40 @@ class Learner:
         return self
 
     async def save(self, name: str) -> str:
-        """Save a state checkpoint after the current batch and return its path. Raises the trainer's errors."""
-        async with self._turn:
-            await self._send_all()
-            model = self.model
-            if model.stopped:
-                raise errors.InvalidArgument(f"is stopped: {model.stopped}", field="model")
-            name = name or f"step-{model.step}"
-            request = pb.SaveCheckpointRequest(name=name, kind=pb.CHECKPOINT_KIND_STATE, overwrite=True)
-            await self._issue([(_SAVE, request)])
-            reply = None
-            for command in self._store.commands(self._known):
-                reply = await self._send(command)
+        """Save a state checkpoint after the current batch and return its path. Raises the trainer's errors.
+
+        If it is cancelled while it waits for the batch, nothing is saved; a save that has begun ends nevertheless.
+        """
+        await self._turn.acquire()
+        saving = self._saving = asyncio.create_task(self._save(name))
+        saving.add_done_callback(lambda _: self._turn.release())
+        try:
+            return await asyncio.shield(saving)
+        except asyncio.CancelledError:
+            saving.add_done_callback(self._log_unseen)
+            raise
+
+    async def _save(self, name: str) -> str:
+        """Save a state checkpoint. The turn is the caller's."""
+        await self._send_all()
+        model = self.model
+        if model.stopped:
+            raise errors.InvalidArgument(f"is stopped: {model.stopped}", field="model")
+        name = name or f"step-{model.step}"
+        request = pb.SaveCheckpointRequest(name=name, kind=pb.CHECKPOINT_KIND_STATE, overwrite=True)
+        await self._issue([(_SAVE, request)])
+        reply = None
+        for command in self._store.commands(self._known):
+            reply = await self._send(command)
         if isinstance(reply, errors.PacelineError):
             raise reply
         assert isinstance(reply, pb.SaveCheckpointResponse)  # noqa: S101
         return reply.checkpoint.path
+
+    def _log_unseen(self, saving: asyncio.Task[str]) -> None:
+        """Log the failure of a save whose caller has left."""
+        if not saving.cancelled() and (error := saving.exception()):
+            _log.warning("checkpoint", model=self._known.name, exc_info=error)
 
     def _can_train(self) -> bool:
         model = self.model

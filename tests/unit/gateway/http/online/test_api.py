@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
+from support.patience import PATIENCE
 
 from gateway.http.edge import make_app
 from gateway.http.online.api import OnlineApi
@@ -226,6 +227,49 @@ async def test_rendered_examples_count_as_calls_until_they_are_stored(app, train
     assert (status, answer["error"]["code"]) == (429, "QUOTA_EXCEEDED")
     assert (await train(app, LARGE))[0] == 202
     assert trainer.waiting_bytes.used("tenant") == 0
+
+
+async def executing(trainer, kind):
+    while kind not in trainer.kinds:  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0)
+
+
+async def test_no_checkpoint_is_saved_for_a_caller_who_left_while_a_batch_was_trained_on(app, trainer):
+    trainer.answers.clear()
+    await train(app, SMALL)
+    await executing(trainer, "ForwardBackward")
+    leave = asyncio.Event()
+    saving = asyncio.create_task(ask(app, "POST", "/checkpoint", leave=leave))
+    await asyncio.sleep(0.01)
+    leave.set()
+    async with asyncio.timeout(PATIENCE):
+        assert (await saving)[1]["error"]["code"] == "CANCELLED"
+    trainer.answers.set()
+    assert (await trained(app))["trained"] == 1
+    assert await ask(app, "POST", "/checkpoint", {"name": "mine"}) == (
+        200,
+        {"model": "online", "path": "paceline://run-1/state/mine", "step": 1},
+    )
+    assert trainer.kinds.count("SaveCheckpoint") == 1
+
+
+async def test_a_checkpoint_that_is_being_saved_ends_though_its_caller_leaves(app, trainer):
+    await train(app, SMALL)
+    await trained(app)
+    trainer.answers.clear()
+    leave = asyncio.Event()
+    saving = asyncio.create_task(ask(app, "POST", "/checkpoint", leave=leave))
+    await executing(trainer, "SaveCheckpoint")
+    leave.set()
+    async with asyncio.timeout(PATIENCE):
+        await saving
+    await train(app, SMALL + 1)
+    await asyncio.sleep(0.01)
+    assert trainer.kinds[-1] == "SaveCheckpoint", "what comes next waits for it"
+    trainer.answers.set()
+    status = await trained(app)
+    assert (status["trained"], status["problem"]) == (2, None)
+    assert trainer.kinds.count("SaveCheckpoint") == 1, "it was answered, and is not sent again"
 
 
 async def test_examples_that_waited_for_a_deleted_run_are_trained_on_by_the_next(app, trainer):
