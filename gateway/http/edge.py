@@ -35,6 +35,7 @@ from gateway.http.tinker.app import TinkerApi
 from gateway.settings import GatewaySettings
 from paceline import errors
 from paceline.log import get_logger
+from paceline.rpc.readers import READER_SECONDS
 from paceline.waiting_bytes import WaitingBytes
 
 _OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz", downloads.PREFIX)
@@ -44,6 +45,8 @@ _HEAD_SECONDS = 20.0
 """How long a request's head may take to arrive, from the connection or, on a reused one, from its own first byte."""
 _MAX_HEAD = 64 << 10
 """Most bytes of a request's head, or of the fields after a chunked body. The parser itself has no limit."""
+_MAX_PIPELINED = 4
+"""Most requests of a connection that wait for the answer before theirs: a request is held from its head on."""
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _BACKLOG = 4096
 _HTTP2 = b"PRI * HTTP/2.0"
@@ -103,9 +106,13 @@ class HttpEdge:
 
 
 def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
+    protocol = partial(
+        TimedProtocol, on_http2=_GrpcCallers(settings.listen).warn, reader_seconds=settings.reader_seconds
+    )
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(TimedProtocol, on_http2=_GrpcCallers(settings.listen).warn)),
+        http=cast("type[asyncio.Protocol]", protocol),
+        ws="none",  # no API has them, and their connections would leave TimedProtocol
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -133,25 +140,51 @@ def _bind(address: str) -> socket.socket:
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 with a timeout and a length limit for a request's head."""
+    """HTTP/1.1 with limits for what a peer can make the gateway hold.
+
+    A request's head has a timeout and a length limit. Few requests may wait for the answer before theirs. A connection
+    is cut off if its peer takes nothing of what was written to it for `reader_seconds`.
+    """
 
     _waiting: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
+    """Runs while something that was written waits for the peer."""
+    _unread = 0
+    """Bytes that waited for the peer when `_reading` was started."""
     _is_new = True
     _held = 0
     """Bytes received since the parser last passed on a whole head or a part of a body: it holds them."""
 
-    def __init__(self, *arguments: Any, on_http2: Callable[[str], object] = lambda peer: None, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        on_http2: Callable[[str], object] = lambda peer: None,
+        reader_seconds: float = READER_SECONDS,
+        **options: Any,
+    ) -> None:
         """`on_http2` is called with the peer's address if the connection begins as HTTP/2."""
         super().__init__(*arguments, **options)
         self._on_http2 = on_http2
+        self._reader_seconds = reader_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Pause whenever the peer leaves anything unread. A limit of 0 would pause a TLS transport that holds nothing.
+        transport.set_write_buffer_limits(high=1, low=0)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
+        self._was_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        self._was_read()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is None and (self.cycle is None or self.cycle.response_complete):
@@ -171,6 +204,10 @@ class TimedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._held = 0
         self._head_arrived()
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self.transport.close()
+            # An exception is the only way to stop the parser, which may have more heads of the same read before it.
+            raise _TooManyWaiting
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -181,6 +218,10 @@ class TimedProtocol(HttpToolsProtocol):
         self._held = 0
         super().on_message_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
+
     def _wait_for_head(self) -> None:
         self._waiting = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
 
@@ -188,6 +229,28 @@ class TimedProtocol(HttpToolsProtocol):
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+
+    def _wait_for_reader(self) -> None:
+        self._unread = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(self._reader_seconds, self._look)
+
+    def _was_read(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _look(self) -> None:
+        # Nothing is added meanwhile: who sends waits until the transport takes more.
+        if self.transport.get_write_buffer_size() < self._unread:
+            self._wait_for_reader()
+            return
+        _log.info("cut off: nothing was read", peer=self.client[0] if self.client else "", seconds=self._reader_seconds)
+        # A transport that is only closed waits until its peer has read what is left.
+        self.transport.abort()
+
+
+class _TooManyWaiting(Exception):
+    """A peer sent more requests than may wait."""
 
 
 class _GrpcCallers:

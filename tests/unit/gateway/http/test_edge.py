@@ -1,4 +1,4 @@
-"""The HTTP port by itself: request heads that never arrive, file addresses, and a gateway without FastAPI."""
+"""The HTTP port by itself: peers that send too much or read nothing, file addresses, and a gateway without FastAPI."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from http import HTTPStatus
 import grpc
 import pytest
 import uvicorn
+import uvloop
 from pydantic import ValidationError
 from starlette.requests import Request
 from structlog.testing import capture_logs
+from support.patience import PATIENCE
 
 from gateway.http import edge
 from gateway.http.middleware import AccessMiddleware
@@ -134,6 +136,79 @@ async def test_a_long_head_and_a_long_body_are_served():
             writer.write(request)
             await reader.readuntil(b"%d bytes" % size)
             writer.close()
+
+
+_GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def test_a_few_requests_may_wait_for_the_answer_before_theirs_and_no_more():
+    entered, gate = [], asyncio.Event()
+
+    async def wait(scope, receive, send):
+        entered.append(scope["path"])
+        await gate.wait()
+        await _answer(scope, receive, send)
+
+    async with _serve(edge._config(GatewaySettings(insecure=True), wait)) as (host, port), asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(_GET * 8000)
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        assert len(entered) == 1
+        gate.set()
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(_GET * (1 + edge._MAX_PIPELINED))
+        for _ in range(1 + edge._MAX_PIPELINED):
+            await reader.readuntil(b"ok")
+        writer.close()
+
+
+def _answers_at_length(left):
+    """Return an application whose answer no kernel holds, and which sets `left` when it has answered."""
+
+    async def answer(scope, receive, send):
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"50000000")]})
+            for more in (True, False):
+                await send({"type": "http.response.body", "body": bytes(25_000_000), "more_body": more})
+        finally:
+            left.set()
+
+    return answer
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_peer_that_takes_nothing_is_cut_off(run):
+    async def main():
+        left = asyncio.Event()
+        config = edge._config(GatewaySettings(insecure=True, reader_seconds=0.2), _answers_at_length(left))
+        async with _serve(config) as (host, port), asyncio.timeout(PATIENCE):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(_GET)
+            await reader.readuntil(b"\r\n\r\n")
+            await left.wait()
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await reader.readexactly(50_000_000)
+            writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_peer_that_reads_slowly_is_answered_whole(run):
+    async def main():
+        config = edge._config(GatewaySettings(insecure=True, reader_seconds=1.0), _answers_at_length(asyncio.Event()))
+        async with _serve(config) as (host, port), asyncio.timeout(PATIENCE):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(_GET)
+            await reader.readuntil(b"\r\n\r\n")
+            for _ in range(50):
+                await reader.readexactly(1_000_000)
+                await asyncio.sleep(0.04)
+            writer.close()
+
+    run(main())
 
 
 @pytest.mark.parametrize(
