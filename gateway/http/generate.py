@@ -85,7 +85,8 @@ class GenerateApi:
         if logprobs is not None:
             reply["logprobs"] = [_positions(choice["logprobs"]) for choice in choices]
         if top is not None:
-            reply["prompt_logprobs"] = await self._prompt_logprobs(tenant_of(request), name, tokens, top)
+            scored = self._prompt_logprobs(tenant_of(request), name, tokens, top)
+            reply["prompt_logprobs"] = await while_connected(request, scored)
         return JSONResponse(reply, headers=headers)
 
     async def _prompt_logprobs(

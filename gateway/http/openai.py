@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import NAME, Models
@@ -111,21 +112,36 @@ class OpenAiApi:
             raise errors.InvalidArgument("must be true or false", field="stream")
         ref = await self.models.resolve(tenant, name)
         message = pb.CompleteTextRequest(model=codec.model_ref_to_proto(ref), endpoint=endpoint, body=content)
-        with _field_as_sent():
-            answer = self._answer(tenant, message, ref, streams=bool(streams))
-            return await (answer if streams else while_connected(request, answer))
-
-    async def _answer(self, tenant: str, message: pb.CompleteTextRequest, ref: ModelRef, *, streams: bool) -> Response:
-        async with AsyncExitStack() as open_until_read:
-            parts = await open_until_read.enter_async_context(
-                self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS)
-            )
+        async with AsyncExitStack() as held:
             # Wait for the first part before responding, so that a refusal sets the status.
-            first, headers = await _first(parts)
+            with _field_as_sent():
+                parts, first, headers = await while_connected(request, self._begin(held, tenant, message, ref))
             if not streams:
                 return Response(first.data, headers=headers, media_type="application/json")
-            held = open_until_read.pop_all()
-        return StreamingResponse(_events(first, parts, held), headers=headers, media_type="text/event-stream")
+            return EventsResponse(_events(first, parts), held.pop_all(), headers)
+
+    async def _begin(
+        self, held: AsyncExitStack, tenant: str, message: pb.CompleteTextRequest, ref: ModelRef
+    ) -> tuple[AsyncIterator[Part], Part, dict[str, str]]:
+        """Return the parts of an answer after the first, the first, and its headers. The call ends with `held`."""
+        parts = await held.enter_async_context(self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS))
+        return (parts, *await _first(parts))
+
+
+class EventsResponse(StreamingResponse):
+    """Server-sent events. The response frees what they need when it ends, also before the first was taken.
+
+    A generator cannot do so: one that is left at a `yield` waits for the garbage collector, and one that has not
+    started never runs its `finally`.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack, headers: Mapping[str, str]) -> None:
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
 
 
 async def _first(parts: AsyncIterator[Part]) -> tuple[Part, dict[str, str]]:
@@ -155,17 +171,16 @@ def _field_as_sent() -> Iterator[None]:
         raise
 
 
-async def _events(first: Part, parts: AsyncIterator[Part], held: AsyncExitStack) -> AsyncIterator[bytes]:
+async def _events(first: Part, parts: AsyncIterator[Part]) -> AsyncIterator[bytes]:
     """Yield server-sent events; an error mid-stream becomes the last event."""
-    async with held:
-        try:
-            yield b"data: " + first.data + b"\n\n"
-            async for part in parts:
-                yield b"data: " + part.data + b"\n\n"
-        except errors.PacelineError as error:
-            yield b"data: " + json.dumps(problem_body(error)).encode() + b"\n\n"
-            return
-        yield b"data: [DONE]\n\n"
+    try:
+        yield b"data: " + first.data + b"\n\n"
+        async for part in parts:
+            yield b"data: " + part.data + b"\n\n"
+    except errors.PacelineError as error:
+        yield b"data: " + json.dumps(problem_body(error)).encode() + b"\n\n"
+        return
+    yield b"data: [DONE]\n\n"
 
 
 def _entry(name: str, created: float, **more: object) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from support.fuzz.raw_http2 import DATA, Peer, frame
 from support.models.model_versions import RUN, publish_and_check
 from support.patience import PATIENCE
+from support.ports import free_port
 from support.stacks.gateway_stack import stack
 from support.stacks.sampler_stack import base_ref, sampling, stream_request, until, version_ref
 
@@ -20,6 +21,7 @@ from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
+from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 
 pytest_plugins = ["support.stacks.sampler_fixtures"]
 
@@ -96,6 +98,42 @@ async def test_a_caller_of_the_gateway_that_stops_reading_frees_the_sampler(tmp_
         await call.read()
         await asyncio.wait_for(up.sampler.left.wait(), PATIENCE)
         assert isinstance(await read_to_the_end(call), errors.ReaderStalled)
+
+
+@asynccontextmanager
+async def posting(folder, path, body, **settings):
+    """Run a gateway with an HTTP port and closed gate, and post to it; yield the stack and the caller's connection."""
+    http = {"http_listen": f"127.0.0.1:{free_port()}", "http_state": folder / "http"}
+    async with stack(folder, **http, **settings) as up:
+        up.sampler.gate.clear()
+        up.sampler.reached[1] = asyncio.Event()
+        reader, writer = await asyncio.open_connection(*http["http_listen"].split(":"))
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {up.key}\r\nContent-Length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        try:
+            await asyncio.wait_for(up.sampler.reached[1].wait(), PATIENCE)
+            yield up, reader, writer
+        finally:
+            writer.close()
+
+
+async def test_a_caller_of_the_http_port_that_stops_reading_frees_its_place(tmp_path):
+    body, settings = {"model": "tiny", "prompt": "x", "stream": True}, {"reader_seconds": SOON, "max_in_flight": 1}
+    async with posting(tmp_path, "/v1/completions", body, **settings) as (up, reader, _):
+        up.sampler.gate.set()
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        await asyncio.wait_for(up.sampler.left.wait(), PATIENCE)
+        await up.client.trainer.GetRun(trainer_pb.GetRunRequest(), metadata=up.auth, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"), [("/v1/completions", {"stream": True}), ("/generate", {"prompt_logprobs": 1})]
+)
+async def test_a_caller_of_the_http_port_that_leaves_before_it_is_answered_frees_the_sampler(tmp_path, path, more):
+    async with posting(tmp_path, path, {"model": "tiny", "prompt": "x", **more}) as (up, _, writer):
+        writer.close()
+        await asyncio.wait_for(up.sampler.left.wait(), PATIENCE)
 
 
 @asynccontextmanager

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ class Trainer(TrainerServiceServicer):
 
 @dataclass
 class Sampler(SamplerServiceServicer):
-    """Answers with its name; Sample waits while `gate` is closed, SampleStream never ends."""
+    """Answers with its name. Sample and streams of CompleteText wait while `gate` is closed; streams never end."""
 
     name: str = "sampler"
     error: errors.PacelineError | None = None
@@ -111,15 +112,31 @@ class Sampler(SamplerServiceServicer):
         return sampler_pb.GetUsageResponse(quotas=[quota_pb2.Quota(name="versions", used=1, limit=16)])
 
     async def Sample(self, request, context):
+        with self._counted():
+            await self.gate.wait()
+        return sampler_pb.SampleResponse(model=model_pb2.ServedModel(base_model=self.name))
+
+    async def CompleteText(self, request, context) -> AsyncIterator[sampler_pb.CompleteTextResponse]:
+        if not json.loads(request.body).get("stream"):
+            choice = {"index": 0, "text": "", "finish_reason": "stop", "prompt_token_ids": [1, 2], "token_ids": []}
+            yield sampler_pb.CompleteTextResponse(data=json.dumps({"choices": [choice]}).encode())
+            return
+        with self._counted():
+            await self.gate.wait()
+            while True:
+                yield sampler_pb.CompleteTextResponse(data=bytes(1 << 16))
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         if self.running in self.reached:
             self.reached[self.running].set()
         try:
-            await self.gate.wait()
+            yield
         finally:
             self.running -= 1
-        return sampler_pb.SampleResponse(model=model_pb2.ServedModel(base_model=self.name))
+            self.left.set()
 
     async def SampleStream(self, request, context) -> AsyncIterator[sampler_pb.SampleStreamResponse]:
         if self.error is not None:

@@ -1,0 +1,34 @@
+"""Streamed answers of OpenAI's API whose caller leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from gateway.http.openai import EventsResponse
+
+
+@pytest.mark.parametrize("sent_before", [0, 1])
+async def test_a_stream_whose_caller_leaves_frees_what_it_held_before_the_response_has_ended(sent_before):
+    left, stuck, freed = asyncio.Event(), asyncio.Event(), []
+
+    async def events():
+        while True:
+            yield b"data: x\n\n"
+
+    async def receive():
+        await stuck.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if (message["type"] == "http.response.body") == bool(sent_before):
+            stuck.set()
+            await left.wait()
+
+    held = AsyncExitStack()
+    held.callback(freed.append, "held")
+    response = EventsResponse(events(), held, {})
+    await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+    assert freed == ["held"]
