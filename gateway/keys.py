@@ -7,13 +7,15 @@ python -m gateway.keys remove --file keys.json --name laptop
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hmac
 import os
 import re
 import secrets
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline import errors
@@ -32,7 +34,10 @@ class KeyRing:
         """Read the file. Raises InvalidArgument when it cannot be read or has no key."""
         self._path = path
         self._stamp = _stamp(path)
+        """Of the file that the keys were read from."""
         self._keys = read_keys(path)
+        self._logged: object = None
+        """The failure that was logged last: calls that fail alike are logged once."""
         if not self._keys:
             raise errors.InvalidArgument("has no key; make one with `python -m gateway.keys add`", field="keys_file")
 
@@ -49,12 +54,16 @@ class KeyRing:
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
             self._keys = read_keys(self._path)
         except errors.InvalidArgument as error:
-            _log.error("keys file is unusable; the previous keys stay valid", error=str(error))
+            # The stamp stays, so that the next call reads again: the file may be whole and the reading have failed.
+            failure = stamp, str(error)
+            if failure != self._logged:
+                self._logged = failure
+                _log.error("keys file is unusable; the previous keys stay valid", error=str(error))
         else:
+            self._stamp, self._logged = stamp, None
             _log.info("keys file reloaded", keys=len(self._keys))
 
 
@@ -74,24 +83,32 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def add_key(path: Path, tenant: str, name: str) -> str:
-    """Create a key, store its hash and return the key, this once. Raises InvalidArgument if the name is taken."""
-    keys = read_keys(path) if path.exists() else ()
+    """Create a key, store its hash and return the key, this once.
+
+    Raises InvalidArgument if the name is taken, or the file cannot be locked or read.
+    """
     token = new_token()
     key = ApiKey(name, tenant, hash_token(token))
     _check(key)
-    if any(other.name == name for other in keys):
-        raise errors.InvalidArgument(f"{name} exists; choose another name or remove it first", field="name")
-    _write(path, (*keys, key))
+    with _locked(path):
+        keys = read_keys(path) if path.exists() else ()
+        if any(other.name == name for other in keys):
+            raise errors.InvalidArgument(f"{name} exists; choose another name or remove it first", field="name")
+        _write(path, (*keys, key))
     return token
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Remove a key; its holder's next call is refused. Raises InvalidArgument if the key does not exist."""
-    keys = read_keys(path)
-    left = tuple(key for key in keys if key.name != name)
-    if len(left) == len(keys):
-        raise errors.InvalidArgument(f"no key is named {name}", field="name")
-    _write(path, left)
+    """Remove a key; its holder's next call is refused.
+
+    Raises InvalidArgument if the key does not exist, or the file cannot be locked or read.
+    """
+    with _locked(path):
+        keys = read_keys(path)
+        left = tuple(key for key in keys if key.name != name)
+        if len(left) == len(keys):
+            raise errors.InvalidArgument(f"no key is named {name}", field="name")
+        _write(path, left)
 
 
 def _check(key: ApiKey) -> None:
@@ -107,7 +124,37 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
         status = path.stat()
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    # The time of change also moves with mode and owner, and nobody can set it back.
+    return status.st_ctime_ns, status.st_mtime_ns, status.st_size, status.st_ino
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other commands from changing the keys file while the block runs. Raises InvalidArgument if that fails.
+
+    The lock has a file of its own, because the keys file is replaced.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise errors.InvalidArgument(
+            f"{lock} cannot be opened: {error.strerror}; run this as the user who owns {path}", field="keys_file"
+        ) from error
+    try:
+        if path.exists():
+            _give(file, path.stat())
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _give(file: int, status: os.stat_result) -> None:
+    """Give a file the owner and group of another, as far as this process may: root may give it to any."""
+    for owner in ((status.st_uid, -1), (-1, status.st_gid)):
+        with suppress(PermissionError):
+            os.fchown(file, *owner)
 
 
 def _write(path: Path, keys: Sequence[ApiKey]) -> None:
@@ -115,8 +162,10 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
     try:
         with os.fdopen(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             if path.exists():
-                # Keep the mode, so that a gateway that runs as another user can still read the file.
-                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+                # Keep mode and owner, so that a gateway that runs as another user can still read the file.
+                status = path.stat()
+                _give(file.fileno(), status)
+                os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
             file.write(dump_keys(keys))
             file.flush()
             os.fsync(file.fileno())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gateway.keys import KeyRing, add_key, main, read_keys, remove_key
 from paceline import errors
@@ -44,7 +48,7 @@ def test_the_file_holds_no_key_and_is_private(keys_file):
     assert key not in keys_file.read_text()
     assert key.removeprefix(PREFIX) not in keys_file.read_text()
     assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
-    assert [path.name for path in keys_file.parent.iterdir()] == ["keys.json"]
+    assert {path.name for path in keys_file.parent.iterdir()} == {"keys.json", ".keys.json.lock"}
 
 
 def test_changes_of_the_file_are_seen(keys_file):
@@ -64,6 +68,58 @@ def test_an_unusable_file_leaves_the_keys_as_they_were(keys_file):
     assert ring.identify(key) is not None
     keys_file.unlink()
     assert ring.identify(key) is not None
+
+
+def test_a_removed_key_is_refused_although_the_first_reading_after_its_removal_failed(keys_file):
+    key = add_key(keys_file, "team-a", "laptop")
+    ring = KeyRing(keys_file)
+    remove_key(keys_file, "laptop")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # no further file can be opened
+    try:
+        with capture_logs() as logged:
+            assert [ring.identify(key) is not None for _ in range(3)] == [True] * 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [entry["log_level"] for entry in logged] == ["error"]
+    assert ring.identify(key) is None
+
+
+def test_a_change_is_seen_that_leaves_size_and_time_of_modification(keys_file):
+    key = add_key(keys_file, "team-a", "laptop")
+    ring, before = KeyRing(keys_file), keys_file.stat()
+    keys_file.write_text(keys_file.read_text().replace("team-a", "team-b"))
+    while keys_file.stat().st_ctime_ns == before.st_ctime_ns or keys_file.stat().st_mtime_ns != before.st_mtime_ns:
+        os.utime(keys_file, ns=(before.st_atime_ns, before.st_mtime_ns))  # until the kernel's clock has moved on
+    assert ring.identify(key) == Identity("team-b", "laptop")
+
+
+def test_mode_owner_and_group_of_the_file_are_kept(keys_file):
+    """A user other than root can only give a file to its own groups."""
+    add_key(keys_file, "team-a", "laptop")
+    owner = (10001, 10001) if os.geteuid() == 0 else (os.geteuid(), [os.getegid(), *os.getgroups()][-1])
+    os.chown(keys_file, *owner)
+    keys_file.chmod(0o640)
+    add_key(keys_file, "team-a", "cluster")
+    for name, mode in (("keys.json", 0o640), (".keys.json.lock", 0o600)):
+        status = (keys_file.parent / name).stat()
+        assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (*owner, mode)
+
+
+def test_commands_at_the_same_time_lose_no_change(keys_file):
+    add_key(keys_file, "team-a", "old")
+    names = {f"key-{number}" for number in range(16)}
+    with ThreadPoolExecutor(17) as pool:
+        changes = [pool.submit(remove_key, keys_file, "old")]
+        changes += [pool.submit(add_key, keys_file, "team-a", name) for name in names]
+        for change in changes:
+            change.result()
+    assert {key.name for key in read_keys(keys_file)} == names
+
+
+def test_a_folder_that_does_not_exist_is_named(keys_file):
+    with pytest.raises(errors.InvalidArgument, match="nowhere"):
+        add_key(keys_file.parent / "nowhere" / "keys.json", "team-a", "laptop")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '["x"]', '[{"name": "a"}]', "[1]"])
