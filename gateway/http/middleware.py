@@ -23,6 +23,8 @@ from paceline.waiting_bytes import WaitingBytes
 
 _BODY_SECONDS = 60.0
 """How long a body may take to arrive."""
+_MAX_LENGTH_DIGITS = 20
+"""Most digits of a body's length: those of the largest that HTTP parsers take."""
 _TINKER_PREFIX = "tml-"
 """Prefix that Tinker's SDK requires of API keys."""
 _MAX_PATH = 96
@@ -83,8 +85,15 @@ class AccessMiddleware:
                 )
 
     def _admit(self, path: str, headers: dict[str, str]) -> Identity | None:
-        """Return the caller; None for an unknown one on an open path. Raises InvalidApiKey, MessageTooLarge."""
+        """Return the caller; None for an unknown one on an open path.
+
+        Raises InvalidApiKey, MessageTooLarge, InvalidArgument.
+        """
         length = headers.get("content-length", "0")
+        if len(length) > _MAX_LENGTH_DIGITS:  # Python converts no more than 4300
+            raise errors.InvalidArgument(
+                f"has {len(length)} digits; send the body's number of bytes", field="content-length"
+            )
         if length.isdecimal() and int(length) > self._max_body_bytes:
             raise _too_large(self._max_body_bytes)
         token = headers.get("x-api-key", "") or bearer_token(headers.get("authorization", ""))

@@ -86,6 +86,16 @@ async def test_the_access_log_has_the_status_as_a_number():
     assert repr(logged[0]["status"]) == "200"
 
 
+@pytest.mark.parametrize(("zeros", "status"), [(18, 401), (5000, 400), (60_000, 400)])
+async def test_a_length_with_many_digits_is_the_callers_error(zeros, status):
+    app = AccessMiddleware(_answer, [], WaitingBytes(), 100, [])
+    async with _serve(edge._config(GatewaySettings(insecure=True), app)) as (host, port), asyncio.timeout(PATIENCE):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"0" * zeros + b"5\r\n\r\nhello")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % status)
+        writer.close()
+
+
 async def test_a_body_that_begins_as_http2_does_is_a_body():
     async def read(scope, receive, send):
         assert (await receive())["body"] == b"PRI * HTTP/2.0"
