@@ -57,7 +57,10 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     http_listen: Literal[""] | Address = ""
     """Address of the HTTP APIs (Tinker's and others'); empty means none. It uses TLS if the service does."""
     http_max_connections: int = Field(8192, ge=1)
-    """Most HTTP connections open at the same time; each request that waits for a result occupies one."""
+    """Most HTTP connections open at the same time; further ones are closed on arrival.
+
+    Each request that waits for a result occupies one.
+    """
     http_state: Path = Path(".paceline/http")
     """Directory of the HTTP APIs' persistent state: sessions, names, unfetched results, examples."""
     http_public_url: str = Field("", pattern=r"^(https?://[^\s/]+\S*)?$")

@@ -20,6 +20,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from gateway.admission import Authenticator
 from gateway.http.generate import GenerateApi
@@ -51,8 +52,10 @@ _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-leng
 _BACKLOG = 4096
 _HTTP2 = b"PRI * HTTP/2.0"
 """How a connection of HTTP/2, such as a gRPC client's, begins."""
-_HTTP2_SECONDS = 60.0
-"""Least time between two warnings of such connections: a client that is not answered connects again and again."""
+_HANDSHAKE_SECONDS = 20.0
+"""How long a TLS handshake may take."""
+_WARNING_SECONDS = 60.0
+"""Least time between two warnings of connections: a client that is not answered connects again and again."""
 _log = get_logger(__name__)
 
 
@@ -106,8 +109,13 @@ class HttpEdge:
 
 
 def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
+    grpc_port = f"give it the gRPC port, which is at {settings.listen}"
     protocol = partial(
-        TimedProtocol, on_http2=_GrpcCallers(settings.listen).warn, reader_seconds=settings.reader_seconds
+        TimedProtocol,
+        on_http2=_Warning("gRPC client at the HTTP port", grpc_port).log,
+        on_refused=_Warning("connection refused", "http_max_connections are open; close some, or set it higher").log,
+        max_connections=settings.http_max_connections,
+        reader_seconds=settings.reader_seconds,
     )
     config = uvicorn.Config(
         app,
@@ -117,7 +125,8 @@ def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         lifespan="off",
         server_header=False,
-        limit_concurrency=settings.http_max_connections,
+        # For requests that outlive their connections. Connections are refused when they are made, not at their heads.
+        limit_concurrency=settings.http_max_connections + 1,
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=max(1, int(settings.drain_seconds)),
     )
@@ -142,8 +151,9 @@ def _bind(address: str) -> socket.socket:
 class TimedProtocol(HttpToolsProtocol):
     """HTTP/1.1 with limits for what a peer can make the gateway hold.
 
-    A request's head has a timeout and a length limit. Few requests may wait for the answer before theirs. A connection
-    is cut off if its peer takes nothing of what was written to it for `reader_seconds`.
+    Connections are refused on arrival if too many are open. A request's head has a timeout and a length limit. Few
+    requests may wait for the answer before theirs. A connection is cut off if its peer takes nothing of what was
+    written to it for `reader_seconds`.
     """
 
     _waiting: asyncio.TimerHandle | None = None
@@ -159,15 +169,27 @@ class TimedProtocol(HttpToolsProtocol):
         self,
         *arguments: Any,
         on_http2: Callable[[str], object] = lambda peer: None,
+        on_refused: Callable[[str], object] = lambda peer: None,
+        max_connections: float = math.inf,
         reader_seconds: float = READER_SECONDS,
         **options: Any,
     ) -> None:
-        """`on_http2` is called with the peer's address if the connection begins as HTTP/2."""
+        """`on_http2` is called with the peer's address if the connection begins as HTTP/2.
+
+        `on_refused` is called with it if `max_connections` are open.
+        """
         super().__init__(*arguments, **options)
         self._on_http2 = on_http2
+        self._on_refused = on_refused
+        self._max_connections = max_connections
         self._reader_seconds = reader_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self._max_connections:
+            self.transport = transport
+            self._on_refused(_address(transport))
+            transport.abort()
+            return
         super().connection_made(transport)
         # Pause whenever the peer leaves anything unread. A limit of 0 would pause a TLS transport that holds nothing.
         transport.set_write_buffer_limits(high=1, low=0)
@@ -191,7 +213,7 @@ class TimedProtocol(HttpToolsProtocol):
             self._wait_for_head()
         is_new, self._is_new = self._is_new, False
         if is_new and data.startswith(_HTTP2):
-            self._on_http2(self.client[0] if self.client else "")
+            self._on_http2(_address(self.transport))
             self.send_400_response("This port serves HTTP/1.1; gRPC has a port of its own.")
             return
         self._held += len(data)
@@ -244,7 +266,7 @@ class TimedProtocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < self._unread:
             self._wait_for_reader()
             return
-        _log.info("cut off: nothing was read", peer=self.client[0] if self.client else "", seconds=self._reader_seconds)
+        _log.info("cut off: nothing was read", peer=_address(self.transport), seconds=self._reader_seconds)
         # A transport that is only closed waits until its peer has read what is left.
         self.transport.abort()
 
@@ -253,19 +275,24 @@ class _TooManyWaiting(Exception):
     """A peer sent more requests than may wait."""
 
 
-class _GrpcCallers:
-    """Warns of gRPC clients at the HTTP port."""
+def _address(transport: asyncio.Transport) -> str:
+    peer = get_remote_addr(transport)
+    return peer[0] if peer else ""
 
-    def __init__(self, grpc_address: str) -> None:
-        self._grpc_address = grpc_address
-        self._warned = -math.inf
 
-    def warn(self, peer: str) -> None:
-        """Log a warning, unless the last one was recent."""
-        if monotonic() - self._warned >= _HTTP2_SECONDS:
-            self._warned = monotonic()
-            remedy = f"give it the gRPC port, which is at {self._grpc_address}"
-            _log.warning("gRPC client at the HTTP port", peer=peer, remedy=remedy)
+class _Warning:
+    """A warning of connections, with what to do about them."""
+
+    def __init__(self, event: str, remedy: str) -> None:
+        self._event = event
+        self._remedy = remedy
+        self._logged = -math.inf
+
+    def log(self, peer: str) -> None:
+        """Log it, unless the last one was recent."""
+        if monotonic() - self._logged >= _WARNING_SECONDS:
+            self._logged = monotonic()
+            _log.warning(self._event, peer=peer, remedy=self._remedy)
 
 
 def make_app(*apis: APIRouter) -> FastAPI:
@@ -318,7 +345,21 @@ class _Server(uvicorn.Server):
         self.is_up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Listen, as uvicorn would if it could limit the time that a TLS handshake takes."""
+        config, state, loop = self.config, self.server_state, asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            arguments: Any = {"config": config, "server_state": state, "app_state": self.lifespan.state, "_loop": loop}
+            return config.http_protocol_class(**arguments)
+
+        seconds = None if config.ssl is None else _HANDSHAKE_SECONDS
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=listening, backlog=_BACKLOG, ssl=config.ssl, ssl_handshake_timeout=seconds
+            )
+            for listening in sockets or ()
+        ]
+        self.started = True
         self.is_up.set()
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 
@@ -172,6 +173,47 @@ async def test_a_few_requests_may_wait_for_the_answer_before_theirs_and_no_more(
         for _ in range(1 + edge._MAX_PIPELINED):
             await reader.readuntil(b"ok")
         writer.close()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_connections_above_the_limit_are_closed_on_arrival_and_others_served(run):
+    async def main():
+        config = edge._config(GatewaySettings(insecure=True, http_max_connections=2), _answer)
+        async with _serve(config) as (host, port), asyncio.timeout(PATIENCE):
+            kept = [await asyncio.open_connection(host, port) for _ in range(2)]
+            with capture_logs() as logged:
+                for _ in range(2):
+                    reader, writer = await asyncio.open_connection(host, port)
+                    with suppress(ConnectionError):
+                        assert await reader.read() == b""
+                    writer.close()
+            assert [(entry["event"], entry["peer"]) for entry in logged] == [("connection refused", "127.0.0.1")]
+            for reader, writer in kept:
+                writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert (await reader.read()).startswith(b"HTTP/1.1 200")
+                writer.close()
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(_GET)
+            await reader.readuntil(b"ok")
+            writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_connection_without_a_handshake_is_closed_in_time(run, monkeypatch):
+    async def main():
+        config = edge._config(GatewaySettings(insecure=True), _answer)
+        config.load()
+        config.ssl = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        async with _serve(config) as (host, port), asyncio.timeout(30):  # asyncio's own limit is 60
+            reader, writer = await asyncio.open_connection(host, port)
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+
+    monkeypatch.setattr(edge, "_HANDSHAKE_SECONDS", 0.2)
+    run(main())
 
 
 def _answers_at_length(left):
