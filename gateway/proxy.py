@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from time import monotonic
@@ -40,6 +41,11 @@ SERVICES = {
 _METHODS = {f"/{name}/{method.name}": method for name, service in SERVICES.items() for method in service.methods}
 _TRAINER = ("/paceline.trainer.v1.", "/paceline.weights.v1.")
 _SAMPLER = "/paceline.sampler.v1."
+_ROUTED = frozenset(
+    _SAMPLER + f"SamplerService/{name}"
+    for name in ("Sample", "SampleStream", "ComputeLogprobs", "CompleteText", "LoadVersion")
+)
+"""The methods after which a sampler holds the version that it was asked for."""
 _MAX_KEYS = 4096
 
 _OWN = (API_KEY_KEY, REQUEST_ID_KEY, "user-agent", "host", "te", "content-type")
@@ -110,7 +116,7 @@ class Proxy(grpc.GenericRpcHandler):
         tenant = current_identity().tenant
         given: Metadata = tuple(context.invocation_metadata() or ())
         route = next((value for name, value in given if name == ROUTE_KEY and isinstance(value, str)), None)
-        key = None if route is None else (tenant, route)
+        key = None if route is None or method not in _ROUTED else (tenant, route)
         metadata = [pair for pair in given if pair[0] not in _OWN and not pair[0].startswith(_OWN_PREFIXES)]
         metadata += peer_metadata(self._credential, tenant)
         if request_id := get_contextvars().get("request_id"):
@@ -164,8 +170,7 @@ class Router:
         self.trainer = trainer
         self.samplers = samplers
         self._spill = spill_in_flight
-        self._holders: OrderedDict[RouteKey, set[Upstream]] = OrderedDict()
-        """The samplers that last answered from a version."""
+        self._holders = Holders(_MAX_KEYS)
 
     def choose(self, method: str, key: RouteKey | None) -> Upstream:
         """Return the service that handles a method. Raises Unsupported for an unknown package."""
@@ -173,7 +178,7 @@ class Router:
             return self.trainer
         if not method.startswith(_SAMPLER):
             raise errors.Unsupported(f"no service behind the gateway has {method}")
-        holders: set[Upstream] = self._holders.get(key, set()) if key else set()
+        holders = self._holders.of(key) if key else frozenset()
 
         def rank(sampler: Upstream) -> tuple[bool, int]:
             return not sampler.ready, sampler.in_flight + (0 if sampler in holders else self._spill)
@@ -189,17 +194,55 @@ class Router:
         except (grpc.aio.AioRpcError, errors.Unavailable) as failure:
             is_away = not isinstance(failure, grpc.aio.AioRpcError) or failure.code() in _AWAY
             if key and is_away:
-                self._holders.get(key, set()).discard(upstream)
+                self._holders.discard(key, upstream)
             raise
         else:
             if key:
-                self._holders.setdefault(key, set()).add(upstream)
-                self._holders.move_to_end(key)
-                if len(self._holders) > _MAX_KEYS:
-                    self._holders.popitem(last=False)
+                self._holders.add(key, upstream)
         finally:
             upstream.in_flight -= 1
             call.cancel()
+
+
+class Holders:
+    """The samplers that last answered from each version.
+
+    It knows a limited number of versions. Callers can name any, so beyond the limit the tenant with the most loses the
+    one that it has not used for longest.
+    """
+
+    def __init__(self, max_versions: int) -> None:
+        self._max_versions = max_versions
+        self._versions = 0
+        self._by_tenant: dict[str, OrderedDict[str, set[Upstream]]] = {}
+
+    def of(self, key: RouteKey) -> AbstractSet[Upstream]:
+        """Return the samplers that hold a version."""
+        return self._find(key) or frozenset()
+
+    def add(self, key: RouteKey, sampler: Upstream) -> None:
+        """Record that a sampler holds a version."""
+        tenant, version = key
+        versions = self._by_tenant.setdefault(tenant, OrderedDict())
+        self._versions += version not in versions
+        versions.setdefault(version, set()).add(sampler)
+        versions.move_to_end(version)
+        if self._versions > self._max_versions:
+            most = max(self._by_tenant, key=lambda other: len(self._by_tenant[other]))
+            self._by_tenant[most].popitem(last=False)
+            self._versions -= 1
+            if not self._by_tenant[most]:
+                del self._by_tenant[most]
+
+    def discard(self, key: RouteKey, sampler: Upstream) -> None:
+        """Record that a sampler does not hold a version."""
+        if holders := self._find(key):
+            holders.discard(sampler)
+
+    def _find(self, key: RouteKey) -> set[Upstream] | None:
+        tenant, version = key
+        versions = self._by_tenant.get(tenant)
+        return None if versions is None else versions.get(version)
 
 
 class Upstream:

@@ -118,6 +118,25 @@ async def _served_by(client, metadata) -> str:
     return reply.model.base_model
 
 
+async def test_a_call_that_samples_nothing_says_nothing_about_who_holds_a_version(tmp_path):
+    metadata = _metadata(tmp_path)
+    first, second = Sampler("first"), Sampler("second")
+    async with (
+        serving(first) as one,
+        serving(second) as two,
+        gateway(one, [one, two], tmp_path / "keys.json") as client,
+    ):
+        about = await client.sampler.GetServerInfo(sampler_pb.GetServerInfoRequest(), metadata=metadata)
+        busy, other = (first, second) if about.sampler_id == "first" else (second, first)
+        busy.gate.clear()
+        busy.reached[1] = asyncio.Event()
+        waiting = asyncio.create_task(_served_by(client, metadata[:1]))
+        await asyncio.wait_for(busy.reached[1].wait(), PATIENCE)
+        assert await _served_by(client, metadata) == other.name
+        busy.gate.set()
+        await waiting
+
+
 async def test_a_version_stays_with_the_sampler_that_holds_it_until_that_one_is_busier_by_the_margin(tmp_path):
     metadata = _metadata(tmp_path)
     first, second = Sampler("first"), Sampler("second")
