@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator
 from numbers import Integral
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import numpy as np
@@ -182,26 +182,41 @@ class SampleStream:
         self._request = request
         self._metadata = metadata
         self._call: grpc.aio.UnaryStreamCall[pb.SampleStreamRequest, pb.SampleStreamResponse] | None = None
+        self._reading: asyncio.Task[Any] | None = None
+        """The task that waits for the next message."""
+        self._closed = False
+        """Whether no more tokens are wanted. Set on the thread that closes; everything else is set on THREAD."""
         self._ended = False
+        """Whether the call, if there was one, was ended and its place among the calls in flight released."""
         self._received = 0
         """Number of tokens received."""
 
     def __iter__(self) -> Generator[StreamedTokens]:
         try:
-            while (delta := self._transport.submit(self._next()).result()) is not None:
+            while not self._closed:
+                delta = self._transport.submit(self._next()).result()
+                if delta is None or self._closed:
+                    return
                 yield delta
         finally:
             self.close()
 
     async def __aiter__(self) -> AsyncGenerator[StreamedTokens]:
         try:
-            while (delta := await self._transport.submit(self._next())) is not None:
+            while not self._closed:
+                delta = await self._transport.submit(self._next())
+                if delta is None or self._closed:
+                    return
                 yield delta
         finally:
             self.close()
 
     def close(self) -> None:
-        """Cancel the rest of the stream. Does not block; closing twice does nothing."""
+        """Cancel the rest of the stream, from any thread. An iteration in progress gets no more tokens and ends.
+
+        Does not block; closing twice does nothing.
+        """
+        self._closed = True
         self._transport.run_soon(self._end)
 
     def __enter__(self) -> Self:
@@ -217,7 +232,17 @@ class SampleStream:
         self.close()
 
     async def _next(self) -> StreamedTokens | None:
-        message = None if self._ended else await self._read()
+        if self._closed:
+            return None
+        self._reading = asyncio.current_task()
+        try:
+            message = await self._read()
+        except (asyncio.CancelledError, errors.PacelineError):
+            if self._closed:  # the reader asked for no more, so how the stream ended is not its concern
+                return None
+            raise
+        finally:
+            self._reading = None
         if message is None:
             self._end()
             return None
@@ -245,6 +270,10 @@ class SampleStream:
         return error
 
     def _end(self) -> None:
-        if self._call is not None and not self._ended:
-            self._transport.end_stream(self._call)
+        if self._ended:
+            return
         self._ended = True
+        if self._call is not None:
+            self._transport.end_stream(self._call)
+        elif self._reading is not None:  # it waits for room, or for the first message; cancelling it ends the call
+            self._reading.cancel()

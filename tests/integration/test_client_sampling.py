@@ -193,6 +193,83 @@ async def test_a_cancelled_reader_cancels_a_silent_stream(server, client):
     await server.sampler.stream_ended.wait()
 
 
+async def read_async(stream, received):
+    async for delta in stream:
+        received.extend(delta.tokens)
+
+
+async def read_sync(stream, received):
+    def read():
+        for delta in stream:
+            received.extend(delta.tokens)
+
+    await asyncio.to_thread(read)
+
+
+@pytest.mark.parametrize("read", [read_async, read_sync])
+async def test_a_stream_closed_before_its_first_message_ends_on_both_sides_and_gives_its_room_back(server, read):
+    server.sampler.may_answer.clear()
+    async with ServiceClient(server.address, max_in_flight=1) as client:
+        sampling = client.create_sampling_client()
+        stream, received = sampling.sample_stream([1], sampling_params=ENDLESS), []
+        reading = asyncio.ensure_future(read(stream, received))
+        await server.sampler.entered.wait()
+        await asyncio.to_thread(stream.close)
+        server.sampler.may_answer.set()
+        await reading
+        await server.sampler.stream_ended.wait()
+        assert received == []
+        assert len((await sampling.sample([1], sampling_params=SHORT)).sequences) == 1
+
+
+async def test_a_stream_closed_while_it_waits_for_room_is_never_sent(server):
+    server.sampler.may_answer.clear()
+    async with ServiceClient(server.address, max_in_flight=1) as client:
+        sampling = client.create_sampling_client()
+        sample = sampling.sample([1], sampling_params=SHORT)
+        await server.sampler.entered.wait()
+        stream, received = sampling.sample_stream([1], sampling_params=SHORT), []
+        reading = asyncio.ensure_future(read_sync(stream, received))
+        await round_trips(server)
+        stream.close()
+        await reading
+        server.sampler.may_answer.set()
+        await sample
+        await sampling.sample([1], sampling_params=SHORT)
+    assert received == []
+    assert not server.sampler.stream_ended.is_set()
+
+
+@pytest.mark.parametrize("read", [read_async, read_sync])
+async def test_closing_a_stream_from_another_thread_ends_its_iteration(server, client, read):
+    server.sampler.silent_after = 2
+    stream, received = client.create_sampling_client().sample_stream([1], sampling_params=SHORT), []
+    reading = asyncio.ensure_future(read(stream, received))
+    while len(received) < 2:
+        await round_trips(server)
+    await round_trips(server)
+    await asyncio.to_thread(stream.close)
+    await reading
+    await server.sampler.stream_ended.wait()
+    assert received == [0, 1]
+
+
+@pytest.mark.parametrize("read", [read_async, read_sync])
+async def test_a_stream_closed_before_it_is_read_gives_nothing_and_is_never_sent(server, client, read):
+    stream, received = client.create_sampling_client().sample_stream([1], sampling_params=SHORT), []
+    stream.close()
+    await read(stream, received)
+    assert received == []
+    assert not server.sampler.entered.is_set()
+
+
+async def round_trips(server):
+    """Let other threads and calls go on until they can only wait."""
+    async with ServiceClient(server.address) as other:
+        for _ in range(10):
+            await other.get_run_async(server.trainer.run_id)
+
+
 @pytest.mark.parametrize(
     ("prompt", "error"),
     [

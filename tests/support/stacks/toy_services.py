@@ -60,9 +60,11 @@ class ToySampler(SamplerServiceServicer):
     async def SampleStream(self, request, context) -> AsyncIterator[sampler_pb.SampleStreamResponse]:
         if self.refusals:
             raise self.refusals.pop(0)
+        self.entered.set()
         try:
             if self.silent:
                 await asyncio.Event().wait()
+            await self.may_answer.wait()
             for token in range(request.params.max_tokens):
                 if token == self.silent_after:
                     await asyncio.Event().wait()
