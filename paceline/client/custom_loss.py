@@ -8,6 +8,7 @@ instead of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from numbers import Real
 
 import grpc
@@ -37,11 +38,12 @@ def put_custom_loss(
 
     The seq_ids of both are reserved at once, and later commands are not sent before the backward pass is. If the
     forward pass or `loss_fn` fails, the seq_ids of the backward pass are used for forward-only passes over one
-    position, which leave weights and gradient unchanged, so that the run can continue.
+    position, which leave weights and gradient unchanged, so that the run can continue. The data is copied: `loss_fn`
+    runs after the forward pass, when the caller may have changed its arrays.
     """
     if not callable(loss_fn):
         raise errors.InvalidArgument.of_type(loss_fn, "a function of the data and the log-probabilities", "loss_fn")
-    own = as_datums(data)
+    own = [_copied(datum) for datum in as_datums(data)]
     spec = ForwardBackwardSpec("cross_entropy", forward_only=True)
     forward = make_batch(run_id, [_without_weights(datum, f"data[{index}]") for index, datum in enumerate(own)], spec)
     count = len(forward.requests)
@@ -128,6 +130,13 @@ def _mask_like(row: Array, datum: Datum) -> Array:
     return np.broadcast_to(mask.reshape(-1, *[1] * (row.ndim - 1)), row.shape)
 
 
+def _copied(datum: Datum) -> Datum:
+    own = copy(datum)
+    own.model_input = copy(datum.model_input)
+    own.loss_inputs = {name: copy(values) for name, values in datum.loss_inputs.items()}
+    return own
+
+
 def _without_weights(datum: Datum, place: str) -> Datum:
     kept = {name: datum.loss_inputs[name] for name in _SENT_INPUTS if name in datum.loss_inputs}
     if "target_tokens" not in kept:
@@ -139,12 +148,12 @@ def _without_weights(datum: Datum, place: str) -> Datum:
 def _backward(forward: Batch, weights: Sequence[Array]) -> Batch:
     rows, backward = iter(weights), Batch([])
     for request in forward.requests:
-        copy = pb.ForwardBackwardRequest()
-        copy.CopyFrom(request)
-        copy.forward_only = False
-        for datum in copy.data:
+        own = pb.ForwardBackwardRequest()
+        own.CopyFrom(request)
+        own.forward_only = False
+        for datum in own.data:
             datum.loss_inputs["weights"].data = next(rows).tobytes()
-        backward.requests.append(copy)
+        backward.requests.append(own)
     return backward
 
 

@@ -36,6 +36,27 @@ async def test_a_custom_loss_gives_the_gradient_that_autograd_gives(server, trai
     assert output.metrics["rows:sum"] == 3
 
 
+async def test_data_may_be_changed_once_a_custom_loss_is_issued(server, training):
+    def loss_fn(given, logprobs):
+        pairs = zip(given, logprobs, strict=True)
+        return sum((torch.from_numpy(datum.loss_inputs["advantages"]) * row).sum() for datum, row in pairs), {}
+
+    def inputs():
+        return {"mask": np.array([0, 1, 1, 1, 1], np.uint8), "advantages": np.linspace(-1, 1, 5, dtype=np.float32)}
+
+    data = make_data(2, **inputs())
+    changed = training.forward_backward_custom(data, loss_fn)
+    for datum in data:
+        for values in (datum.model_input, *datum.loss_inputs.values()):
+            values[:] = 0
+        datum.loss_inputs.clear()
+    await changed
+    gradient = server.trainer.gradient.copy()
+    assert gradient.any()
+    await training.forward_backward_custom(make_data(2, **inputs()), loss_fn)
+    np.testing.assert_allclose(server.trainer.gradient, 2 * gradient)
+
+
 def with_several_targets(data, count=3):
     rng = np.random.default_rng(7)
     for datum in data:
