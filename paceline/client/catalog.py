@@ -18,10 +18,10 @@ from paceline.client.batching import render_all, sendable
 from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto
 from paceline.client.transport import Connected, Transport, blocking, read
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
-from paceline.layout import MANIFEST_FILE, CheckpointPath
+from paceline.layout import CONFIG_FILE, MANIFEST_FILE, CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Datum, Run
-from paceline.weights.manifest import read_manifest, weights_file
+from paceline.weights.manifest import SUMS_FILE, is_model, read_manifest, read_sums, weights_file
 
 _PAGE_SIZE = 1000
 
@@ -128,7 +128,7 @@ class Catalog(Connected):
         """Download a checkpoint's files into a new local directory and return its path.
 
         PEFT and vLLM can load a sampler checkpoint of a LoRA run. Errors: InvalidPath, CheckpointNotFound,
-        ChecksumMismatch (it is damaged), FileExistsError (the directory is not empty).
+        ChecksumMismatch (a file, which it names, is damaged), FileExistsError (the directory is not empty).
         """
         target = Path(directory)
         await self.transport.submit(_download(self.transport, path, target))
@@ -165,7 +165,7 @@ async def _download(transport: Transport, path: str, directory: Path) -> None:
     staging = await asyncio.to_thread(_make_staging, directory)
     try:
         digests = await _receive(transport, pb.DownloadCheckpointRequest(path=str(checkpoint)), staging)
-        _verify_weights(staging, digests)
+        await asyncio.to_thread(_verify, staging, digests)
         await asyncio.to_thread(staging.replace, directory)
     finally:
         await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
@@ -204,10 +204,24 @@ async def _receive(transport: Transport, request: pb.DownloadCheckpointRequest, 
     return digests
 
 
-def _verify_weights(directory: Path, digests: dict[str, str]) -> None:
-    """Check the weights against the manifest. Raises ChecksumMismatch."""
+def _verify(directory: Path, digests: Mapping[str, str]) -> None:
+    """Check every received file that a checksum or the manifest covers. Raises ChecksumMismatch, naming the file."""
     if MANIFEST_FILE not in digests:
         raise errors.ChecksumMismatch("the checkpoint has no manifest; it is damaged", field="path")
+    if SUMS_FILE in digests:
+        listed = read_sums(directory)
+        for name in {**listed, **digests}:
+            if name != SUMS_FILE and listed.get(name) != digests.get(name):
+                raise _damaged(name, SUMS_FILE)
     manifest = read_manifest(directory)
-    if digests.get(weights_file(manifest)) != manifest.model.sha256:
-        raise errors.ChecksumMismatch("the weights differ from the manifest; the checkpoint is damaged", field="path")
+    weights = weights_file(manifest)
+    if digests.get(weights) != manifest.model.sha256:
+        raise _damaged(weights, "the manifest")
+    if not is_model(manifest):
+        config = hashlib.sha256(manifest.adapter_config).hexdigest()
+        if digests.get(CONFIG_FILE) != config:
+            raise _damaged(CONFIG_FILE, "the manifest")
+
+
+def _damaged(name: str, known: str) -> errors.ChecksumMismatch:
+    return errors.ChecksumMismatch(f"{name} differs from {known}; the checkpoint is damaged", field="path")

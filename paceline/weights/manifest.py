@@ -140,13 +140,18 @@ def write_sums(directory: Path, manifest: pb.Manifest | None = None) -> None:
     (directory / SUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
 
 
+def read_sums(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file by name, as the directory's sums list them. Raises FileNotFoundError."""
+    lines = (directory / SUMS_FILE).read_text(errors="replace").splitlines()
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
 def find_damaged(directory: Path) -> str | None:
     """Return the name of a file that changed since the sums were written; None if none did.
 
     Raises FileNotFoundError if a file or the sums are missing.
     """
-    for line in (directory / SUMS_FILE).read_text(errors="replace").splitlines():
-        digest, _, name = line.partition("  ")
+    for name, digest in read_sums(directory).items():
         if hash_file(directory / Path(name).name) != digest:
             return name
     return None
@@ -157,8 +162,7 @@ def verify_model(directory: Path, manifest: pb.Manifest) -> str:
 
     Raises ChecksumMismatch, FileNotFoundError.
     """
-    lines = (directory / SUMS_FILE).read_text(errors="replace").splitlines()
-    listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    listed = read_sums(directory)
     if {path.name for path in directory.iterdir()} != {*listed, SUMS_FILE}:
         raise errors.ChecksumMismatch("the model's directory does not hold the files that were saved")
     if damaged := find_damaged(directory):

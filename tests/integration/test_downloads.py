@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 import pytest
 from support.models.tiny_models import make_tiny_llama
@@ -49,13 +50,31 @@ def test_what_is_there_is_not_overwritten(service, training, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_damaged_checkpoint_leaves_nothing(cluster, service, training, tmp_path):
-    path = training.save_weights_for_sampler("a").result().path
-    weights = _on_volume(cluster, path) / "adapter_model.safetensors"
-    content = bytearray(weights.read_bytes())
+@pytest.mark.parametrize(
+    ("save", "name"),
+    [
+        ("save_weights_for_sampler", "adapter_model.safetensors"),
+        ("save_weights_for_sampler", "adapter_config.json"),
+        ("save_state", "adapter_config.json"),
+        ("save_state", "optimizer.safetensors"),
+        ("save_state", "trainer_state.json"),
+    ],
+)
+def test_a_damaged_file_is_named_and_leaves_nothing(cluster, service, training, tmp_path, save, name):
+    path = getattr(training, save)("a").result().path
+    file = _on_volume(cluster, path) / name
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    weights.write_bytes(content)
-    with pytest.raises(errors.ChecksumMismatch):
+    file.write_bytes(content)
+    with pytest.raises(errors.ChecksumMismatch, match=re.escape(name)):
+        service.download_checkpoint(path, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_the_checksums_list_must_come(cluster, service, training, tmp_path):
+    path = training.save_state("a").result().path
+    (_on_volume(cluster, path) / "optimizer.safetensors").unlink()
+    with pytest.raises(errors.ChecksumMismatch, match=r"optimizer\.safetensors"):
         service.download_checkpoint(path, tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
