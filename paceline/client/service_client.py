@@ -14,7 +14,7 @@ from paceline.client.connection import Connection, RetryPolicy, Timeouts, make_c
 from paceline.client.sampling_client import SamplingClient
 from paceline.client.training_client import TrainingClient
 from paceline.client.transport import Transport, blocking
-from paceline.layout import CheckpointPath
+from paceline.layout import CheckpointPath, check_run_id
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import FullParameters, LoraConfig, ModelRef, RunParameters, WeightStorage
 from paceline.types.training import as_names
@@ -154,14 +154,20 @@ class ServiceClient(Catalog):
     ) -> SamplingClient:
         """Return a client that samples from a checkpoint, a run's version or, with neither, the base model.
 
-        `version` None means the newest at each call. Makes no call itself. Raises InvalidArgument if more than one is
-        named.
+        `version` None means the newest at each call. Makes no call itself. Errors: InvalidArgument if more than one is
+        named, InvalidPath, RunNotFound for what no run id looks like.
         """
         if sum(map(bool, (model_path, run_id, base_model))) > 1 or (version is not None and not run_id):
             raise errors.InvalidArgument(
                 "name one of model_path, run_id (with or without version) and base_model", field="model"
             )
-        return SamplingClient(self.transport, ModelRef(base_model, run_id, version, model_path))
+        client = SamplingClient(self.transport, ModelRef(base_model, run_id, version, model_path))
+        # Calls name the weights in a header too, in which gRPC takes only printable ASCII.
+        if model_path:
+            CheckpointPath.parse(model_path, "model_path")
+        if run_id:
+            check_run_id(run_id)
+        return client
 
     async def close_async(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - as in `close`
         """Like `close`, without blocking the event loop."""

@@ -14,6 +14,7 @@ from paceline.client.results import PublishResult, publish_result_from_proto
 from paceline.client.sampling_client import SamplingClient
 from paceline.client.tokenizer import get_tokenizer
 from paceline.client.transport import Connected, Transport, blocking
+from paceline.layout import CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import (
     AdamParams,
@@ -216,8 +217,8 @@ class TrainingClient(Connected):
     save_weights_and_get_sampling_client = blocking(save_weights_and_get_sampling_client_async)
 
     def create_sampling_client(self, path: str) -> SamplingClient:
-        """Return a client that samples from a sampler checkpoint. Makes no call itself."""
-        return SamplingClient(self.transport, ModelRef(checkpoint=path))
+        """Return a client that samples from a sampler checkpoint. Makes no call itself. Errors: InvalidPath."""
+        return SamplingClient(self.transport, ModelRef(checkpoint=str(CheckpointPath.parse(path))))
 
     async def get_info_async(self) -> Run:
         """Return the run's current record. Errors: RunNotFound."""

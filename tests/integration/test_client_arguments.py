@@ -52,6 +52,29 @@ async def test_an_argument_of_the_wrong_type_is_refused_by_its_name(client, call
     assert caught.value.field == field
 
 
+RUN = "run-" + "0" * 32
+
+
+@pytest.mark.parametrize("ending", ["\n", " ", "é", "\x00"])
+async def test_weights_whose_name_cannot_be_sent_are_refused_when_the_client_is_made(client, training, ending):
+    with pytest.raises(errors.InvalidPath) as caught:
+        client.create_sampling_client(f"paceline://{RUN}/sampler/a{ending}")
+    assert caught.value.field == "model_path"
+    with pytest.raises(errors.InvalidPath) as caught:
+        training.create_sampling_client(f"paceline://{RUN}/sampler/a{ending}")
+    assert caught.value.field == "path"
+    with pytest.raises(errors.RunNotFound) as caught:
+        client.create_sampling_client(run_id=RUN + ending)
+    assert caught.value.field == "run_id"
+
+
+async def test_a_sampling_client_of_a_checkpoint_samples_from_no_other_weights(client, training):
+    with pytest.raises(errors.InvalidPath):
+        training.create_sampling_client("")
+    path = f"paceline://{RUN}/sampler/a"
+    assert training.create_sampling_client(path).model == client.create_sampling_client(path).model
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "field"),
     [
