@@ -28,7 +28,7 @@ class PacelineFuture(Generic[T]):
 
     A training command cannot be cancelled: it has a place in the run's order, and later commands wait for it.
     Cancelling a task that awaits it does not stop the command. If a command fails and its answer is never retrieved,
-    the error is logged (logger "paceline").
+    by `result`, `await` or a callback, the error is logged (logger "paceline").
     """
 
     def __init__(self, future: Future[T], command: IssuedCommand | None = None) -> None:
@@ -41,8 +41,9 @@ class PacelineFuture(Generic[T]):
         Raises TimeoutError after `timeout` seconds (None waits indefinitely); the call continues. Inside an event loop
         use `await`, which does not block it.
         """
+        self._future.exception(timeout)  # returns the call's own error, so that what it raises is no answer
         self._mark_retrieved()
-        return self._future.result(timeout)
+        return self._future.result()
 
     def done(self) -> bool:
         """Return whether the call has ended."""
@@ -63,18 +64,24 @@ class PacelineFuture(Generic[T]):
         """
 
         def call(_: Future[T]) -> None:
+            self._mark_retrieved()
             try:
                 callback(self)
             except BaseException:  # SystemExit would end the thread, and every later call would wait forever
                 _log.exception("a callback of a future failed")
 
-        self._mark_retrieved()
         self._future.add_done_callback(call)
 
     def __await__(self) -> Generator[Any, None, T]:
-        self._mark_retrieved()
         waiter = asyncio.wrap_future(self._future)
-        return (waiter if self._command is None else asyncio.shield(waiter)).__await__()
+        if self._command is None:
+            return (yield from waiter)
+        waiter.add_done_callback(_retrieve)
+        try:
+            return (yield from asyncio.shield(waiter))
+        except Exception:  # the command's; a task that stops waiting gets CancelledError, which is no Exception
+            self._mark_retrieved()
+            raise
 
     def __del__(self) -> None:
         if (command := self._command) is not None:  # this was the last reference, so the answer cannot be retrieved
@@ -86,6 +93,12 @@ class PacelineFuture(Generic[T]):
     def _mark_retrieved(self) -> None:
         if self._command is not None:
             self._command.is_retrieved = True
+
+
+def _retrieve(waiter: asyncio.Future[Any]) -> None:
+    """Take the error out of a future that nobody may await any more, or asyncio would log it too, without its name."""
+    if not waiter.cancelled():
+        waiter.exception()
 
 
 def awaitable(method: Callable[P, PacelineFuture[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -113,7 +126,7 @@ class IssuedCommand:
     """RPC, run and seq_ids, for the log."""
     future: Future[Any] = field(repr=False)
     is_retrieved: bool = False
-    """Whether the answer, or error, was delivered to a caller, or its failure was logged."""
+    """Whether the error was delivered to a caller, or logged."""
 
     def log_unretrieved_failure(self) -> None:
         """Log the error if the command failed and its answer was never retrieved."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import pickle
@@ -139,6 +140,43 @@ async def test_a_failure_that_was_asked_for_is_not_told_again(server, caplog):
         for refused in [training.forward(make_data(), "no_such_loss") for _ in range(2)]:
             with pytest.raises(errors.UnknownLoss):
                 await refused
+    assert caplog.records == []
+
+
+async def give_up_result(future):
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(future.result, 0.01)
+
+
+async def give_up_await(future):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(future, 0.01)
+
+
+@pytest.mark.parametrize("give_up", [give_up_result, give_up_await])
+async def test_a_failure_after_its_caller_has_given_up_waiting_is_told(server, caplog, give_up):
+    server.trainer.load_may_end.clear()
+    async with ServiceClient(server.address, retry=QUICK) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        loaded = training.load_state("paceline://somewhere")
+        await give_up(training.forward(make_data(), "no_such_loss"))
+        server.trainer.load_may_end.set()
+        await loaded
+    gc.collect()
+    (record,) = caplog.records
+    assert "its answer was never retrieved: loss_fn: is not served" in record.getMessage()
+
+
+async def test_a_failure_that_a_callback_got_is_not_told_again(server, caplog):
+    failed = asyncio.Queue()
+    async with ServiceClient(server.address, retry=QUICK) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        loop = asyncio.get_running_loop()
+        training.forward(make_data(), "no_such_loss").add_done_callback(
+            lambda future: loop.call_soon_threadsafe(failed.put_nowait, future)
+        )
+        with pytest.raises(errors.UnknownLoss):
+            await (await failed.get())
     assert caplog.records == []
 
 
