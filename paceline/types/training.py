@@ -60,8 +60,8 @@ class Datum(ComparedByValue):
 
     Position i of `model_input` predicts `loss_inputs["target_tokens"][i]`. Lists of Python numbers and torch tensors
     are converted: `target_tokens` to int64, masks to uint8, all other loss inputs to float32. Numpy arrays keep their
-    dtype; the server refuses unsupported ones. Errors: InvalidDtype for text and for fractions where integers are
-    required, InvalidShape, OutOfRange, InvalidArgument.
+    dtype, except in `from_completion`; the server refuses unsupported ones. Errors: InvalidDtype for text and for
+    fractions where integers are required, InvalidShape, OutOfRange, InvalidArgument.
     """
 
     model_input: Array
@@ -105,8 +105,9 @@ class Datum(ComparedByValue):
             raise InvalidArgument("is only for a datum of cross_entropy; give weights= instead", field="weight")
         if "target_tokens" in per_token:
             raise InvalidArgument("are the completion's tokens; make other targets with Datum", field="target_tokens")
-        first = as_tokens(prompt, np.dtype(np.int32), "prompt").astype(np.int32)
-        second = as_tokens(completion, np.dtype(np.int32), "completion").astype(np.int32)
+        dtype = np.dtype(np.int32)
+        first = _cast(as_tokens(prompt, dtype, "prompt"), dtype, "prompt")
+        second = _cast(as_tokens(completion, dtype, "completion"), dtype, "completion")
         if not first.size:
             raise EmptyBatch("holds no token; the completion's first token is predicted from it", field="prompt")
         tokens, head, tail = np.concatenate([first, second]), len(first) - 1, len(second)
@@ -133,12 +134,12 @@ def _completion_row(name: str, value: Any, length: int) -> Array:
     if near and near[0] != name:
         raise UnknownField(f"is not a loss input; did you mean {near[0]}?", field=name)
     dtype = _default_dtype(name)
-    row = as_array(value, dtype, name)
+    row = _cast(as_array(value, dtype, name), dtype, name)
     if row.shape not in {(), (length,)}:
         raise InvalidShape(
             f"is {list(row.shape)}; give {length} numbers, one for each token, or one number", field=name
         )
-    return np.broadcast_to(row, (length,)).astype(dtype)
+    return np.broadcast_to(row, (length,))
 
 
 class Reduction(Enum):
@@ -296,11 +297,7 @@ def as_array(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
         array = np.asarray(_from_torch(values))
     except (TypeError, ValueError, OverflowError) as problem:
         raise InvalidShape(f"is not an array of numbers: {problem}", field=field) from problem
-    if array.dtype.kind not in "biuf":
-        raise InvalidDtype(f"holds {_describe(array)}; {_ENCODE if _is_text(array) else 'give numbers'}", field=field)
-    if dtype.kind in "iu" and array.size:
-        _check_integers(array, dtype, field)
-    return array.astype(dtype)
+    return _cast(array, dtype, field)
 
 
 def as_tokens(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
@@ -328,6 +325,15 @@ def _from_torch(values: Any) -> Any:
         return values
     tensor = values.detach().cpu()
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+
+
+def _cast(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> NDArray[Any]:
+    """Return a copy in `dtype`. Raises InvalidDtype for what are no numbers of its kind, OutOfRange."""
+    if array.dtype.kind not in "biuf":
+        raise InvalidDtype(f"holds {_describe(array)}; {_ENCODE if _is_text(array) else 'give numbers'}", field=field)
+    if dtype.kind in "iu" and array.size:
+        _check_integers(array, dtype, field)
+    return array.astype(dtype)
 
 
 def _check_integers(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> None:

@@ -80,6 +80,36 @@ def test_what_is_no_datum_is_refused_by_the_name_of_its_field(make, error, field
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    ("name", "values", "error"),
+    [
+        ("mask", [0.5, 256.0], errors.InvalidDtype),
+        ("mask", [0.0, float("nan")], errors.InvalidDtype),
+        ("mask", [0.0, 256.0], errors.OutOfRange),
+        ("mask", [0, -1], errors.OutOfRange),
+        ("sequence_ratio_mask", [1, 257], errors.OutOfRange),
+        ("completion", [1, 2**32 + 5], errors.OutOfRange),
+        ("prompt", [1, -(2**32) + 5], errors.OutOfRange),
+    ],
+)
+def test_a_completion_of_numbers_that_would_become_others_is_refused_whatever_holds_them(make, name, values, error):
+    given = {"prompt": [1], "completion": [2, 3], name: make(values)}
+    with pytest.raises(error) as caught:
+        Datum.from_completion(given.pop("prompt"), given.pop("completion"), **given)
+    assert type(caught.value) is error
+    assert caught.value.field == name
+
+
+def test_a_completion_takes_arrays_of_other_dtypes_whose_numbers_fit():
+    mask, advantages = np.array([True, False]), np.array([0.5, 1.5])
+    made = Datum.from_completion(np.array([1], np.uint64), np.array([2, 3], np.int64), mask=mask, advantages=advantages)
+    assert made == Datum.from_completion([1], [2, 3], mask=[1, 0], advantages=[0.5, 1.5])
+    with pytest.raises(errors.InvalidDtype) as caught:
+        Datum.from_completion([1], [2], advantages=np.array(["much"]))
+    assert caught.value.field == "advantages"
+
+
 def test_a_misspelt_input_is_told_the_right_name_and_one_of_a_loss_of_ones_own_is_taken():
     with pytest.raises(errors.UnknownField, match="did you mean advantages"):
         Datum.from_completion([1], [2], advantage=1.0)
