@@ -12,6 +12,7 @@ from inspect import signature
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from paceline import errors
+from paceline.client.loop_thread import OWNER, check_may_wait
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -38,9 +39,12 @@ class PacelineFuture(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Block until the call has ended, then return its answer or raise its error.
 
-        Raises TimeoutError after `timeout` seconds (None waits indefinitely); the call continues. Inside an event loop
-        use `await`, which does not block it.
+        Inside an event loop use `await`, which does not block it. Raises TimeoutError after `timeout` seconds (None
+        waits indefinitely); the call continues. A wait that could never end raises at once: Forked in a process that
+        was forked before the answer arrived, Unsupported in a callback.
         """
+        if not self._future.done():
+            check_may_wait()
         self._future.exception(timeout)  # returns the call's own error, so that what it raises is no answer
         self._mark_retrieved()
         return self._future.result()
@@ -73,6 +77,8 @@ class PacelineFuture(Generic[T]):
         self._future.add_done_callback(call)
 
     def __await__(self) -> Generator[Any, None, T]:
+        if not self._future.done():
+            OWNER.check()
         waiter = asyncio.wrap_future(self._future)
         if self._command is None:
             return (yield from waiter)

@@ -1,10 +1,9 @@
-"""The gRPC channel, the event loop thread of all channels, the limit on calls in flight, and the client's threads."""
+"""The gRPC channel, the limit on calls in flight, and the client's own threads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -18,6 +17,7 @@ import grpc
 from paceline import errors
 from paceline.client.connection import Connection
 from paceline.client.futures import PacelineFuture, UnansweredCommands
+from paceline.client.loop_thread import OWNER, THREAD, check_may_wait
 from paceline.client.retry import RetryLog, call_name, with_retries
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
 from paceline.rpc.channel import open_channel
@@ -45,68 +45,6 @@ _PROBE_SECONDS = 0.2
 _HTTP1_SIGNS = ("http1.x", "ALPN")
 """Parts of gRPC's reasons for a peer that speaks HTTP/1.1, without and with TLS."""
 _log = logging.getLogger("paceline")
-
-
-class GrpcOwner:
-    """Records which process started gRPC; forked processes inherit a copy.
-
-    gRPC's threads do not survive a fork, so a client in the child would hang.
-    """
-
-    def __init__(self) -> None:
-        self._pid: int | None = None
-
-    def claim(self) -> None:
-        """Record that this process uses gRPC. Raises Forked if it was forked from a process that does."""
-        self._pid = self._pid or os.getpid()
-        self.check()
-
-    def check(self) -> None:
-        """Raise Forked unless gRPC works in this process."""
-        if not self.is_here:
-            raise errors.Forked(
-                "this process was forked from one that has used a client, so gRPC does not work in it; start it with "
-                'multiprocessing.get_context("spawn"), or create the first client after the fork'
-            )
-
-    @property
-    def is_here(self) -> bool:
-        """Whether gRPC was started in this process, or in none of its ancestors."""
-        return self._pid in {None, os.getpid()}
-
-
-OWNER = GrpcOwner()
-"""The owner for this process, shared by all clients, because gRPC is started once per process."""
-
-
-class LoopThread:
-    """The event loop, and its thread, of all clients of this process, because grpc.aio objects belong to one loop.
-
-    The first client starts it, and it runs until the process ends: gRPC delivers events of calls and channels to their
-    loop, also after they were closed, and one queue per process delivers those of all loops.
-    """
-
-    def __init__(self) -> None:
-        self._starting = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> asyncio.AbstractEventLoop:
-        """Return the loop, running."""
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_run, args=(self._loop,), name="paceline-client", daemon=True)
-                self._thread.start()
-            return self._loop
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the caller is on this thread, and so cannot wait for it."""
-        return threading.current_thread() is self._thread
-
-
-THREAD = LoopThread()
 
 
 class Transport:
@@ -358,10 +296,14 @@ C = TypeVar("C", bound=Connected)
 
 
 def blocking(method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[C, P], T]:
-    """Return the blocking twin of a method whose name ends in `_async`. Not for use inside an event loop."""
+    """Return the blocking twin of a method whose name ends in `_async`. Not for use inside an event loop.
+
+    The twin raises Forked and Unsupported like `check_may_wait`, before anything is sent.
+    """
 
     @wraps(method)
     def twin(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        check_may_wait()
         return self.transport.submit(method(self, *args, **kwargs)).result()
 
     twin.__name__ = method.__name__.removesuffix("_async")
@@ -373,11 +315,6 @@ async def read(stream: grpc.aio.UnaryStreamCall[Request, Reply]) -> Reply | None
     """Return a stream's next message; None at its end. Raises AioRpcError."""
     message = await stream.read()
     return None if message is grpc.aio.EOF else cast("Reply", message)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
 
 
 def _open(connection: Connection, loop: asyncio.AbstractEventLoop) -> grpc.aio.Channel:

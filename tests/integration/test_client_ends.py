@@ -248,6 +248,37 @@ print(made.result(60).get_run(run_id).run_id == run_id)
     assert (status, out) == (0, "True\n"), said
 
 
+async def test_what_would_block_is_refused_in_a_callback_before_anything_is_sent(server):
+    # Delayed, because the callback of a future that has ended runs on the thread that adds it.
+    server.trainer.refusals[1] = [errors.EngineUnavailable("starting", retry_after=0.5)]
+    body = """
+import signal
+from concurrent.futures import Future
+signal.alarm(60)
+told, sampling, later = Future(), client.create_sampling_client(), []
+blocking = (
+    client.create_training_run,
+    lambda: later[0].result(),
+    lambda: list(sampling.sample_stream([1])),
+)
+def callback(future):
+    refused = 0
+    later.append(training.forward(make_data()))
+    for call in blocking:
+        try:
+            call()
+        except paceline.errors.Unsupported as error:
+            refused += "another thread" in str(error)
+    told.set_result((refused, future.result().metrics["tokens:sum"]))
+training.forward(make_data()).add_done_callback(callback)
+print(told.result(), later[0].result().metrics["tokens:sum"])
+"""
+    status, out, said = await run(server, body)
+    assert (status, out) == (0, "(3, 10.0) 10.0\n"), said
+    assert server.trainer.created == []
+    assert not server.sampler.entered.is_set()
+
+
 async def test_closing_one_client_leaves_the_calls_of_another_alone(server):
     server.trainer.load_may_end.clear()
     async with ServiceClient(server.address, retry=QUICK) as client:
@@ -308,6 +339,35 @@ training.optim_step()
 async def test_a_forked_process_is_refused_at_once_and_its_parent_goes_on(server):
     status, out, said = await run(server, FORKED)
     assert (status, out, server.trainer.steps) == (0, "refused 3", 1), said
+
+
+async def test_a_forked_process_does_not_wait_for_a_call_of_its_parent(server):
+    # The call waits to be sent again, because gRPC itself may crash in the child of a fork while it sends or receives.
+    server.trainer.refusals[1] = [errors.EngineUnavailable("starting", retry_after=200)]
+    body = """
+import asyncio, signal
+waiting = training.forward(make_data())
+done = client.create_sampling_client().sample([1], sampling_params=paceline.SamplingParams(max_tokens=1))
+done.result()
+for _ in range(20):
+    training.get_info()
+async def wait():
+    await waiting
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    refused = 0
+    for call in (waiting.result, lambda: waiting.result(60), lambda: asyncio.run(wait())):
+        try:
+            call()
+        except paceline.errors.Forked as error:
+            refused += "spawn" in str(error)
+    os.write(1, f"refused {refused}, answered {len(done.result().sequences)}".encode())
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    _, out, said = await run(server, body, close=0)
+    assert out == "refused 3, answered 1", said
 
 
 async def test_a_process_that_is_forked_before_the_first_client_has_its_own(server):
