@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator
+from copy import copy
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
@@ -252,7 +253,12 @@ class SampleStream:
     async def _read(self) -> pb.SampleStreamResponse | None:
         if self._call is None:
             method = self._transport.sampler.SampleStream
-            self._call, first = await self._transport.open_stream(method, self._request, "sampling", self._metadata)
+            try:
+                self._call, first = await self._transport.open_stream(method, self._request, "sampling", self._metadata)
+            except errors.PacelineError as error:
+                own = copy(error)  # calls that wait for the same first connection share its error
+                own.metadata = {**error.metadata, "received_tokens": "0"}
+                raise own from error
             return first
         try:
             return await read(self._call)

@@ -64,7 +64,7 @@ async def test_a_stream_that_does_not_end_in_time_says_which_timeout_ended_it(se
         with pytest.raises(errors.TimedOut, match=r"within 0.2 s \(Timeouts.sampling\); give ServiceClient") as caught:
             async for _ in client.create_sampling_client().sample_stream([1], sampling_params=SHORT):
                 pass
-    assert caught.value.metadata.get("received_tokens", "0") == str(silent_after)
+    assert caught.value.metadata["received_tokens"] == str(silent_after)
 
 
 async def test_a_deadline_of_the_service_keeps_its_own_message(server, client):
@@ -134,6 +134,26 @@ async def test_a_stream_whose_connection_is_lost_says_so_and_how_much_had_come(s
             received += len(delta.tokens)
     assert lost.value.metadata == {"received_tokens": str(received)}
     assert f"{received} tokens had been received" in lost.value.message
+
+
+@pytest.mark.parametrize("refusal", [errors.RankTooLarge("too large", metadata={"a": "b"}), errors.Overloaded("full")])
+async def test_a_stream_that_is_refused_had_received_nothing(server, refusal):
+    server.sampler.refusals = [refusal]
+    async with ServiceClient(server.address, retry=RetryPolicy(budget=0.0)) as client:
+        with pytest.raises(type(refusal)) as caught:
+            await anext(aiter(client.create_sampling_client().sample_stream([1])))
+    assert caught.value.metadata == {**refusal.metadata, "received_tokens": "0"}
+    assert caught.value.message == refusal.message
+
+
+async def test_only_the_stream_among_the_calls_that_found_no_gateway_counts_tokens(server):
+    await server.stop()
+    async with ServiceClient(server.address, timeouts=Timeouts(connect=0.2)) as client:
+        sampling = client.create_sampling_client()
+        stream = aiter(sampling.sample_stream([1]))
+        failures = await asyncio.gather(sampling.sample([1]), anext(stream), return_exceptions=True)
+    assert [type(failure) for failure in failures] == [errors.UpstreamUnavailable] * 2
+    assert [failure.metadata for failure in failures] == [{}, {"received_tokens": "0"}]
 
 
 async def test_a_stream_notices_a_network_that_is_silent(server, monkeypatch):
