@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import NAME, Models
 from gateway.http.problems import problem_body
 from gateway.http.services import Services
+from gateway.http.streaming import StreamedResponse
 from paceline import codec, errors
 from paceline.chat import read_object
 from paceline.sampler.v1 import sampler_service_pb2 as pb
@@ -118,7 +117,9 @@ class OpenAiApi:
                 parts, first, headers = await while_connected(request, self._begin(held, tenant, message, ref))
             if not streams:
                 return Response(first.data, headers=headers, media_type="application/json")
-            return EventsResponse(_events(first, parts), held.pop_all(), headers)
+            return StreamedResponse(
+                _events(first, parts), held.pop_all(), headers=headers, media_type="text/event-stream"
+            )
 
     async def _begin(
         self, held: AsyncExitStack, tenant: str, message: pb.CompleteTextRequest, ref: ModelRef
@@ -126,22 +127,6 @@ class OpenAiApi:
         """Return the parts of an answer after the first, the first, and its headers. The call ends with `held`."""
         parts = await held.enter_async_context(self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS))
         return (parts, *await _first(parts))
-
-
-class EventsResponse(StreamingResponse):
-    """Server-sent events. The response frees what they need when it ends, also before the first was taken.
-
-    A generator cannot do so: one that is left at a `yield` waits for the garbage collector, and one that has not
-    started never runs its `finally`.
-    """
-
-    def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack, headers: Mapping[str, str]) -> None:
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._held = held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
-            await super().__call__(scope, receive, send)
 
 
 async def _first(parts: AsyncIterator[Part]) -> tuple[Part, dict[str, str]]:
@@ -171,7 +156,7 @@ def _field_as_sent() -> Iterator[None]:
         raise
 
 
-async def _events(first: Part, parts: AsyncIterator[Part]) -> AsyncIterator[bytes]:
+async def _events(first: Part, parts: AsyncIterator[Part]) -> AsyncGenerator[bytes]:
     """Yield server-sent events; an error mid-stream becomes the last event."""
     try:
         yield b"data: " + first.data + b"\n\n"

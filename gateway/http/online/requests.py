@@ -11,7 +11,7 @@ from msgspec import Meta, Raw, Struct
 from paceline import errors
 
 DEFAULT_MODEL = "online"
-ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
 Optimizer = Literal["apollo_mini", "apollo", "adamw", "adamw_8bit", "adamw_cpu", "adafactor"]
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _NAME = re.compile(r"(?:unknown|required) field `(.*?)`")

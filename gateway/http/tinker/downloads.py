@@ -8,7 +8,7 @@ import hmac
 import json
 import secrets
 import tarfile
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -16,9 +16,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request
-from fastapi.responses import StreamingResponse
 
 from gateway.http.services import Services
+from gateway.http.streaming import StreamedResponse
 from paceline import errors
 from paceline.layout import CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -69,25 +69,25 @@ class Downloads:
         router = APIRouter()
 
         @router.get("/downloads/{token}/{file}")
-        async def download(token: str, file: str) -> StreamingResponse:
+        async def download(token: str, file: str) -> StreamedResponse:
             grant = self._read(token)
             sizes = await self.files(grant.tenant, CheckpointPath.parse(grant.path))
             if file == ARCHIVE:
-                return StreamingResponse(self._archive(grant), media_type="application/x-tar")
+                return StreamedResponse(self._archive(grant), media_type="application/x-tar")
             if file not in sizes:
                 raise errors.CheckpointNotFound("has no such file", field="file")
             headers = {"Content-Length": str(sizes[file])}
-            return StreamingResponse(self._file(grant, file), headers=headers, media_type="application/octet-stream")
+            return StreamedResponse(self._file(grant, file), headers=headers, media_type="application/octet-stream")
 
         return router
 
-    async def _file(self, grant: Grant, file: str) -> AsyncIterator[bytes]:
+    async def _file(self, grant: Grant, file: str) -> AsyncGenerator[bytes]:
         async with aclosing(self._parts(grant, file)) as parts:
             async for part in parts:
                 if part.WhichOneof("part") == "data":
                     yield part.data
 
-    async def _archive(self, grant: Grant) -> AsyncIterator[bytes]:
+    async def _archive(self, grant: Grant) -> AsyncGenerator[bytes]:
         """Yield a tar archive of all files of one save."""
         padding = b""
         async with aclosing(self._parts(grant, "")) as parts:

@@ -1,4 +1,4 @@
-"""Streamed answers of OpenAI's API whose caller leaves."""
+"""Streamed answers whose caller leaves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from gateway.http.openai import EventsResponse
+from gateway.http.streaming import StreamedResponse
 
 
 @pytest.mark.parametrize("sent_before", [0, 1])
@@ -15,8 +15,11 @@ async def test_a_stream_whose_caller_leaves_frees_what_it_held_before_the_respon
     left, stuck, freed = asyncio.Event(), asyncio.Event(), []
 
     async def events():
-        while True:
-            yield b"data: x\n\n"
+        try:
+            while True:
+                yield b"data: x\n\n"
+        finally:
+            freed.append("generator")
 
     async def receive():
         await stuck.wait()
@@ -29,6 +32,6 @@ async def test_a_stream_whose_caller_leaves_frees_what_it_held_before_the_respon
 
     held = AsyncExitStack()
     held.callback(freed.append, "held")
-    response = EventsResponse(events(), held, {})
+    response = StreamedResponse(events(), held)
     await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
-    assert freed == ["held"]
+    assert freed == ["generator", "held"] if sent_before else ["held"]
