@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
@@ -130,20 +130,24 @@ class IssuedCommand:
 
     name: str
     """RPC, run and seq_ids, for the log."""
-    future: Future[Any] = field(repr=False)
+    failure: str | None = None
+    """The text of the error with which the command ended.
+
+    Not the error itself: its traceback holds the transport, which would outlive the clients that were dropped.
+    """
     is_retrieved: bool = False
     """Whether the error was delivered to a caller, or logged."""
 
+    def end(self, future: Future[Any]) -> None:
+        """Record how the command ended."""
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self.failure = str(error)
+
     def log_unretrieved_failure(self) -> None:
         """Log the error if the command failed and its answer was never retrieved."""
-        if not self.is_retrieved and self.has_failed:
+        if self.failure is not None and not self.is_retrieved:
             self.is_retrieved = True
-            _log.error("%s failed, and its answer was never retrieved: %s", self.name, self.future.exception())
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the command ended in an error."""
-        return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
+            _log.error("%s failed, and its answer was never retrieved: %s", self.name, self.failure)
 
 
 class UnansweredCommands:
@@ -157,9 +161,9 @@ class UnansweredCommands:
 
     def add(self, name: str, future: Future[Any], loop: asyncio.AbstractEventLoop) -> IssuedCommand:
         """Track a command."""
-        issued = IssuedCommand(name, future)
+        issued = IssuedCommand(name)
         self._pending[id(issued)] = issued
-        future.add_done_callback(lambda _: self._end(issued, loop))
+        future.add_done_callback(lambda ended: self._end(issued, ended, loop))
         return issued
 
     async def settle(self, seconds: float) -> None:
@@ -187,10 +191,11 @@ class UnansweredCommands:
         for issued in self._failed:
             issued.log_unretrieved_failure()
 
-    def _end(self, issued: IssuedCommand, loop: asyncio.AbstractEventLoop) -> None:
+    def _end(self, issued: IssuedCommand, future: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
+        issued.end(future)
         del self._pending[id(issued)]
         self._failed = [one for one in self._failed if not one.is_retrieved]
-        if issued.has_failed:
+        if issued.failure is not None and not issued.is_retrieved:
             self._failed.append(issued)
         loop.call_soon_threadsafe(self._change.set)
 

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -178,6 +179,29 @@ async def test_a_failure_that_a_callback_got_is_not_told_again(server, caplog):
         with pytest.raises(errors.UnknownLoss):
             await (await failed.get())
     assert caplog.records == []
+
+
+async def fail_and_drop(server):
+    """Drop a client whose command has failed; return a reference to its transport."""
+    client = ServiceClient(server.address, retry=QUICK)
+    training = await client.get_training_client_async(server.trainer.run_id)
+    with pytest.raises(errors.UnknownLoss):
+        await training.forward(make_data(), "no_such_loss")
+    return weakref.ref(client.transport)
+
+
+async def test_a_failed_command_does_not_keep_the_client_that_is_dropped(server):
+    transport = await fail_and_drop(server)
+    async with asyncio.timeout(PATIENCE):
+        while transport() is not None:
+            gc.collect()
+            await round_trip(server)
+
+
+async def round_trip(server):
+    """Let the thread of all clients finish what it was doing."""
+    async with ServiceClient(server.address) as client:
+        await client.get_run_async(server.trainer.run_id)
 
 
 async def test_leaving_the_block_waits_for_commands(server):
