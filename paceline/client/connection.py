@@ -89,7 +89,7 @@ class Connection:
         """Return the error for a key that the gateway refused."""
         give = f"set {KEY_VARIABLE}, or give ServiceClient(api_key=...)"
         if not self.api_key:
-            return errors.InvalidApiKey(f"{self.address} requires an API key; {give}", field=self.key_source)
+            return errors.InvalidApiKey(f"{self.address} requires an API key; {give}", field=KEY_VARIABLE)
         message = f"is not a valid API key of {self.address}; {give}"
         return errors.InvalidApiKey(message, field=self.key_source)
 
