@@ -164,9 +164,10 @@ class Recovery:
 
     async def _read(self, run: RunRecord) -> StoredCommands:
         """Read a run's commands and answers, also answers that the volume had no room for. Raises as the storage."""
-        unwritten = run.sequencer.journal.unwritten()  # before the files are read: it may be written meanwhile
+        journal = run.sequencer.journal
+        before = journal.unwritten()  # it may be written while the files are read, and what was written given up
         past = await asyncio.to_thread(self._storage.read, run.run_id)
-        past.history.add_answers(unwritten)
+        past.history.add_answers([*before, *journal.unwritten()])
         return past
 
     async def _await_versions(self, run: RunRecord, executor: RunExecutor) -> None:

@@ -311,7 +311,7 @@ class RunJournal:
         return errors.Internal(f"the journal cannot be written: {error.strerror}")
 
     def _rotate(self) -> None:
-        segment, end = self._segment, self._previous
+        segment, end = self._segment, None
         try:
             if segment is not None:
                 self._sync(segment)
@@ -319,7 +319,7 @@ class RunJournal:
                 self._previous, self._segment = end, None
             self._new_segment(self._last_written + 1)
         except (OSError, errors.DiskFull) as error:
-            if self._previous == end:  # neither abandoned nor succeeded
+            if end is not None and self._previous is end:  # it was synced, and no file follows it
                 self._segment = segment
             _log.warning(
                 "journal not rotated; it is tried again later", directory=str(self._directory), error=str(error)
@@ -339,12 +339,15 @@ class RunJournal:
     def _start_over(self) -> str:
         if self._directory.exists():  # unless an attempt before this one had no room for the new journal
             self._aside = layout.quarantine(self._directory).name
-        self.create(self._directory, max(self._last_written + 1, 2))
-        past = read_history(self._directory)
-        self._resume_at(past.end)
-        self._last_written = past.last_seq_id
-        self._limit = self._last_written + RESERVED
-        self._rewrite.clear()
+        try:
+            self.create(self._directory, max(self._last_written + 1, 2))
+        finally:
+            if self._directory.exists():  # also if only its index was not written: the next append does that
+                past, index = read_history(self._directory), read_index(self._directory)
+                self._resume_at(past.end)
+                self._last_written = past.last_seq_id
+                self._limit = index.limit if index else 0
+                self._rewrite.clear()
         return self._aside
 
     def _resume_at(self, end: End | None) -> None:

@@ -508,9 +508,21 @@ async def test_what_follows_a_segment_that_could_not_be_begun_is_read_again(dire
     await send_and_read_again(JournaledRun(directory), [5])
 
 
-async def test_a_rotation_whose_sync_fails_gives_the_segment_up(directory, monkeypatch):
+@pytest.mark.parametrize("fails_before", [False, True])
+async def test_a_rotation_whose_sync_fails_gives_the_segment_up(directory, monkeypatch, fails_before):
     run = JournaledRun(directory)
-    await run.send(1)  # its answer needs no sync, and has none
+    if fails_before:
+        went_on = asyncio.Event()
+        run.executor.act[1] = went_on.wait
+        sending = run.send(1)
+        while not run.journal.appended_bytes:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0)
+        fail_once(monkeypatch, layout, "write_file", errors.DiskFull("full"))
+        await run.journal.rotate()
+        went_on.set()
+        await sending
+    else:
+        await run.send(1)  # its answer needs no sync, and has none
     segment, sync = run.journal._segment, os.fdatasync
 
     def lose(file):
@@ -552,3 +564,15 @@ async def test_a_damaged_journal_for_whose_successor_there_was_no_room_is_set_as
     assert await run.journal.start_over() == "journal.damaged-1"
     await run.send(2)
     assert list(run.history().commands) == [2]
+
+
+async def test_a_new_journal_goes_on_although_there_was_no_room_for_its_index(directory, monkeypatch):
+    run = JournaledRun(directory)
+    await run.send(1)
+    fail_once(monkeypatch, journal_module, "write_index", errors.DiskFull("full"))
+    with pytest.raises(errors.DiskFull):
+        await run.journal.start_over()
+    await run.send(2)
+    await run.journal.rotate()
+    await run.send(3)
+    assert list(run.history().commands) == [2, 3]
