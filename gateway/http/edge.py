@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from time import monotonic
@@ -19,7 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
 from gateway.admission import Authenticator
@@ -50,6 +52,8 @@ _MAX_PIPELINED = 4
 """Most requests of a connection that wait for the answer before theirs: a request is held from its head on."""
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _BACKLOG = 4096
+_ACKNOWLEDGED = slice(120, 128)
+"""Place of tcpi_bytes_acked in Linux's struct tcp_info."""
 _HTTP2 = b"PRI * HTTP/2.0"
 """How a connection of HTTP/2, such as a gRPC client's, begins."""
 _HANDSHAKE_SECONDS = 20.0
@@ -159,8 +163,10 @@ class TimedProtocol(HttpToolsProtocol):
     _waiting: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
     """Runs while something that was written waits for the peer."""
-    _unread = 0
-    """Bytes that waited for the peer when `_reading` was started."""
+    _acknowledged = 0
+    """Bytes that the peer had acknowledged when `_reading` was started."""
+    _running: RequestResponseCycle | None = None
+    """The request that is being answered; uvicorn knows only the newest, which may wait for it."""
     _is_new = True
     _held = 0
     """Bytes received since the parser last passed on a whole head or a part of a body: it holds them."""
@@ -198,7 +204,15 @@ class TimedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
         self._was_read()
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -253,7 +267,7 @@ class TimedProtocol(HttpToolsProtocol):
             self._waiting = None
 
     def _wait_for_reader(self) -> None:
-        self._unread = self.transport.get_write_buffer_size()
+        self._acknowledged = _acknowledged_bytes(self.transport)
         self._reading = self.loop.call_later(self._reader_seconds, self._look)
 
     def _was_read(self) -> None:
@@ -262,13 +276,25 @@ class TimedProtocol(HttpToolsProtocol):
             self._reading = None
 
     def _look(self) -> None:
-        # Nothing is added meanwhile: who sends waits until the transport takes more.
-        if self.transport.get_write_buffer_size() < self._unread:
+        if _acknowledged_bytes(self.transport) > self._acknowledged:
             self._wait_for_reader()
             return
         _log.info("cut off: nothing was read", peer=_address(self.transport), seconds=self._reader_seconds)
         # A transport that is only closed waits until its peer has read what is left.
         self.transport.abort()
+
+
+def _acknowledged_bytes(transport: asyncio.Transport) -> int:
+    """Return how much of what was sent has arrived at the peer, which takes no more once its own buffers are full.
+
+    The transport's buffer does not tell: over TLS there is another one behind it, and the kernel's is behind both. Not
+    TCP: 0.
+    """
+    # uvloop's sockets have no getsockopt.
+    with suppress(OSError), socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as own:
+        info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.stop)
+        return int.from_bytes(info[_ACKNOWLEDGED], sys.byteorder)
+    return 0
 
 
 class _TooManyWaiting(Exception):

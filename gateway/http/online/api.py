@@ -114,7 +114,14 @@ class OnlineApi:
         def reserve(size: int) -> None:
             nonlocal held
             self._store.check_waiting(tenant, self._rendered.used(tenant) + size)
-            self._services.waiting_bytes.check(tenant, size)
+            calls = self._services.waiting_bytes
+            if calls.tenant_limit and held + size > calls.tenant_limit:  # waiting would not help
+                raise errors.MessageTooLarge(
+                    f"renders to more than the {calls.tenant_limit} bytes that may wait: post fewer at a time, or have "
+                    f"the operator raise {calls.quota.setting}",
+                    field="conversations",
+                )
+            calls.check(tenant, size)
             for counter in counters:
                 counter.add(tenant, size)
             held += size

@@ -279,3 +279,21 @@ def test_addresses_of_files_begin_as_clients_reach_the_port(public_url, start):
 def test_a_public_address_that_is_none_is_refused(public_url):
     with pytest.raises(ValidationError, match="http_public_url"):
         GatewaySettings(http_public_url=public_url)
+
+
+@pytest.mark.parametrize("waiting", [0, 1, 3])
+async def test_a_request_ends_with_its_caller_however_many_wait_behind_it(waiting):
+    begun, left = asyncio.Event(), asyncio.Event()
+
+    async def wait(scope, receive, send):
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async with _serve(edge._config(GatewaySettings(insecure=True), wait)) as address, asyncio.timeout(PATIENCE):
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(_GET * (1 + waiting))
+        await begun.wait()
+        writer.close()
+        await left.wait()

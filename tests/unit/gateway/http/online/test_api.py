@@ -224,6 +224,9 @@ async def test_rendered_examples_count_before_they_are_stored(app, trainer):
 async def test_rendered_examples_count_as_calls_until_they_are_stored(app, trainer):
     trainer.waiting_bytes = WaitingBytes(tenant_limit=2 * LARGE, quota=CALLS)
     status, answer = await train(app, LARGE, LARGE, LARGE)
+    assert (status, answer["error"]["code"]) == (413, "MESSAGE_TOO_LARGE"), "waiting would not help"
+    with trainer.waiting_bytes.waiting("tenant", 2 * LARGE):
+        status, answer = await train(app, LARGE)
     assert (status, answer["error"]["code"]) == (429, "QUOTA_EXCEEDED")
     assert (await train(app, LARGE))[0] == 202
     assert trainer.waiting_bytes.used("tenant") == 0
