@@ -18,6 +18,7 @@ from paceline.weights import parse_adapter_config, read_header, read_tensor_entr
 
 _PREFIX = "base_model.model."
 _SIDES = (".lora_A.weight", ".lora_B.weight")
+_UNSERVED = ("use_dora", "modules_to_save", "lora_bias", "layer_replication")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 LinearShapes = Mapping[str, tuple[int, int]]
@@ -68,7 +69,10 @@ def _parse(tensors: tuple[tuple[str, tuple[int, ...]], ...], config_text: bytes)
 def _check_config(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise InvalidArgument(f"peft_type is {config.get('peft_type')}; only LORA is served", field="adapter")
-    unserved = [name for name in ("use_dora", "modules_to_save", "lora_bias") if config.get(name)]
+    unserved = [name for name in _UNSERVED if config.get(name)]
+    # Loading one of these would change the base model.
+    if str(config.get("init_lora_weights", True)).startswith(("pissa", "olora", "corda", "loftq")):
+        unserved.append(f"init_lora_weights {config['init_lora_weights']}")
     if config.get("bias", "none") != "none":
         unserved.append("bias")
     if unserved:

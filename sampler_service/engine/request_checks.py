@@ -26,7 +26,10 @@ MAX_CONSTRAINT_LENGTH = 2**16
 """Longest schema or regular expression, in characters."""
 
 MAX_NESTING = 128
-"""Deepest nesting of objects and arrays in a schema."""
+"""Deepest nesting of objects and arrays in a schema, and of groups in a regular expression."""
+
+MAX_COUNTED_PROPERTIES = 128
+"""Most properties of an object that also bounds their number: xgrammar's work grows with their square."""
 
 _NOT_ENFORCED = frozenset({"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "$dynamicRef"})
 """Keywords of JSON Schema that xgrammar ignores."""
@@ -39,10 +42,15 @@ _NEED_A_TYPE = frozenset(
 
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{\]}]', re.DOTALL)
 _DEPTH = {"[": 1, "{": 1, "]": -1, "}": -1}
+_GROUP = re.compile(r"\\.|\[(?:[^\]\\]|\\.)*+\]?|[()]", re.DOTALL)
+"""What may hold a parenthesis of a regular expression: an escape, a class of characters, or itself."""
 
 _SCHEMA = frozenset({"items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"})
 _SCHEMA_LIST = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SCHEMA_MAP = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+
+
+_TOO_MANY_GROUPS = f"nests groups too deeply; at most {MAX_NESTING} may lie in one another"
 
 
 def check_tokens(info: ModelInfo, tokens: Sequence[int], field: str, room: int = 0) -> None:
@@ -101,12 +109,30 @@ def check_constraint(params: SamplingParams) -> None:
             )
     if params.json_schema:
         _check_schema(params.json_schema)
+    if _groups(params.regex) > MAX_NESTING:
+        raise InvalidArgument(_TOO_MANY_GROUPS, field="params.regex")
 
 
 def check_length(text: str, field: str) -> None:
     """Refuse a constraint that is too long. Raises OutOfRange."""
     if len(text) > MAX_CONSTRAINT_LENGTH:
         raise OutOfRange(f"takes at most {MAX_CONSTRAINT_LENGTH} characters", field=field)
+
+
+def check_tag(text: str, field: str) -> None:
+    """Check the size of a structural tag, which vLLM makes from tools and their schemas.
+
+    Raises OutOfRange, InvalidArgument.
+    """
+    check_length(text, field)
+    if _nesting(text) > MAX_NESTING:
+        raise InvalidArgument(f"is nested too deeply; at most {MAX_NESTING} objects and arrays", field=field)
+    parts = [json.loads(text)]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            _check_size(part, field)
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
 def _check_schema(text: str) -> None:
@@ -132,7 +158,28 @@ def _nesting(text: str) -> int:
     return deepest
 
 
+def _groups(expression: str) -> int:
+    """Return the nesting depth of the groups of a regular expression, which need not be valid."""
+    depth = deepest = 0
+    for found in _GROUP.finditer(expression):
+        depth += (found[0] == "(") - (found[0] == ")")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _check_size(schema: dict[str, Any], field: str) -> None:
+    """Refuse what takes xgrammar minutes and gigabytes, or more of the stack than there is."""
+    expressions = [schema.get("pattern"), *_map(schema, "patternProperties")]
+    if any(_groups(each) > MAX_NESTING for each in expressions if isinstance(each, str)):
+        raise InvalidArgument(_TOO_MANY_GROUPS, field=field)
+    counting = {"minProperties", "maxProperties"} & schema.keys()
+    if counting and len(_map(schema, "properties")) > MAX_COUNTED_PROPERTIES:
+        message = f"has {min(counting)} beside more than {MAX_COUNTED_PROPERTIES} properties; leave it out"
+        raise InvalidArgument(message, field=field)
+
+
 def _check_keywords(schema: dict[str, Any]) -> None:
+    _check_size(schema, "params.json_schema")
     if ignored := _NOT_ENFORCED & schema.keys():
         raise _refused(f"has {min(ignored)}, which is not enforced; leave it out")
     if "type" not in schema and (ignored := _NEED_A_TYPE & schema.keys()):
@@ -157,6 +204,11 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
             parts = list(value.values())
         for part in parts:
             yield from _subschemas(part)
+
+
+def _map(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+    value = schema.get(keyword)
+    return value if isinstance(value, dict) else {}
 
 
 def _refused(message: str) -> InvalidArgument:

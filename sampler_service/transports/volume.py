@@ -16,7 +16,9 @@ from sampler_service.transports.base import ManifestRules, StagedAdapter, absent
 from sampler_service.transports.trainer_link import TrainerLink
 
 _POLL_SECONDS = 0.01
-"""Polling interval for a version that is being written; the caller bounds the whole wait."""
+"""Polling interval for a version that is being written."""
+_POLLS = 100
+"""After how many the trainer is asked again whether the version exists: its run may have been deleted."""
 
 
 class VolumeBridge:
@@ -49,11 +51,15 @@ class VolumeBridge:
     async def _wait_for(self, ref: ModelRef, tenant: str) -> None:
         """Wait for a version that the trainer has published but not yet written to the volume.
 
-        Raises the trainer's error if there is no such version, TrainerUnavailable if the trainer does not answer.
+        Raises the trainer's error if there is no such version, or no more, TrainerUnavailable if the trainer does not
+        answer.
         """
-        check_is(await self._trainer.describe(ref, tenant), ref, tenant)
-        while not self.holds(ref):  # noqa: ASYNC110 - a volume that hosts share has no events
-            await asyncio.sleep(_POLL_SECONDS)
+        while True:
+            check_is(await self._trainer.describe(ref, tenant), ref, tenant)
+            for _ in range(_POLLS):  # a volume that hosts share has no events
+                if self.holds(ref):
+                    return
+                await asyncio.sleep(_POLL_SECONDS)
 
     def _fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
         """Verify the files, all from a single save: a checkpoint may be overwritten at any moment."""

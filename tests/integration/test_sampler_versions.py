@@ -248,6 +248,17 @@ async def test_a_version_on_its_way_to_the_volume_is_waited_for(model, volume, t
         assert (await asked).model == manifest.model
 
 
+async def test_a_version_that_will_never_reach_the_volume_is_not_waited_for(model, volume, tmp_path):
+    memory = Volume(tmp_path / "memory")
+    make_version(memory, model, RUN, 1)
+    async with serving(Trainer(memory)) as port, sampling(model, port, tmp_path, bridge="volume") as client:
+        asked = asyncio.create_task(client.sample(version_ref(RUN, 1)))
+        await asyncio.wait({asked}, timeout=0.2)
+        shutil.rmtree(memory.version(RUN, 1))
+        with pytest.raises(errors.NotFound):
+            await asked
+
+
 async def test_a_version_that_is_damaged_on_the_volume_is_refused(model, volume, trainer, port, tmp_path):
     async with sampling(model, port, tmp_path, bridge="volume") as client:
         trainer_manifest = make_version(volume, model, RUN, 1)

@@ -13,7 +13,7 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from paceline.errors import InvalidArgument
 from paceline.types import SamplingParams
-from sampler_service.engine.request_checks import check_constraint, check_length
+from sampler_service.engine.request_checks import check_constraint, check_tag
 
 
 def structured_outputs(params: SamplingParams) -> StructuredOutputsParams | None:
@@ -35,7 +35,7 @@ async def check_constraint_of(params: VllmSamplingParams) -> None:
         choices = "|".join(re.escape(str(choice)) for choice in constraint.choice or ())
         given = SamplingParams(regex=constraint.regex or choices)
     if constraint.structural_tag:  # generated from tools, whose calls must match their schemas
-        check_length(constraint.structural_tag, "tools")
+        check_tag(constraint.structural_tag, "tools")
     elif given.json_schema or given.regex:
         check_constraint(given)
     else:

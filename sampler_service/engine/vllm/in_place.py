@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from paceline.types.training import Array
 from paceline.weights import read_tensor_entries
 from sampler_service.engine.model_files import parameter_shapes_of
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.protocol import Adapter, Contents, GenerationRequest, TokenDelta
+from sampler_service.engine.protocol import Adapter, Contents, GenerationRequest, TextRequest, TokenDelta
 from sampler_service.engine.vllm.engine import Started, VllmEngine, translated
 from sampler_service.engine.vllm.params import MIXED
 
@@ -121,6 +122,11 @@ class WritableVllmEngine(VllmEngine):
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         async for delta in super().generate(replace(request, tenant=self._salt(request.tenant))):
             yield delta
+
+    async def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:
+        async with aclosing(super().complete_text(replace(request, tenant=self._salt(request.tenant)))) as parts:
+            async for part in parts:
+                yield part
 
     async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
         return await super().compute_logprobs(tokens, adapter, self._salt(tenant))

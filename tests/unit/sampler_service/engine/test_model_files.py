@@ -71,7 +71,15 @@ def test_tensors_that_no_engine_would_apply_are_refused(tmp_path, tensors):
 
 @pytest.mark.parametrize(
     "config",
-    [{"peft_type": "LOHA"}, {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"lora_bias": True}],
+    [
+        {"peft_type": "LOHA"},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"lora_bias": True},
+        {"layer_replication": [[0, 1], [0, 1]]},
+        {"init_lora_weights": "pissa_niter_4"},
+    ],
     ids=str,
 )
 def test_adapters_other_than_plain_lora_are_refused(tmp_path, config):

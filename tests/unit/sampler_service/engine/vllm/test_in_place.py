@@ -12,7 +12,8 @@ from support.stacks.sampler_contract import ask, one
 from paceline.errors import EngineUnavailable, ModelNotLoadable
 from paceline.layout import MODEL_FILE
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.vllm.in_place import ReplaceableVllmEngine
+from sampler_service.engine.protocol import TextEndpoint, TextRequest
+from sampler_service.engine.vllm.in_place import ReplaceableVllmEngine, WritableVllmEngine
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -74,3 +75,38 @@ async def test_the_base_models_own_shape_is_taken_as_far_as_there_is_an_engine(e
     save_file(tensors, tmp_path / MODEL_FILE)
     with pytest.raises(EngineUnavailable):
         await engine.change_model(tmp_path)
+
+
+class Salts:
+    """A vLLM engine that records the salts of what it is asked to sample."""
+
+    model_config = SimpleNamespace(max_model_len=10)
+
+    def __init__(self):
+        self.salts = []
+
+    async def update_weight_version(self, version):
+        pass
+
+    async def complete(self, request):
+        self.salts.append(request.tenant)
+        yield b""
+
+
+async def test_text_that_is_sampled_after_a_write_shares_no_prefix_with_text_before_it(base, tmp_path, monkeypatch):
+    engine = WritableVllmEngine(EngineOptions(base, "tiny", base_dir=tmp_path, in_place="hogwild"))
+    llm = Salts()
+    engine._started = SimpleNamespace(llm=llm, info=None)
+
+    async def server(_):
+        return llm
+
+    monkeypatch.setattr(engine, "_text_server", server)
+    request = TextRequest(TextEndpoint.COMPLETIONS, {}, None, "team", None, None)
+    for version in (1, 2):
+        async for _ in engine.complete_text(request):
+            pass
+        await engine.begin_write(version)
+        await engine.end_write(version)
+    assert len(set(llm.salts)) == 2
+    assert all(salt.startswith("team/") for salt in llm.salts)
