@@ -161,6 +161,7 @@ async def trainer(engine, tmp_path):
         run=run,
         executor=executor,
         recovery=recovery,
+        lifecycle=lifecycle,
     )
     slow.go_on()
     await registry.close()
@@ -196,6 +197,38 @@ async def test_before_a_snapshot_counts(trainer):
     trainer.slow.go_on()
     await appearing
     assert (commander.version / layout.WEIGHTS_FILE).exists()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_the_volume_failed_to_take_is_copied_again_and_leaves_nothing_staged(trainer, monkeypatch):
+    commander, publisher, run_id = trainer.commander, trainer.publisher, trainer.run.run_id
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.publish.publisher.shutil.copy2", unreadable)
+        await commander.send(pb.PublishWeightsRequest)
+        await asyncio.gather(*publisher._copies(run_id), return_exceptions=True)
+    assert not commander.version.exists()
+    await publisher.settled(run_id)
+    assert (commander.version / layout.WEIGHTS_FILE).exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.publish.publisher.shutil.copy2", unreadable)
+        await commander.send(pb.PublishWeightsRequest)
+        await asyncio.gather(*publisher._copies(run_id), return_exceptions=True)
+    for _ in range(KEPT_VERSIONS):
+        await commander.send(pb.PublishWeightsRequest, durable=True)
+    await publisher.settled(run_id)
+    assert layout.numbered(publisher._staging / run_id) == [2 + KEPT_VERSIONS]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_run_that_is_deleted_while_its_version_is_copied_is_not_announced_again(trainer):
+    await trainer.hub.join(trainer.slow)
+    await trainer.commander.send(pb.PublishWeightsRequest)
+    deleting = asyncio.create_task(trainer.lifecycle.delete_run(trainer.run, delete_checkpoints=False))
+    assert not (await asyncio.wait({deleting}, timeout=0.5))[0]
+    trainer.slow.go_on()
+    await deleting
+    assert trainer.hub.newest(trainer.run.run_id) == 0
+    assert not trainer.commander.version.exists()
 
 
 @pytest.mark.asyncio(loop_scope="module")

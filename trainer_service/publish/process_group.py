@@ -64,6 +64,8 @@ class BroadcastGroup:
         """Note a sampler's report that it is not, or no longer, in the group."""
         _log.warning("sampler left the group", sampler=watcher.sampler_id, reason=left.reason)
         if left.generation == self._generation:
+            if self._member is None and not self._refused:  # the others could not join because of the first
+                self._absent.add(watcher)
             self._refused = True
             self._changed.set()
 

@@ -169,13 +169,13 @@ class Publisher:
     async def settled(self, run_id: str) -> None:
         """Wait until a run's published versions are on the volume. Raises the error that keeps one from it.
 
-        Versions that the volume had no room for are copied again.
+        Versions that the volume did not take, because it was full or failed, are copied again.
         """
         for key in self._take_unpersisted(run_id):
             directory = self._staged(*key)
             if (manifest := self._manifests.get(directory)) is not None:
                 self._persist(*key, directory, manifest)
-        await asyncio.gather(*(task for key, task in self._persisting.items() if key[0] == run_id))
+        await asyncio.gather(*self._copies(run_id))
 
     def find(self, run: RunRecord, version: int | None) -> Path:
         """Return the directory of a version; None means the newest.
@@ -202,7 +202,8 @@ class Publisher:
         await self._hub.cancel_waits(run_id)
 
     async def forget(self, run: RunRecord) -> None:
-        """Drop a run's staged versions and notify the samplers that it was deleted."""
+        """Drop a run's staged versions and notify the samplers that it was deleted, once nothing is copied any more."""
+        await asyncio.gather(*self._copies(run.run_id), return_exceptions=True)  # they would announce the run again
         self._hub.forget_run(run.run_id)
         self._returning.pop(run.run_id, None)
         if self._agreements is not None:
@@ -351,11 +352,15 @@ class Publisher:
         del self._persisting[key]
         if not task.cancelled() and (error := task.exception()):
             _log.error("copying the version to the volume failed", run=key[0], version=key[1], error=str(error))
-            if isinstance(error, errors.DiskFull):
+            if isinstance(error, (errors.DiskFull, OSError)):
                 self._unpersisted.add(key)
 
+    def _copies(self, run_id: str) -> list[asyncio.Task[None]]:
+        """Return the copies of a run's versions that are in progress."""
+        return [task for key, task in self._persisting.items() if key[0] == run_id]
+
     def _take_unpersisted(self, run_id: str) -> list[tuple[str, int]]:
-        """Remove and return a run's versions that the volume had no room for."""
+        """Remove and return a run's versions that the volume did not take."""
         keys = [key for key in self._unpersisted if key[0] == run_id]
         self._unpersisted.difference_update(keys)
         return keys
@@ -367,18 +372,17 @@ class Publisher:
         """
         async with self._retiring:
             try:
-                await asyncio.to_thread(self._remove_before, run_id, newest)
+                await asyncio.to_thread(self._remove_before, run_id, newest, self._hub.leased())
             except OSError as error:
                 _log.warning("older versions not removed", run=run_id, version=newest, error=str(error))
 
-    def _remove_before(self, run_id: str, newest: int) -> None:
+    def _remove_before(self, run_id: str, newest: int, leased: Set[tuple[str, int]]) -> None:
         """Remove older staged versions that are on the volume, and versions on the volume that nobody needs."""
         for number in layout.numbered(self._staging / run_id):
             staged = self._staged(run_id, number)
             if number < newest and self._final(run_id, number).exists():
                 self._manifests.pop(staged, None)
                 shutil.rmtree(staged, ignore_errors=True)  # the run may be deleted meanwhile
-        leased = self._hub.leased()
         for version in sorted(self._on_volume(run_id), reverse=True)[self._keep_versions :]:
             if (run_id, version) not in leased:
                 final = self._final(run_id, version)
@@ -386,6 +390,9 @@ class Publisher:
                     layout.remove_directory(final)
                 self._guard.measure(final)
                 self._hub.forget_version((run_id, version))
+                staged = self._staged(run_id, version)  # of one that was copied after newer ones
+                self._manifests.pop(staged, None)
+                shutil.rmtree(staged, ignore_errors=True)
 
     def _staged(self, run_id: str, version: int) -> Path:
         return self._staging / run_id / str(version)
