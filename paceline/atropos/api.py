@@ -8,6 +8,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 _TIMEOUT = 60.0
@@ -19,6 +21,7 @@ class AtroposApi:
 
     def __init__(self, address: str) -> None:
         self._address = address.rstrip("/")
+        self._registered: dict[str, object] = {}
 
     def wait(self, seconds: float, say: Callable[[str], None]) -> None:
         """Wait until the server answers; call `say` if it is not up yet. Raises ConnectionError after `seconds`."""
@@ -39,17 +42,31 @@ class AtroposApi:
 
     def register(self, **facts: object) -> None:
         """Register this trainer, so that environments start. Raises ConnectionError if the server refuses."""
+        self._registered = facts
         answer = self._call("/register", facts)
         if "uuid" not in answer:
             raise ConnectionError(f"the Atropos API server refused the trainer: {str(answer)[:200]}")
 
-    def next_batch(self) -> list[dict[str, Any]]:
-        """Wait for a batch and return its groups; the server does not keep it. Raises ConnectionError."""
+    def next_batch(self, step: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Wait for a batch and return its groups; the server does not keep it. Raises ConnectionError.
+
+        A server that was restarted knows no trainer and fails: it is told of this one again, at its `step`.
+        """
+        told = False
         while True:
+            answer: dict[str, Any] = {}
             try:
                 answer = self._call("/batch")
+            except urllib.error.HTTPError as error:
+                if error.code < HTTPStatus.INTERNAL_SERVER_ERROR:
+                    raise ConnectionError(f"the Atropos API server refuses GET /batch: {error}") from error
+                if not told:
+                    told = True
+                    say(f"the Atropos API server fails ({error}); registering again, as after its restart")
+                with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                    self.register(**{**self._registered, "starting_step": step})
             except (urllib.error.URLError, ConnectionError, TimeoutError):
-                answer = {}
+                pass  # it is not up
             if answer.get("status") == "error":
                 raise ConnectionError(f"the Atropos API server has no trainer: {answer.get('message', '')}")
             if answer.get("batch"):

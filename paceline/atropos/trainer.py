@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,11 +127,12 @@ class AtroposTrainer:
         pulled = self._progress.pulled()
         run = self._service.get_run(training.run_id)
         if pulled is None:
-            groups = self._api.next_batch()
+            groups = self._api.next_batch(step, self._say)
+            self._usable(groups)  # before it is stored: a batch that can never be trained on would end every restart
             pulled = PulledBatch(step + 1, run.last_seq_id, groups)
             self._progress.pull(pulled)
         fetched = time.perf_counter()
-        batch = make_batch(pulled.groups, self._options.seq_len)
+        batch = self._usable(pulled.groups)
         metrics = self._train(training, pulled, batch, run.last_seq_id - pulled.after_seq_id)
         self._progress.done()
         metrics |= {"time/fetch": fetched - start, "time/step": time.perf_counter() - fetched}
@@ -142,15 +143,21 @@ class AtroposTrainer:
         )
         return self._service.get_run(training.run_id).step
 
+    def _usable(self, groups: Sequence[Mapping[str, Any]]) -> TrainingBatch:
+        """Convert a batch. Raises ValueError if nothing of it can be trained on."""
+        batch = make_batch(groups, self._options.seq_len)
+        if not batch.sequences:
+            raise ValueError(
+                "no sequence of the batch has the sampler's log-probabilities and a prompt within --seq-len; see the "
+                "environment's config. The batch is dropped"
+            )
+        return batch
+
     def _train(
         self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch, taken: int
     ) -> dict[str, float]:
         """Send a step's commands except the first `taken`, which the run accepted from an earlier process."""
         calls = micro_batches(batch.sequences, self._options.batch_size)
-        if not calls:
-            raise ValueError(
-                "no sequence of the batch has the sampler's log-probabilities; see the environment's config"
-            )
         passes: list[PacelineFuture[ForwardBackwardOutput] | None] = []
         low, high = 1.0 - self._options.clip_eps, 1.0 + self._options.clip_eps
         config = {"clip_low_threshold": low, "clip_high_threshold": high}

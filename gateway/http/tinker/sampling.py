@@ -17,7 +17,8 @@ from gateway.http.tinker.training import Body
 from paceline import errors
 from paceline.types import ModelRef, SamplingParams, StopReason
 
-_SECONDS = 600.0
+_SECONDS = 86_400.0
+"""Deadline of a sample. It ends with its session, long before; after a deadline it would be drawn from its start."""
 _MAX_SEED = 2**63
 
 

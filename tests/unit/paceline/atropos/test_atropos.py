@@ -6,7 +6,9 @@ import argparse
 import gzip
 import json
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from paceline.atropos.api import AtroposApi
 from paceline.atropos.groups import logprob_metrics, make_batch, micro_batches, temperature_of
 from paceline.atropos.options import add_arguments, layer_indices, read_options
-from paceline.atropos.trainer import Progress, PulledBatch
+from paceline.atropos.trainer import AtroposTrainer, Progress, PulledBatch
 
 
 def group(scores=(1.0, 0.0), **more):
@@ -141,17 +143,24 @@ def test_a_batch_is_kept_until_it_is_done_with(tmp_path):
     assert progress.pulled() is None
 
 
-def test_batches_are_waited_for_and_may_be_compressed():
-    answers = [{"batch": None}, {"batch": [group()]}]
+@contextmanager
+def answering(answers):
+    """Serve answers, in order, or HTTP statuses; yield a client and the requests' paths with their bodies."""
+    asked = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            content = gzip.compress(json.dumps(answers.pop(0)).encode())
-            self.send_response(200)
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")))
+            answer = answers.pop(0)
+            content = gzip.compress(json.dumps(answer).encode())
+            self.send_response(answer if isinstance(answer, int) else 200)
             self.send_header("Content-Encoding", "gzip")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+        def do_POST(self):
+            self.do_GET()
 
         def log_message(self, *_):
             """Say nothing."""
@@ -159,9 +168,45 @@ def test_batches_are_waited_for_and_may_be_compressed():
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            assert AtroposApi(f"http://127.0.0.1:{server.server_port}/").next_batch() == [group()]
+            yield AtroposApi(f"http://127.0.0.1:{server.server_port}/"), asked
         finally:
             server.shutdown()
+
+
+def test_batches_are_waited_for_and_may_be_compressed():
+    with answering([{"batch": None}, {"batch": [group()]}]) as (api, _):
+        assert api.next_batch(0, print) == [group()]
+
+
+def test_a_server_that_was_restarted_is_told_of_the_trainer_again():
+    said = []
+    with answering([{"uuid": 1}, 500, {"uuid": 2}, {"batch": [group()]}]) as (api, asked):
+        api.register(num_steps=9, starting_step=0)
+        assert api.next_batch(4, said.append) == [group()]
+    assert asked == [
+        ("/register", {"num_steps": 9, "starting_step": 0}),
+        ("/batch", None),
+        ("/register", {"num_steps": 9, "starting_step": 4}),
+        ("/batch", None),
+    ]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[group(inference_logprobs=None)], [group() | {"scores": [1.0] * 5}]],
+    ids=["no log-probabilities", "lists of different lengths"],
+)
+def test_a_batch_that_cannot_be_trained_on_is_not_stored(tmp_path, groups):
+    run = SimpleNamespace(run_id="run-1", last_seq_id=0)
+    with answering([{"batch": groups}]) as (api, _):
+        options = SimpleNamespace(
+            atropos_url=api._address, state=tmp_path, seq_len=64, benchmark=False, log_dir=None, use_wandb=False
+        )
+        trainer = AtroposTrainer(options, SimpleNamespace(get_run=lambda run_id: run), print)
+        with pytest.raises(ValueError, match=r"log-probabilities|scores"):
+            trainer._step(run, 0)
+    assert Progress(tmp_path).pulled() is None
 
 
 def test_a_server_that_is_away_is_told_by_its_address():
