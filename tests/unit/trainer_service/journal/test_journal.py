@@ -513,7 +513,11 @@ async def test_a_rotation_whose_sync_fails_gives_the_segment_up(directory, monke
     run = JournaledRun(directory)
     if fails_before:
         went_on = asyncio.Event()
-        run.executor.act[1] = went_on.wait
+
+        async def wait():
+            await went_on.wait()
+
+        run.executor.act[1] = wait
         sending = run.send(1)
         while not run.journal.appended_bytes:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0)
