@@ -125,8 +125,7 @@ def check_tag(text: str, field: str) -> None:
     Raises OutOfRange, InvalidArgument.
     """
     check_length(text, field)
-    if _nesting(text) > MAX_NESTING:
-        raise InvalidArgument(f"is nested too deeply; at most {MAX_NESTING} objects and arrays", field=field)
+    _check_nesting(text, field)
     parts = [json.loads(text)]
     while parts:
         part = parts.pop()
@@ -136,9 +135,7 @@ def check_tag(text: str, field: str) -> None:
 
 
 def _check_schema(text: str) -> None:
-    # Parsers fail at depths that differ by version, and some crash the process, so the depth is checked first.
-    if _nesting(text) > MAX_NESTING:
-        raise _refused(f"is nested too deeply; at most {MAX_NESTING} objects and arrays may lie in one another")
+    _check_nesting(text, "params.json_schema")
     try:
         schema = json.loads(text)
         if not isinstance(schema, dict):
@@ -147,6 +144,13 @@ def _check_schema(text: str) -> None:
             _check_keywords(part)
     except ValueError as error:
         raise _refused("is not JSON") from error
+
+
+def _check_nesting(text: str, field: str) -> None:
+    # Parsers fail at depths that differ by version, and some crash the process, so the depth is checked first.
+    if _nesting(text) > MAX_NESTING:
+        message = f"is nested too deeply; at most {MAX_NESTING} objects and arrays may lie in one another"
+        raise InvalidArgument(message, field=field)
 
 
 def _nesting(text: str) -> int:

@@ -58,7 +58,6 @@ _MAX_UNSYNCED_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    record: Record
     data: bytes
     sync: bool
     command: int
@@ -138,15 +137,14 @@ class RunJournal:
         written = asyncio.get_running_loop().create_future()
         written.add_done_callback(lambda done: done.cancelled() or done.exception())
         command = record.seq_id if isinstance(record, CommandRecord) else 0
-        self._queue.append(_Entry(record, encode_record(record), sync, command, written))
+        self._queue.append(_Entry(encode_record(record), sync, command, written))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_queue())
         return written
 
     def unwritten(self) -> list[Record]:
         """Return the records that may not be in the files yet, oldest first."""
-        lost = decode_records(b"".join(list(self._rewrite)))
-        return [*lost, *(entry.record for entry in (*self._batch, *self._queue))]
+        return decode_records(b"".join([*self._rewrite, *(entry.data for entry in (*self._batch, *self._queue))]))
 
     async def rotate(self) -> None:
         """Continue in a new segment, which starts with the first command that is not in the old one."""

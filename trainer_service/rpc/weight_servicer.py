@@ -80,13 +80,13 @@ class WeightServicer(WeightServiceServicer):
     ) -> AsyncIterator[bytes]:
         """Yield serialised replies; the handler that `register` adds sends them as they are."""
         identity, ref = current_identity(), codec.model_ref_from_proto(request.model)
-        directory = self._find(ref, identity)
-        staged = self._publisher.staged_manifest(directory)
-        if staged is not None and request.accept_staged_path and identity.is_peer:
-            yield pb.FetchVersionResponse(manifest=staged).SerializeToString()
-            file = directory / weights.weights_file(staged)
-            yield pb.FetchVersionResponse(staged_path=str(file)).SerializeToString()
-            return
+        if request.accept_staged_path and identity.is_peer:
+            directory = self._find(ref, identity)
+            if (staged := self._publisher.staged_manifest(directory)) is not None:
+                yield pb.FetchVersionResponse(manifest=staged).SerializeToString()
+                file = directory / weights.weights_file(staged)
+                yield pb.FetchVersionResponse(staged_path=str(file)).SerializeToString()
+                return
         manifest, replies = self._open(ref, identity)
         yield pb.FetchVersionResponse(manifest=manifest).SerializeToString()
         for reply in replies:
