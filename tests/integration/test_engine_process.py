@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -240,6 +241,22 @@ async def test_a_killed_engine_is_an_error_and_restarts(options):
     assert len(exits) == 1, "closing is no death"
     with pytest.raises(EngineUnavailable):
         await engine.create_run("run", LORA)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_that_dies_while_it_loads_its_model_says_so_and_with_which_status(options):
+    engine = EngineProcess(options)
+    starting = asyncio.ensure_future(engine.start())
+    while not starting.done():
+        await asyncio.sleep(0)
+        with suppress(EngineUnavailable):  # it has not begun to start
+            if behind(engine.pid) != engine.pid:
+                os.kill(behind(engine.pid), signal.SIGKILL)
+                break
+    with pytest.raises(
+        EngineUnavailable, match="status -9 while it loaded the model: was there enough memory"
+    ):
+        await starting
 
 
 @pytest.mark.asyncio(loop_scope="module")

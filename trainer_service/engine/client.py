@@ -105,8 +105,11 @@ class EngineProcess:
         )
         try:
             self._info = await connection.call(messages.Start(self._options), ModelInfo)
-        except BaseException:
+        except BaseException as error:
+            died = connection.has_died
             await self.close()
+            if died and isinstance(error, EngineUnavailable):
+                raise _died_while_loading(connection.process.returncode) from error
             raise
         return self._info
 
@@ -227,6 +230,11 @@ class EngineConnection:
             directory.close()
             raise
         return cls(process, reader, writer, directory, on_exit, suspects, patience, ranks=ranks)
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the process ended, or closed its pipe."""
+        return self._dead
 
     async def call(
         self, command: messages.Start | messages.AnyCommand, kind: type[R], captured: Captured = ignore_capture
@@ -360,6 +368,11 @@ def _died() -> EngineDiedError:
 
 def _unavailable() -> EngineUnavailable:
     return EngineUnavailable("the engine process died; it is restarting, and its runs will be restored.")
+
+
+def _died_while_loading(status: int | None) -> EngineUnavailable:
+    hint = "was there enough memory?" if status == -signal.SIGKILL else "the log above says why."
+    return EngineUnavailable(f"the engine process died with status {status} while it loaded the model: {hint}")
 
 
 class CrashSuspects:
