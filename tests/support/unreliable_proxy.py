@@ -12,6 +12,7 @@ class UnreliableProxy(grpc.GenericRpcHandler):
     def __init__(self, upstream: str, seed: int) -> None:
         self.faulty = True
         self.faults = 0
+        """Requests that were lost, delayed or answered twice, and answers that were lost."""
         self._upstream = upstream
         self._random = Random(seed)
 
@@ -50,16 +51,19 @@ class UnreliableProxy(grpc.GenericRpcHandler):
 
     async def _troubled(self, send, context):
         fault = self._random.choice(("none", "lose request", "lose reply", "twice", "delay")) if self.faulty else "none"
-        self.faults += fault != "none"
         if fault == "lose request":
+            self.faults += 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way")
         if fault == "delay":
+            self.faults += 1
             await asyncio.sleep(self._random.uniform(0, 0.03))  # later commands overtake this one
         if fault == "twice":
             first, second = await asyncio.gather(send(), send(), return_exceptions=True)
+            self.faults += not isinstance(first, BaseException) and not isinstance(second, BaseException)
             return _reply(second if isinstance(first, BaseException) else first)
         reply = await send()
         if fault == "lose reply":
+            self.faults += 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way back")
         return reply
 

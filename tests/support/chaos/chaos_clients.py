@@ -143,12 +143,12 @@ class Client:
         await asyncio.gather(*under_way)
 
     async def finish(self, volume: Path) -> dict[str, Path]:
-        """Save the run's state; return its files by name."""
+        """Save the run's state; return the files of all its checkpoints that do not hold times, by name."""
         await self._next("SaveCheckpoint", pb.SaveCheckpointRequest, name="final", kind=pb.CHECKPOINT_KIND_STATE)
-        folder = volume / "runs" / self.run_id / "state" / "final"
-        return {
-            name: folder / name for name in ("adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json")
-        }
+        run = volume / "runs" / self.run_id
+        files = [path for kind in ("state", "sampler") for path in (run / kind).glob("*/*")]
+        kept = [path for path in files if path.suffix == ".safetensors" or path.name == "trainer_state.json"]
+        return {str(path.relative_to(run)): path for path in kept}
 
     async def _next(self, method, message, **fields):
         self.seq_id += 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import resource
 import shutil
 import signal
@@ -33,7 +34,9 @@ _START_SECONDS = 120.0
 _WATCHDOG_SECONDS = 300.0
 """A stopped engine must be replaced within this time."""
 _STOP_SECONDS = 60.0
+_ENGINE_STATUS = re.compile(r"engine process died with status (-?\d+)")
 _TMPFS_BYTES = 512 << 20
+_FILL_ATTEMPTS = 50
 
 
 @dataclass
@@ -104,6 +107,16 @@ class Services:
                 service.process.stop()
                 service.process.wait(60)
 
+    def unexpected(self) -> list[str]:
+        """Return the log's lines that no fault explains: engines that ended by themselves, errors without a type."""
+        found = []
+        for service in (self.gateway, self.sampler, self.trainer):
+            for line in service.log.read_text(errors="replace").splitlines():
+                status = _ENGINE_STATUS.search(line)
+                if "uncaught" in line or (status and int(status[1]) != -signal.SIGKILL):
+                    found.append(f"{service.name} logged: {line[:500]}")
+        return found
+
     def close(self) -> None:
         for service in (self.gateway, self.sampler, self.trainer):
             if service.process is not None and not service.process.wait(0):
@@ -138,30 +151,49 @@ class Killer:
 
     def live_once(self) -> None:
         """Start the service and kill it, while it starts or some time later."""
+        self.live_at_any_moment()
+
+    def live_at_any_moment(self) -> None:
         process = self.service.start()
-        while_starting = self.random.random() < 0.3
-        if while_starting:
-            time.sleep(self.random.uniform(0.0, 0.5))
+        if self.random.random() < 0.3:
+            time.sleep(self.random.uniform(0.0, 1.0))
         else:
             self.wait_up(process)
             self.pause(process.pid)
             time.sleep(self.random.uniform(0.0, 3.0))
-        if process.wait(0):
-            raise self.ended_by_itself()
-        process.kill()
-        process.wait(60)
-        self.kills[f"{self.service.name} {'while it starts' if while_starting else 'at any moment'}"] += 1
+        self.end(process)
 
     def wait_up(self, process: WarmProcess) -> None:
+        """Wait until the service listens. Raises AssertionError if it ends instead."""
+        is_up = self.is_up_or_killed(process) and process.returncode is None
+        assert is_up, self.ended_by_itself(process)
+
+    def is_up_or_killed(self, process: WarmProcess) -> bool:
+        """Wait until the service listens, or has ended by SIGKILL."""
         deadline = time.monotonic() + _START_SECONDS
         while not self.service.is_up:
             if process.wait(0.01):
-                raise self.ended_by_itself()
+                return process.returncode == -signal.SIGKILL
             assert time.monotonic() < deadline, f"{self.service.name} does not start"
+        return True
 
-    def ended_by_itself(self) -> AssertionError:
-        """Return the error for a service that ended without being killed."""
-        return AssertionError(f"{self.service.name} ended by itself: {self.service.log.read_text()[-3000:]}")
+    def end(self, process: WarmProcess) -> None:
+        """Kill the service."""
+        when = "at any moment" if self.service.is_up else "while it starts"
+        self.kill(process)
+        assert process.returncode == -signal.SIGKILL, self.ended_by_itself(process)
+        self.kills[f"{self.service.name} {when}"] += 1
+
+    @staticmethod
+    def kill(process: WarmProcess) -> None:
+        with suppress(ProcessLookupError):  # it ended just now; its status tells how
+            process.kill()
+        process.wait(60)
+
+    def ended_by_itself(self, process: WarmProcess) -> str:
+        """Return the message for a service that ended without being killed."""
+        log = self.service.log.read_text()[-3000:]
+        return f"{self.service.name} ended by itself with status {process.returncode}: {log}"
 
     def pause(self, pid: int) -> None:
         """Stop a process for a while."""
@@ -178,72 +210,124 @@ class TrainerKiller(Killer):
 
     def __init__(self, services: Services, kills: int, seed: int, *, stops: bool) -> None:
         super().__init__(services.trainer, kills, seed, stops)
+        self.damaged: set[str] = set()
+        """The runs in whose files a bit was flipped."""
 
     def live_once(self) -> None:
         self._damage()
-        kind = self.random.choices(("point", "engine point", "moment", "engine moment"), (5, 2, 2, 2))[0]
-        name = {
-            "point": self.random.choice(SERVICE_POINTS),
-            "engine point": f"engine_{self.random.choice(ENGINE_POINTS)}",
-        }.get(kind, "")
-        process = self.service.start(FAILPOINTS=f"{name}:{self.random.randint(1, 8)}" if name else "")
-        life = self.random.uniform(0.0, 3.0)
-        deadline, is_up, engine = time.monotonic() + _START_SECONDS, False, kind.startswith("engine")
-        first: list[int] = []
-        patience = 0.0
-        while not process.wait(0.02):
-            first = first or process.engines()
-            if not is_up and self.service.is_up:
-                is_up, deadline = True, time.monotonic() + life
-                self.pause(process.pid)
-                if kind == "engine moment":
-                    patience = self._end_engine(process)
-                    deadline += patience
-            if engine and first and process.engines() != first:
-                self.kills[name or "engine at any moment"] += 1
-                engine, first = False, [0]
-                if is_up:
-                    deadline = time.monotonic() + self.random.uniform(0.0, 1.0)
-            if time.monotonic() > deadline:
-                assert is_up, "the trainer does not start"
-                assert not (patience and engine), "a stopped engine is not replaced"
-                try:
-                    is_told = not name and self.random.random() < 0.4
-                    self._tell_to_stop(process) if is_told else process.kill()
-                except ProcessLookupError:  # its failpoint was faster; the next `wait` reports that
-                    continue
-                process.wait(60)
-                self.kills["trainer told to stop" if is_told else "trainer at any moment"] += 1
+        lives = (
+            self._live_to_a_point,
+            self._live_to_an_engine_point,
+            self.live_at_any_moment,
+            self._outlive_the_engine,
+        )
+        self.random.choices(lives, (5, 2, 2, 2))[0]()
+
+    def _live_to_a_point(self) -> None:
+        """Start a trainer that dies at a failpoint; kill it if it does not get there."""
+        name = self.random.choice(SERVICE_POINTS)
+        process = self._start(name)
+        assert self.is_up_or_killed(process), self.ended_by_itself(process)
+        if process.returncode is None:
+            self.pause(process.pid)
+            if not process.wait(self.random.uniform(0.0, 3.0)):
+                self.end(process)
                 return
-        if not name:
-            raise self.ended_by_itself()
+        assert process.returncode == -signal.SIGKILL, self.ended_by_itself(process)
         self.kills[name] += 1
 
-    def _tell_to_stop(self, process: WarmProcess) -> None:
-        """Send SIGTERM; half of the time, kill the trainer while it drains and saves its runs."""
-        process.stop()
-        patience = self.random.uniform(0.0, 2.0) if self.random.random() < 0.5 else _STOP_SECONDS
-        if process.wait(patience):
-            self.notes["trainer stopped by itself when told to"] += 1
-            return
-        assert patience < _STOP_SECONDS, "the trainer does not stop"
-        with suppress(ProcessLookupError):  # it stopped just now
-            process.kill()
+    def _live_to_an_engine_point(self) -> None:
+        """Start a trainer whose engine dies at a failpoint; kill the trainer later."""
+        name = f"engine_{self.random.choice(ENGINE_POINTS)}"
+        process = self._start(name)
+        engines = self._engines(process)
+        self.wait_up(process)
+        self.pause(process.pid)
+        if self._are_replaced(process, engines, self.random.uniform(0.0, 3.0)):
+            self.kills[name] += 1
+            time.sleep(self.random.uniform(0.0, 1.0))
+        self.end(process)
 
-    def _end_engine(self, process: WarmProcess) -> float:
-        """Kill the engine, or stop it for good; return how many seconds its replacement may take."""
+    def _outlive_the_engine(self) -> None:
+        """Kill the engine, or stop it for good; kill the trainer later."""
+        process = self.service.start()
+        self.wait_up(process)
+        self.pause(process.pid)
         time.sleep(self.random.uniform(0.0, 1.0))
+        engines = self._engines(process)
         is_stopped = self.stops and self.random.random() < 0.1
-        for pid in process.engines():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGKILL)
+        self._signal(engines, signal.SIGSTOP if is_stopped else signal.SIGKILL)
         self.notes["engine stopped for good"] += is_stopped
-        return _WATCHDOG_SECONDS if is_stopped else 0.0
+        patience = _WATCHDOG_SECONDS if is_stopped else _START_SECONDS
+        assert self._are_replaced(process, engines, patience), "a stopped or killed engine is not replaced"
+        self.kills["engine at any moment"] += 1
+        time.sleep(self.random.uniform(0.0, 1.0))
+        self.end(process)
+
+    def _lose_the_first_engine(self) -> None:
+        """Kill the engine while the trainer starts: the trainer ends with an error, unless it is up by then."""
+        process = self.service.start()
+        engines = self._engines(process)
+        time.sleep(self.random.uniform(0.0, 1.0))
+        self._signal(engines, signal.SIGKILL)
+        self.kills["engine while the trainer starts"] += 1
+        deadline = time.monotonic() + _START_SECONDS
+        while not process.wait(0.02):
+            if self.service.is_up:
+                self.end(process)
+                return
+            assert time.monotonic() < deadline, "the trainer neither starts nor ends"
+        assert process.returncode == 1, self.ended_by_itself(process)
+
+    @staticmethod
+    def _signal(engines: list[int], number: signal.Signals) -> None:
+        for pid in engines:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end(self, process: WarmProcess) -> None:
+        """Kill the trainer, or tell it to stop; half of the time, kill it then while it drains and saves its runs."""
+        if not self.service.is_up or self.random.random() < 0.8:
+            super().end(process)
+            return
+        with suppress(ProcessLookupError):  # its failpoint was faster
+            process.stop()
+        patience = self.random.uniform(0.0, 2.0) if self.random.random() < 0.5 else _STOP_SECONDS
+        if not process.wait(patience):
+            assert patience < _STOP_SECONDS, "the trainer does not stop"
+            self.kill(process)
+        assert process.returncode in {0, -signal.SIGKILL}, self.ended_by_itself(process)
+        if process.returncode:
+            self.kills["trainer while it stops"] += 1
+        else:
+            self.notes["trainer stopped by itself when told to"] += 1
+
+    def _start(self, point: str) -> WarmProcess:
+        return self.service.start(FAILPOINTS=f"{point}:{self.random.randint(1, 8)}")
+
+    def _engines(self, process: WarmProcess) -> list[int]:
+        """Wait for the trainer's engine; return its process ids."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not (engines := process.engines()):
+            assert not process.wait(0.01), self.ended_by_itself(process)
+            assert time.monotonic() < deadline, "the trainer starts no engine"
+        return engines
+
+    def _are_replaced(self, process: WarmProcess, engines: list[int], seconds: float) -> bool:
+        """Whether the engine ends, and another may take its place, within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while process.engines() == engines:
+            assert not process.wait(0.02), self.ended_by_itself(process)
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def _damage(self) -> None:
         if self.service.victim is not None and self.random.random() < 0.3:
             file = flip_bit(self.service.victim, self.random)
-            self.notes[f"bit flipped in {file}"] += bool(file)
+            if file:
+                self.damaged.add(self.service.victim.name)
+                self.notes[f"bit flipped in {file}"] += 1
 
 
 def flip_bit(run: Path, random: Random) -> str:
@@ -278,7 +362,7 @@ class FullDisk:
         )
         self.is_mounted = mounted.returncode == 0
         self._filler = volume / "filler"
-        self._thread: threading.Thread | None = None
+        self._filling: asyncio.Future[None] | None = None
 
     def begin(self, services: Services, random: Random, notes: Counter, is_over: Callable[[], bool]) -> None:
         def run() -> None:
@@ -286,31 +370,39 @@ class FullDisk:
                 time.sleep(random.uniform(1.0, 6.0))
                 seconds = random.uniform(0.2, 1.5)
                 if self.is_mounted:
-                    notes["disk full"] += 1
-                    self._fill(random, seconds)
+                    notes["disk full"] += self._fill(random, seconds)
                 else:
                     notes["files limited, as mounting is not allowed"] += 1
                     self._limit(services, random.choice((0, 4096, 65536)), seconds)
 
-        self._thread = threading.Thread(target=run)
-        self._thread.start()
+        self._filling = asyncio.ensure_future(asyncio.to_thread(run))
 
     async def end(self) -> None:
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+        """Wait until the disk has room again. Raises what ended the filling."""
+        if self._filling is not None:
+            await self._filling
 
     def close(self) -> None:
         if self.is_mounted:
             subprocess.run(["umount", "-l", str(self._volume)], check=True)
 
-    def _fill(self, random: Random, seconds: float) -> None:
-        """Leave less room than must stay free, or none."""
+    def _fill(self, random: Random, seconds: float) -> bool:
+        """Leave less room than must stay free, or none; return whether that was achieved."""
+        spare = random.choice((0, 64 << 20))
         with self._filler.open("wb") as file:
-            room = shutil.disk_usage(self._volume).free - random.choice((0, 64 << 20))
-            with suppress(OSError):  # others write at the same time
-                os.posix_fallocate(file.fileno(), 0, max(room, 1))
-            time.sleep(seconds)
+            is_full = any(self._take(file.fileno(), spare) for _ in range(_FILL_ATTEMPTS))
+            if is_full:
+                time.sleep(seconds)
         self._filler.unlink()
+        return is_full
+
+    def _take(self, file: int, spare: int) -> bool:
+        room = shutil.disk_usage(self._volume).free - spare
+        try:
+            os.posix_fallocate(file, 0, max(room, 1))
+        except OSError:  # others wrote meanwhile
+            return False
+        return True
 
     @staticmethod
     def _limit(services: Services, size: int, seconds: float) -> None:

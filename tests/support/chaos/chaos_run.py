@@ -38,6 +38,7 @@ class Outcome:
     kills: Counter
     commands: int
     samples: int
+    """Samples that were compared with their version's weights."""
     faults: int
     seconds: float
     differences: list[str]
@@ -76,6 +77,7 @@ class Chaos:
         self.scorer = Scorer(model)
         self.notes: Counter = Counter()
         self._killers: list[Killer] = []
+        self._samples_compared = 0
 
     @property
     def kills(self) -> int:
@@ -122,9 +124,9 @@ class Chaos:
                 found += await self._compare(client, channel, to_the_end=False)
         await asyncio.to_thread(self.services.stop)
         await proxy.stop()
+        found += self.services.unexpected()
         commands = sum(client.seq_id for client in faulty)
-        samples = sum(len(client.completions) for client in faulty)
-        return Outcome(total, commands, samples, proxy.faults, seconds, found, self.notes)
+        return Outcome(total, commands, self._samples_compared, proxy.faults, seconds, found, self.notes)
 
     def close(self) -> None:
         self.services.close()
@@ -134,11 +136,14 @@ class Chaos:
     def _make_killers(self, kills: int) -> list[Killer]:
         stops = "stops" in self.faults
         quota = {"trainer": kills // 2, "sampler": kills // 4, "gateway": kills - kills // 2 - kills // 4}
-        killers: list[Killer] = [TrainerKiller(self.services, quota["trainer"], self.seed, stops=stops)]
-        killers[0].notes = self.notes
-        for service in (self.services.sampler, self.services.gateway):
-            killers.append(Killer(service, quota[service.name], self.seed, stops=stops))
-            killers[-1].notes = self.notes
+        self._trainer_killer = TrainerKiller(self.services, quota["trainer"], self.seed, stops=stops)
+        others = (self.services.sampler, self.services.gateway)
+        killers = [
+            self._trainer_killer,
+            *(Killer(service, quota[service.name], self.seed, stops=stops) for service in others),
+        ]
+        for killer in killers:
+            killer.notes = self.notes
         return killers
 
     def _client(self, channel: grpc.aio.Channel, index: int, **facts) -> Client:
@@ -160,8 +165,11 @@ class Chaos:
             self.services.trainer.victim = self.volume / "runs" / client.run_id
             await client.train(lambda _: killing.done())
             self.services.trainer.victim = None
-            if client.lost:
-                self.notes[f"damage told as {client.lost}"] += 1
+            if not client.lost:
+                continue
+            self.notes[f"damage told as {client.lost}"] += 1
+            if client.run_id not in self._trainer_killer.damaged:
+                client.found.append(f"seed {client.seed}: the run is lost and was not damaged: {client.lost}")
         return fallen
 
     async def _compare(self, theirs: Client, channel: grpc.aio.Channel, *, to_the_end: bool = True) -> list[str]:
@@ -181,6 +189,12 @@ class Chaos:
             given = theirs.answers.get(seq_id, "")
             if seq_id not in refused and not self._is_same_answer(given, answer, refused):
                 found.append(f"seed {theirs.seed} command {seq_id}: {given} and not {answer}")
+        published_versions = {version for version, _ in theirs.versions.values()}
+        found += [
+            f"seed {theirs.seed}: a sample names version {completion.version}, which no command published"
+            for completion in theirs.completions
+            if completion.version not in published_versions
+        ]
         found += [
             f"seed {theirs.seed} command {seq_id}: published other weights"
             for seq_id in theirs.versions.keys() & ours.versions.keys()
@@ -189,7 +203,12 @@ class Chaos:
         if to_the_end and not theirs.lost:
             one, other = await theirs.finish(self.volume), await ours.finish(self.volume)
             found += [
-                f"seed {theirs.seed}: {name} differs" for name in one if not self._is_same(one[name], other[name])
+                f"seed {theirs.seed}: only one of the runs has {name}" for name in sorted(one.keys() ^ other.keys())
+            ]
+            found += [
+                f"seed {theirs.seed}: {name} differs"
+                for name in sorted(one.keys() & other.keys())
+                if not self._is_same(one[name], other[name])
             ]
         return found
 
@@ -207,9 +226,10 @@ class Chaos:
         directory = self.volume / "runs" / ours.run_id / "versions" / str(ours.versions[seq_id][0])
         while completions and not directory.exists():  # noqa: ASYNC110 - it is copied there without a notification
             await asyncio.sleep(0.01)
+        self._samples_compared += len(completions)
         for completion in completions:
             scores = await asyncio.to_thread(self.scorer.score, directory, completion.prompt, completion.tokens)
-            if np.abs(scores - completion.logprobs).max() > LOGPROB_TOLERANCE:
+            if not np.abs(scores - completion.logprobs).max() <= LOGPROB_TOLERANCE:  # so that NaN is found
                 found.append(f"seed {theirs.seed}: a sample that names version {version} is not from it")
         return found
 

@@ -11,7 +11,6 @@ VOLATILE = {
     "expire_time",
     "size_bytes",
     "sha256",
-    "run",
     "path",
 }
 
@@ -20,7 +19,9 @@ def stable(message) -> str:
     """Return the part that must be the same in a run without faults."""
     fields = []
     for descriptor, value in message.ListFields():
-        if descriptor.name not in VOLATILE:
+        if descriptor.name == "run":  # what else it says depends on the commands in flight
+            fields.append(f"step={value.step}")
+        elif descriptor.name not in VOLATILE:
             fields.append(f"{descriptor.name}={stable(value) if hasattr(value, 'ListFields') else _hashable(value)}")
     return f"{type(message).__name__}({', '.join(fields)})"
 
