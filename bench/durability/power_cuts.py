@@ -44,7 +44,7 @@ def main() -> None:
         finally:
             cuts.close()
     print("\n".join(found) or "nothing torn, nothing lost, nothing refused")
-    arguments = f"{options.cuts} --seed {options.seed}"
+    arguments = f"{options.cuts} --seed {options.seed} --rounds {options.rounds}"
     row = make_row(arguments, options.cuts, len(cuts.calls), seconds, found)
     add_row("Power cuts", row)
     print(row, end="")

@@ -10,9 +10,13 @@ RECORD = ROOT / "docs" / "track-record.md"
 
 
 def commit() -> str:
-    """Return the short hash of the checked-out commit."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return git.stdout.strip()
+    """Return the short hash of the checked-out commit, with "-dirty" if tracked files other than the record differ."""
+    is_dirty = _git("diff", "--quiet", "HEAD", "--", ".", f":!{RECORD.relative_to(ROOT)}").returncode == 1
+    return _git("rev-parse", "--short", "HEAD").stdout.strip() + ("-dirty" if is_dirty else "")
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def add_row(section: str, row: str) -> None:
