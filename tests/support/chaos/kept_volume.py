@@ -4,7 +4,8 @@ Only synced data is certain: a file's content when its fsync started, and a fold
 else is open. A file system keeps a folder's later changes up to some point. Of a file's later contents it keeps, block
 by block, the old one, the new one, one in between, or zeros, with some length in between. Folders and files are
 independent: a rename may be kept without the data, and an unlink in a folder may be kept while the folder's own rename
-is undone. File systems that order their journals lose less than this; none may lose more.
+is undone. Every journaling file system loses less than this; one without a journal may lose more: it may also reorder
+the changes of one folder.
 """
 
 from dataclasses import dataclass, field
