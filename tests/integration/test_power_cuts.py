@@ -1,12 +1,15 @@
 """Whatever a power cut leaves, the trainer starts from it with everything that it acknowledged, intact."""
 
 from random import Random
+from shutil import rmtree
 
 import pytest
 import pytest_asyncio
 from support.chaos.kept_volume import Kept
-from support.chaos.power_cut_run import Cut, PowerCuts
+from support.chaos.power_cut_run import Cut, Item, PowerCuts, Script
 from support.models.tiny_models import make_tiny_llama
+
+from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 KINDS = [*Kept, *[Kept.ANYTHING] * 3]
 """What is kept in each cut."""
@@ -48,6 +51,37 @@ async def test_a_recording_is_all_that_was_written(cuts, tmp_path):
     volume = tmp_path / "again"
     cuts.leave(volume, Cut(len(cuts.calls), Kept.EVERYTHING, 0))
     assert _contents(volume) == _contents(cuts.directory / "recorded")
+
+
+async def test_what_is_lost_or_answered_otherwise_is_found(cuts, monkeypatch):
+    leave = cuts.leave
+
+    def leave_damaged(volume, cut):
+        leave(volume, cut)
+        first, second, third = (volume / "runs" / script.run_id for script in cuts.scripts[:3])
+        rmtree(second / "versions" / "1")
+        (first / "versions" / "1").rename(second / "versions" / "1")
+        (third / "deleted.json").rename(third / "run.json").write_bytes(b"unreadable")
+
+    monkeypatch.setattr(cuts, "leave", leave_damaged)
+    found = "\n".join(await cuts.check(Cut(len(cuts.calls), Kept.EVERYTHING, 0), to_the_end=False))
+    assert "first: durable version 1 was acknowledged and is lost" in found
+    assert "second: durable version 1 is not what was acknowledged" in found
+    assert "third: GetRun answers RUN_STATE_LOST and not RUN_NOT_FOUND" in found
+
+
+@pytest.mark.parametrize(
+    ("request_of", "refusal", "line"),
+    [
+        (lambda _: pb.DeleteRunRequest(run_id="run-none"), "", "DeleteRun answers RUN_NOT_FOUND, not OK"),
+        (lambda _: pb.CreateRunRequest(request_id="made"), "RANK_TOO_LARGE", "not RANK_TOO_LARGE"),
+    ],
+)
+async def test_a_recording_must_be_what_its_script_intends(cuts, tmp_path, request_of, refusal, line):
+    script = Script("other", [Item(request_of, refusal)])
+    async with cuts.trainer(tmp_path, {}) as stub:
+        with pytest.raises(AssertionError, match=line):
+            await script.record(stub, 0, None)
 
 
 def _contents(root):

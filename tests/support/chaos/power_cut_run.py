@@ -37,6 +37,7 @@ STATE, SAMPLER = pb.CHECKPOINT_KIND_STATE, pb.CHECKPOINT_KIND_SAMPLER
 COMMANDS = {"ForwardBackward", "OptimStep", "SaveCheckpoint", "LoadCheckpoint", "PublishWeights"}
 GONE = {"DeleteCheckpoint": errors.CheckpointNotFound, "DeleteRun": errors.RunNotFound}
 """The error of a deletion that was already done."""
+KEEP_VERSIONS = 3
 FINAL_FILES = ("adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json")
 
 
@@ -46,6 +47,8 @@ class Item:
 
     make: Callable[[str], Any]
     """Builds the request from the run's id."""
+    refusal: str = ""
+    """The reason for which the call must be refused; empty if it must succeed."""
     sent: int = 0
     answered: int = 0
     """time.monotonic_ns."""
@@ -88,10 +91,10 @@ class Script:
                 )
                 script._train(random)
                 script._command(pb.LoadCheckpointRequest, path="busy", with_optimizer=True)
-                script._save("s1", SAMPLER, overwrite=False)
+                script._save("s1", SAMPLER, refusal=errors.CheckpointExists.reason)
             if number % 3 == 2:
                 script.items.append(Item(lambda run: pb.DeleteCheckpointRequest(path=f"{_path(run)}busy")))
-                script._command(pb.ForwardBackwardRequest, loss_fn="none")
+                script._command(pb.ForwardBackwardRequest, refusal=errors.UnknownLoss.reason, loss_fn="none")
         script._save("final", STATE)
         return script
 
@@ -116,10 +119,10 @@ class Script:
         self._command(pb.ForwardBackwardRequest, data=data, loss_fn="cross_entropy")
         self._command(pb.OptimStepRequest, adamw=pb.AdamwParams(learning_rate=1e-3))
 
-    def _save(self, name: str, kind: Any, *, overwrite: bool = False, ttl_seconds: int | None = None) -> None:
-        self._command(pb.SaveCheckpointRequest, name=name, kind=kind, overwrite=overwrite, ttl_seconds=ttl_seconds)
+    def _save(self, name: str, kind: Any, **fields: Any) -> None:
+        self._command(pb.SaveCheckpointRequest, name=name, kind=kind, **fields)
 
-    def _command(self, message: Any, **fields: Any) -> None:
+    def _command(self, message: Any, *, refusal: str = "", **fields: Any) -> None:
         self._seq_id += 1
         seq_id = self._seq_id
 
@@ -127,14 +130,17 @@ class Script:
             named = {"path": f"{_path(run)}{fields['path']}"} if "path" in fields else {}
             return message(run_id=run, seq_id=seq_id, **{**fields, **named})
 
-        self.items.append(Item(make))
+        self.items.append(Item(make, refusal))
 
     async def record(self, stub: TrainerServiceStub, first: int, last: int) -> None:
-        """Make the calls and record their outcomes."""
+        """Make the calls and record their outcomes, which must be what the script intends."""
         for item in self.items[first:last]:
             item.sent = time.monotonic_ns()
             item.answer = await self.call(stub, item)
             item.answered = time.monotonic_ns()
+            reason = item.answer if isinstance(item.answer, str) else ""
+            wanted = item.refusal or "OK"
+            assert reason == item.refusal, f"{self.name}: {item.method} answers {item.answer}, not {wanted}"
 
     async def call(self, stub: TrainerServiceStub, item: Item) -> Any:
         """Make a call; return its reply, or the reason of its refusal."""
@@ -186,7 +192,7 @@ class PowerCuts:
             # With joint passes, the load of other runs changes a run's rounding.
             "PACELINE_TRAINER_JOINT_PASSES": "false",
             "PACELINE_TRAINER_SNAPSHOT_COMMANDS": "5",
-            "PACELINE_TRAINER_KEEP_VERSIONS": "3",
+            "PACELINE_TRAINER_KEEP_VERSIONS": str(KEEP_VERSIONS),
             "PACELINE_TRAINER_EXPIRY_CHECK_SECONDS": "0.5",
             "PACELINE_TRAINER_LOG_LEVEL": "WARNING",
         }
@@ -206,7 +212,7 @@ class PowerCuts:
         assert await recorder.stdout.readline() == b"ready\n"
         halves = [(0, 9), (9, None)]
         for first, last in halves:
-            async with self._trainer(volume, {file_recorder.VARIABLE: str(socket)}) as stub:
+            async with self.trainer(volume, {file_recorder.VARIABLE: str(socket)}) as stub:
                 await asyncio.gather(*(script.record(stub, first, last) for script in self.scripts))
         recorder.stdin.close()
         await recorder.wait()
@@ -233,7 +239,7 @@ class PowerCuts:
         begun = self.calls[cut.calls - 1].end if cut.calls else 0
         found: list[str] = []
         try:
-            async with self._trainer(volume, {}) as stub:
+            async with self.trainer(volume, {}) as stub:
                 for script in scripts:
                     found += await self._check(stub, script, before, begun, volume, to_the_end=to_the_end)
         except TrainerEndedError as error:
@@ -265,9 +271,13 @@ class PowerCuts:
         for item in known:
             if item.method in COMMANDS and not may_be_deleted:
                 found += await self._differs(stub, script, item)
+        if not may_be_deleted:
+            found += lost_versions(volume, script, known, open_items)
         rest = script.items[len(known) :] if to_the_end else open_items
         for item in rest:
             found += await self._differs(stub, script, item, was_begun=item in open_items)
+        if not any(item.method == "DeleteRun" for item in rest):
+            found += lost_versions(volume, script, known + rest, [])
         if to_the_end and script.final:
             folder = volume / "runs" / script.run_id / "state" / "final"
             found += [
@@ -283,12 +293,11 @@ class PowerCuts:
         answer = await script.call(stub, item)
         if was_begun and item.method in GONE and answer == GONE[item.method].reason:
             return []
-        if item.method not in COMMANDS:
-            same = type(answer) is type(item.answer)
+        if isinstance(answer, str) or isinstance(item.answer, str):
+            same = answer == item.answer
         else:
-            same = (answer if isinstance(answer, str) else stable(answer)) == item.stable_answer
-        request = item.make("")
-        place = f"{item.method} {getattr(request, 'seq_id', '')}"
+            same = item.method not in COMMANDS or stable(answer) == item.stable_answer
+        place = f"{item.method} {getattr(item.make(''), 'seq_id', '')}".strip()
         return [] if same else [f"{script.name}: {place} answers {answer} and not {item.stable_answer}"]
 
     async def _check_checkpoints(
@@ -322,7 +331,8 @@ class PowerCuts:
                 found.append(f"{path} has lost its time to live")
         return found
 
-    def _trainer(self, volume: Path, environment: dict[str, str]) -> "_Trainer":
+    def trainer(self, volume: Path, environment: dict[str, str]) -> "_Trainer":
+        """Return a trainer on a volume, with more variables in its environment."""
         return _Trainer(self._warm, {**self._environment, **environment}, volume, self.directory)
 
 
@@ -375,6 +385,29 @@ def torn(volume: Path) -> list[str]:
                 weights.verify_adapter(directory, weights.read_manifest(directory))
         except (FileNotFoundError, errors.ChecksumMismatch) as error:
             found.append(f"{directory} is torn: {error}")
+    return found
+
+
+def lost_versions(volume: Path, script: Script, known: list[Item], open_items: list[Item]) -> list[str]:
+    """Return which durable versions that `known` published are lost, or not what was acknowledged.
+
+    Only the run's newest must be kept, and `open_items` may have published newer ones.
+    """
+    published = [item for item in known + open_items if item.method == "PublishWeights"]
+    newest = max((item.answer.model.version for item in published), default=0)
+    found = []
+    for item in published:
+        model = item.answer.model
+        if item in open_items or not item.make("").durable or model.version <= newest - KEEP_VERSIONS:
+            continue
+        directory = volume / "runs" / script.run_id / "versions" / str(model.version)
+        try:
+            kept = weights.read_manifest(directory).model.sha256
+        except (FileNotFoundError, errors.ChecksumMismatch) as error:
+            found.append(f"{script.name}: durable version {model.version} was acknowledged and is lost: {error}")
+        else:
+            if kept != model.sha256:
+                found.append(f"{script.name}: durable version {model.version} is not what was acknowledged")
     return found
 
 
