@@ -42,6 +42,11 @@ class PulledBatch:
     """The step that trains on it, from 1."""
     after_seq_id: int
     """seq_id of the run's last command before the step."""
+    batch_size: int
+    seq_len: int
+    clip_eps: float
+    """The options that decide what the step's forward_backwards are. A restart with others finishes the step as it
+    began."""
     groups: list[dict[str, Any]]
 
 
@@ -73,7 +78,7 @@ class Progress:
 
     def pull(self, batch: PulledBatch) -> None:
         """Store a batch until `done`."""
-        _write(self._batch, {"step": batch.step, "after_seq_id": batch.after_seq_id, "groups": batch.groups})
+        _write(self._batch, {name: getattr(batch, name) for name in PulledBatch.__dataclass_fields__})
 
     def done(self) -> None:
         """Delete the stored batch."""
@@ -123,16 +128,18 @@ class AtroposTrainer:
 
     def _step(self, training: TrainingClient, step: int) -> int:
         """Train on the stored batch, or pull the next one; return the run's step afterwards."""
-        start = time.perf_counter()
+        start, options = time.perf_counter(), self._options
         pulled = self._progress.pulled()
         run = self._service.get_run(training.run_id)
         if pulled is None:
             groups = self._api.next_batch(step, self._say)
-            self._usable(groups)  # before it is stored: a batch that can never be trained on would end every restart
-            pulled = PulledBatch(step + 1, run.last_seq_id, groups)
+            # Before it is stored: a batch that can never be trained on would end every restart.
+            _usable(groups, options.seq_len)
+            split = (options.batch_size, options.seq_len, options.clip_eps)
+            pulled = PulledBatch(step + 1, run.last_seq_id, *split, groups)
             self._progress.pull(pulled)
         fetched = time.perf_counter()
-        batch = self._usable(pulled.groups)
+        batch = _usable(pulled.groups, pulled.seq_len)
         metrics = self._train(training, pulled, batch, run.last_seq_id - pulled.after_seq_id)
         self._progress.done()
         metrics |= {"time/fetch": fetched - start, "time/step": time.perf_counter() - fetched}
@@ -143,23 +150,13 @@ class AtroposTrainer:
         )
         return self._service.get_run(training.run_id).step
 
-    def _usable(self, groups: Sequence[Mapping[str, Any]]) -> TrainingBatch:
-        """Convert a batch. Raises ValueError if nothing of it can be trained on."""
-        batch = make_batch(groups, self._options.seq_len)
-        if not batch.sequences:
-            raise ValueError(
-                "no sequence of the batch has the sampler's log-probabilities and a prompt within --seq-len; see the "
-                "environment's config. The batch is dropped"
-            )
-        return batch
-
     def _train(
         self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch, taken: int
     ) -> dict[str, float]:
         """Send a step's commands except the first `taken`, which the run accepted from an earlier process."""
-        calls = micro_batches(batch.sequences, self._options.batch_size)
+        calls = micro_batches(batch.sequences, pulled.batch_size)
         passes: list[PacelineFuture[ForwardBackwardOutput] | None] = []
-        low, high = 1.0 - self._options.clip_eps, 1.0 + self._options.clip_eps
+        low, high = 1.0 - pulled.clip_eps, 1.0 + pulled.clip_eps
         config = {"clip_low_threshold": low, "clip_high_threshold": high}
         for number, call in enumerate(calls):
             data = [each.datum for each in call]
@@ -255,6 +252,17 @@ class AtroposTrainer:
             mode = self._options.weight_bridge_mode
             message = f"{mode} needs a sampler with bridge {wanted}; this one has {info.bridge}. Start it with "
             raise errors.Unsupported(message + f"`paceline up --bridge {wanted}`", field="--weight-bridge-mode")
+
+
+def _usable(groups: Sequence[Mapping[str, Any]], seq_len: int) -> TrainingBatch:
+    """Convert a batch. Raises ValueError if nothing of it can be trained on."""
+    batch = make_batch(groups, seq_len)
+    if not batch.sequences:
+        raise ValueError(
+            "no sequence of the batch has the sampler's log-probabilities and a prompt within --seq-len; see the "
+            "environment's config. The batch is dropped"
+        )
+    return batch
 
 
 class Log:

@@ -144,7 +144,7 @@ class ToyTrainer(TrainerServiceServicer):
             return error
 
     async def _forward_backward(self, request):
-        if request.loss_fn != "cross_entropy":
+        if request.loss_fn not in {"cross_entropy", "grpo"}:
             raise errors.UnknownLoss("is not served", field="loss_fn")
         data = [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)]
         loss, tokens, outputs, gradient = 0.0, 0, [], np.zeros_like(self.theta)
@@ -154,7 +154,9 @@ class ToyTrainer(TrainerServiceServicer):
                 raise errors.TokenOutOfRange("is not in the vocabulary", field=f"data[{index}].model_input")
             mask = datum.loss_inputs.get("mask", np.ones(len(inputs), np.uint8)) != 0
             columns = targets.reshape(len(inputs), -1)
-            weights = np.where(mask[:, None], datum.loss_inputs["weights"].reshape(columns.shape), 0.0)
+            # With a ratio of 1, grpo's gradient is that of cross_entropy weighted by advantages.
+            given = datum.loss_inputs["advantages" if request.loss_fn == "grpo" else "weights"]
+            weights = np.where(mask[:, None], given.reshape(columns.shape), 0.0)
             table = log_softmax(self.theta)[inputs]
             logprobs = np.take_along_axis(table, columns, 1)
             onehot = np.eye(VOCABULARY)[columns]

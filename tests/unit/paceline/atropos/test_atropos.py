@@ -135,7 +135,7 @@ def test_a_batch_is_kept_until_it_is_done_with(tmp_path):
     progress = Progress(tmp_path / "state")
     assert (progress.run_id(), progress.pulled()) == ("", None)
     progress.begin("run-1")
-    batch = PulledBatch(3, 17, [group()])
+    batch = PulledBatch(3, 17, 2, 64, 0.2, [group()])
     progress.pull(batch)
     again = Progress(tmp_path / "state")
     assert (again.run_id(), again.pulled()) == ("run-1", batch)

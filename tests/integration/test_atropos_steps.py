@@ -1,0 +1,86 @@
+"""How `paceline atropos` finishes a step that was interrupted or refused in part, against a toy trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from paceline import RetryPolicy, ServiceClient, codec, errors
+from paceline.atropos.trainer import AtroposTrainer
+
+ONCE = RetryPolicy(budget=0.0)
+
+
+def group(*sequences):
+    """A group of sequences, of which each has the same prompt of one token."""
+    return {
+        "tokens": [list(tokens) for tokens in sequences],
+        "masks": [[-100, *tokens[1:]] for tokens in sequences],
+        "scores": [float(index) for index in range(len(sequences))],
+        "inference_logprobs": [[-1.0] * len(tokens) for tokens in sequences],
+    }
+
+
+SEQUENCES = [[0, 1, 1, 1, 1], [0, 2, 2, 2, 2], [0, 3, 3, 3, 3], [0, 4, 4, 4, 4]]
+
+
+class Command:
+    """`paceline atropos`, which pulls the given batches; each instance is a process of its own."""
+
+    def __init__(self, server, state, batches, **changed):
+        options = {"batch_size": 1, "seq_len": 64, "clip_eps": 0.2, "lr": 0.1, "warmup_steps": 0, "optimizer": "adamw"}
+        options |= {"training_steps": 99, "vllm_restart_interval": 1, "checkpoint_interval": 0, "benchmark": False}
+        options |= {"atropos_url": "", "state": state, "log_dir": None, "use_wandb": False}
+        self.said: list[str] = []
+        self.metrics: list[dict[str, float]] = []
+        self._server = server
+        self._options = SimpleNamespace(**options | changed)
+        self._api = SimpleNamespace(next_batch=lambda step, say: batches.pop(0))
+
+    async def step(self):
+        """Train one step."""
+
+        def work():
+            with ServiceClient(self._server.address, retry=ONCE) as service:
+                trainer = AtroposTrainer(self._options, service, self.said.append)
+                trainer._api = self._api
+                trainer._log.add = lambda step, metrics: self.metrics.append(metrics)
+                training = service.get_training_client(self._server.trainer.run_id)
+                trainer._step(training, service.get_run(training.run_id).step)
+
+        await asyncio.to_thread(work)
+
+
+def trained(trainer):
+    """Return the sequences of each forward_backward that was executed, in order, and "step" for each step."""
+    done = []
+    for (payload, answer), name in zip(
+        (trainer.answers[seq_id] for seq_id in sorted(trainer.answers)), trainer.executed, strict=True
+    ):
+        if name == "OptimStep" and not isinstance(answer, errors.PacelineError):
+            done.append("step")
+        if name == "ForwardBackward" and not isinstance(answer, errors.PacelineError):
+            request = next(each for each in trainer.requests if each.SerializeToString(deterministic=True) == payload)
+            done.append([codec.datum_from_proto(each, "data").model_input.tolist() for each in request.data])
+    return done
+
+
+async def test_an_interrupted_step_is_finished_as_it_began_and_the_next_has_the_new_options(server, tmp_path):
+    batches, trainer = [[group(*SEQUENCES)], [group(*SEQUENCES)]], server.trainer
+    trainer.gap_seconds = 0.1
+    trainer.refusals[3] = [errors.EngineUnavailable("restarts")]
+    with pytest.raises(errors.PacelineError):
+        await Command(server, tmp_path, batches).step()
+    assert trained(trainer) == [[[0, 1, 1, 1]], [[0, 2, 2, 2]]]
+    again = Command(server, tmp_path, batches, batch_size=3, seq_len=2, clip_eps=0.5)
+    await again.step()
+    whole = [*([[tokens[:-1]] for tokens in SEQUENCES]), "step"]
+    assert trained(trainer) == whole
+    configs = [request.loss_fn_config["clip_high_threshold"] for request in trainer.requests
+               if hasattr(request, "loss_fn")]  # fmt: skip
+    assert set(np.round(configs, 6)) == {1.2}
+    await again.step()
+    assert trained(trainer) == [*whole, [[0, 1], [0, 2], [0, 3]], [[0, 4]], "step"]
