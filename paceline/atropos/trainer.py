@@ -7,16 +7,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline import errors
 from paceline.atropos.api import AtroposApi
-from paceline.atropos.groups import TrainingBatch, logprob_metrics, make_batch, micro_batches
+from paceline.atropos.groups import ScoredSequence, TrainingBatch, logprob_metrics, make_batch, micro_batches
 from paceline.atropos.options import Options
 from paceline.client import ServiceClient, TrainingClient
-from paceline.client.futures import PacelineFuture
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.types import (
     AdafactorParams,
@@ -25,7 +24,6 @@ from paceline.types import (
     AdamParams,
     ForwardBackwardOutput,
     OptimizerParams,
-    OptimStepOutput,
 )
 
 _SERVER_SECONDS = 60.0
@@ -48,6 +46,8 @@ class PulledBatch:
     """The options that decide what the step's forward_backwards are. A restart with others finishes the step as it
     began."""
     groups: list[dict[str, Any]]
+    refused: list[int] = field(default_factory=list)
+    """Indices of the forward_backwards that were refused, which a restart sends once more after the others."""
 
 
 class Progress:
@@ -155,24 +155,48 @@ class AtroposTrainer:
     ) -> dict[str, float]:
         """Send a step's commands except the first `taken`, which the run accepted from an earlier process."""
         calls = micro_batches(batch.sequences, pulled.batch_size)
-        passes: list[PacelineFuture[ForwardBackwardOutput] | None] = []
+        order = [*range(len(calls)), *pulled.refused]
         low, high = 1.0 - pulled.clip_eps, 1.0 + pulled.clip_eps
         config = {"clip_low_threshold": low, "clip_high_threshold": high}
-        for number, call in enumerate(calls):
-            data = [each.datum for each in call]
-            passes.append(None if number < taken else training.forward_backward(data, "grpo", config))
-        optimized: PacelineFuture[OptimStepOutput] | None = None
-        if taken <= len(calls):
-            optimized = training.optim_step(self._optimizer(pulled.step))
+        passes = [
+            (place, training.forward_backward([each.datum for each in calls[index]], "grpo", config))
+            for place, index in enumerate(order)
+            if place >= taken
+        ]
+        # The step waits for all answers, since a refused forward_backward adds nothing to the gradient.
+        outputs: list[ForwardBackwardOutput] = []
+        sequences: list[ScoredSequence] = []
+        failures: list[errors.PacelineError] = []
+        refused: list[int] = []
         metrics: dict[str, float] = {"skipped_sequences": float(batch.skipped)}
-        outputs = [one.result() for one in passes if one is not None]
-        sequences = [each for one, call in zip(passes, calls, strict=True) if one is not None for each in call]
+        for place, future in passes:
+            index = order[place]
+            try:
+                outputs.append(future.result())
+                sequences += calls[index]
+            except errors.PacelineError as error:
+                if _is_refusal(error) and place >= len(calls):
+                    metrics["skipped_sequences"] += len(calls[index])
+                    message = f"step {pulled.step}: {len(calls[index])} sequences were refused again and are left out"
+                    self._say(f"{message}: {error}")
+                    continue
+                failures.append(error)
+                refused += [index] if _is_refusal(error) else []
+        if refused:
+            self._progress.pull(replace(pulled, refused=[*pulled.refused, *refused]))
+            self._say(
+                f"step {pulled.step}: {len(refused)} of {len(calls)} forward_backwards were refused, and no step was "
+                "taken. Mend the cause and start this command again: it sends them once more, and takes the step "
+                "without those that are refused again"
+            )
+        if failures:
+            raise failures[0]
         if outputs:
             logprobs = [tensors["logprobs"] for output in outputs for tensors in output.loss_fn_outputs]
             metrics["loss"] = sum(output.metrics["loss:sum"] for output in outputs)
             metrics |= logprob_metrics(sequences, logprobs)
-        if optimized is not None:
-            done = optimized.result()
+        if taken <= len(order):
+            done = training.optim_step(self._optimizer(pulled.step)).result()
             metrics |= {"grad_norm": done.grad_norm, "lr": done.learning_rate, "tokens": float(done.tokens)}
         metrics |= self._publish(training, pulled.step)
         return metrics
@@ -263,6 +287,12 @@ def _usable(groups: Sequence[Mapping[str, Any]], seq_len: int) -> TrainingBatch:
             "environment's config. The batch is dropped"
         )
     return batch
+
+
+def _is_refusal(error: errors.PacelineError) -> bool:
+    """Return whether a forward_backward used up its seq_id and added nothing to the gradient."""
+    is_limit = isinstance(error, errors.Exhausted) and error.retry_after is None
+    return is_limit or isinstance(error, errors.InvalidArgument | errors.PoisonedCommand | errors.Internal)
 
 
 class Log:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.stacks import toy_trainer
 
 from paceline import RetryPolicy, ServiceClient, codec, errors
 from paceline.atropos.trainer import AtroposTrainer
@@ -84,3 +85,36 @@ async def test_an_interrupted_step_is_finished_as_it_began_and_the_next_has_the_
     assert set(np.round(configs, 6)) == {1.2}
     await again.step()
     assert trained(trainer) == [*whole, [[0, 1], [0, 2], [0, 3]], [[0, 4]], "step"]
+
+
+REFUSED = [[0, 1, 1, 1, 1], [0, 2, 99, 2, 2], [0, 3, 3, 3, 3]]
+"""The toy trainer refuses the second, since its vocabulary is smaller."""
+
+
+async def test_no_step_is_taken_while_a_part_of_the_batch_is_refused_and_a_restart_sends_it_once_more(
+    server, tmp_path, monkeypatch
+):
+    batches, trainer = [[group(*REFUSED)]], server.trainer
+    first = Command(server, tmp_path, batches)
+    with pytest.raises(errors.TokenOutOfRange):
+        await first.step()
+    assert trained(trainer) == [[[0, 1, 1, 1]], [[0, 3, 3, 3]]]
+    assert "1 of 3 forward_backwards were refused" in first.said[0]
+    monkeypatch.setattr(toy_trainer, "VOCABULARY", 100)
+    monkeypatch.setattr(trainer, "theta", np.zeros((100, 100)))
+    monkeypatch.setattr(trainer, "gradient", np.zeros((100, 100)))
+    await Command(server, tmp_path, batches).step()
+    assert trained(trainer) == [[[0, 1, 1, 1]], [[0, 3, 3, 3]], [[0, 2, 99, 2]], "step"]
+
+
+async def test_what_is_refused_again_is_left_out_of_the_step_and_said(server, tmp_path):
+    batches, trainer = [[group(*REFUSED)], [group(*SEQUENCES)]], server.trainer
+    with pytest.raises(errors.TokenOutOfRange):
+        await Command(server, tmp_path, batches).step()
+    again = Command(server, tmp_path, batches)
+    await again.step()
+    assert trained(trainer) == [[[0, 1, 1, 1]], [[0, 3, 3, 3]], "step"]
+    assert "1 sequences were refused again and are left out: data[0].model_input" in again.said[0]
+    assert again.metrics[0]["skipped_sequences"] == 1
+    await again.step()
+    assert trained(trainer)[-5:] == [*([[tokens[:-1]] for tokens in SEQUENCES]), "step"]
