@@ -1,7 +1,8 @@
 """Posted work and its results, which are kept for fetching across restarts of the gateway.
 
 Work starts at once and in any order, because the trainer orders a run's commands by seq_id. Work that a service cannot
-do yet is retried until its session is over; retries are idempotent.
+do yet is retried until its session is over; retries are idempotent. Only a command that waits for another one which is
+not posted fails in the end: the other one was refused when it was posted, and the client has given up on it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
-from time import time
+from time import monotonic, time
 from typing import Any, Generic, TypeVar
 
 from gateway.http.problems import is_fixable_by_caller
@@ -28,6 +29,11 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 KEPT_SECONDS = 3600.0
 """How long a result can be fetched."""
 _KEPT_IN_MEMORY_SECONDS = 60.0
+_GAP_SECONDS = 900.0
+"""How long a command waits for one before it that is not posted.
+
+The SDK posts a refused command again for 5 minutes, and posts some only when the caller's own loss is computed.
+"""
 _MAX_DELAY = 5.0
 _FIRST_DELAY = 0.1
 _COPIES = 3
@@ -246,7 +252,7 @@ class Futures:
         work.task = asyncio.create_task(self._run(work, request))
 
     async def _run(self, work: Work, request: Any) -> None:
-        kind, failures = self._kinds[work.kind], 0
+        kind, failures, gap, since = self._kinds[work.kind], 0, "", 0.0
         while True:
             try:
                 result = await kind.run(work.tenant, request)
@@ -255,6 +261,13 @@ class Futures:
                 if not (is_retryable(error) or isinstance(error, errors.TimedOut)):
                     result = Result.of_error(error)
                     break
+                if isinstance(error, errors.SeqIdGap):
+                    missing = self._missing(work, error)
+                    if missing != gap:
+                        gap, since = missing, monotonic()
+                    if missing and monotonic() - since >= _GAP_SECONDS:
+                        result = Result.of_error(_never_posted(missing))
+                        break
                 delay = max(error.retry_after or 0.0, min(_MAX_DELAY, _FIRST_DELAY * 2 ** min(failures, 8)))
                 is_limit = isinstance(error, errors.QuotaExceeded)
                 work.queue_state = "paused_rate_limit" if is_limit else "paused_capacity"
@@ -269,6 +282,12 @@ class Futures:
             await asyncio.sleep(delay)
             failures += 1
         await self._settle(work, result)
+
+    def _missing(self, work: Work, error: errors.SeqIdGap) -> str:
+        """Return the number of the command that a command waits for; empty if that one is in flight."""
+        missing = error.metadata.get("missing", "")
+        earlier = self._works.get(f"{work.request_id.rpartition(':')[0]}:{missing}")
+        return missing if earlier is None or earlier.result.done() else ""
 
     def _forget(self, work: Work) -> None:
         if self._works.get(work.request_id) is work:  # otherwise it was given up and posted again
@@ -301,6 +320,14 @@ class Futures:
             done.add(work.request_id, result)
         self._saving.spawn(self._store.settle_future(work.request_id, result.media, result.body))
         asyncio.get_running_loop().call_later(_KEPT_IN_MEMORY_SECONDS, self._forget, work)
+
+
+def _never_posted(missing: str) -> errors.SeqIdGap:
+    message = (
+        f"command {missing} of the model was not posted within {_GAP_SECONDS / 60:.0f} minutes, so this one was not "
+        "executed; load the last checkpoint into a new training client"
+    )
+    return errors.SeqIdGap(message, field="seq_id")
 
 
 def _clone_of(request_id: str) -> tuple[str, int]:

@@ -303,7 +303,8 @@ class Training:
         """Send a command of a model's run, made with its run_id and seq_id.
 
         If `make` refuses it, or it is refused unread, send one that the trainer refuses instead: otherwise the commands
-        after it would wait for its seq_id.
+        after it would wait for its seq_id. Raises SeqIdGap, whose metadata names the missing command by its number in
+        the model.
         """
         model = self._names.model(tenant, model_id)
         place: Any = {"run_id": model.run_id, "seq_id": model.first_seq_id + seq_id - 1}
@@ -317,6 +318,10 @@ class Training:
                 raise errors.MessageTooLarge(f"is {size} bytes; at most {self._max_message_bytes} are accepted")
             is_made = True
             return await self._services.call(tenant, message, reply, seconds=_SECONDS)
+        except errors.SeqIdGap as gap:
+            if "missing" in gap.metadata:
+                gap.metadata["missing"] = str(int(gap.metadata["missing"]) - model.first_seq_id + 1)
+            raise
         except errors.PacelineError as error:
             if not is_made or is_unread(error):
                 refused = pb.ForwardBackwardRequest(**place)

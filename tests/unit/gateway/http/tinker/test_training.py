@@ -1,12 +1,15 @@
-"""How posted training requests are stored: equal bytes for equal requests, and nothing changed by storing them."""
+"""How posted training requests are stored and sent: equal bytes for equal requests, each at its place in the order."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 
 import pytest
+from support.patience import PATIENCE
 
+from gateway.http.tinker import futures as futures_module
 from gateway.http.tinker.futures import Futures
 from gateway.http.tinker.names import Aliases, Names
 from gateway.http.tinker.sessions import Sessions
@@ -106,3 +109,56 @@ async def test_a_run_that_is_created_while_its_session_ends_has_a_model_so_that_
     assert [model.session_id for model in store.models("tenant")] == ["s"]
     await training.close()
     await futures.close()
+
+
+class Ordered:
+    """A trainer that takes a run's commands in their order; it refuses one whose turn has not come at once."""
+
+    def __init__(self):
+        self.done, self.go = 1, asyncio.Event()
+        self.refused_twice, self._refusals = asyncio.Event(), 0
+
+    async def call(self, tenant, request, reply, **_):
+        if request.seq_id > self.done + 1:
+            self._refusals += 1
+            if self._refusals == 2:
+                self.refused_twice.set()
+            raise errors.SeqIdGap("send it", field="seq_id", metadata={"missing": str(self.done + 1)})
+        await self.go.wait()
+        self.done = request.seq_id
+        return reply()
+
+
+@pytest.fixture
+async def ordered(futures, monkeypatch):
+    """A model whose command 1 is the run's command 2, and its trainer; a missing command is not waited for."""
+    monkeypatch.setattr(futures_module, "_GAP_SECONDS", 0.0)
+    store, trainer = futures._store, Ordered()
+    training = Training(trainer, store, Names(store), Aliases(()), Sessions(store, futures), futures, 1 << 20)
+    await store.add_model(Model("s:train:0", "tenant", "s", "run-1", "base", 2, 0.0, 0.0, {}, {}))
+
+    async def post(seq_id):
+        request = OptimStep(model_id="s:train:0", seq_id=seq_id, adam_params=Adam())
+        await futures.post(training.optim_step, f"s:train:0:{seq_id}", "tenant", "s", request)
+
+    yield trainer, post
+    await training.close()
+    await futures.close()
+
+
+async def test_a_command_behind_one_that_is_never_posted_fails_and_names_it(futures, ordered):
+    _, post = ordered
+    await post(2)
+    result = await futures.result("tenant", "s:train:0:2", PATIENCE)
+    assert json.loads(result.body)["category"] == "user"
+    assert "command 1 of the model was not posted" in json.loads(result.body)["error"]
+
+
+async def test_a_command_behind_one_that_is_posted_waits_for_it(futures, ordered):
+    trainer, post = ordered
+    await post(1)
+    await post(2)
+    await asyncio.wait_for(trainer.refused_twice.wait(), PATIENCE)
+    trainer.go.set()
+    result = await futures.result("tenant", "s:train:0:2", PATIENCE)
+    assert json.loads(result.body)["type"] == "optim_step"
