@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -122,6 +123,7 @@ class Futures:
         """Work in flight or recently finished, by request id."""
         self._completions: dict[tuple[str, str, int], _Completions] = {}
         self._saving = Background("a result was not stored")
+        self._closing = asyncio.Event()
 
     def add(self, kind: Kind[T]) -> Kind[T]:
         """Register a kind of work and return it."""
@@ -147,6 +149,7 @@ class Futures:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._closing.set()
         await self._saving.finish()
 
     async def post(self, kind: Kind[T], request_id: str, tenant: str, session_id: str, request: T) -> None:
@@ -309,7 +312,7 @@ class Futures:
         await self._settle(work, Result.of_error(errors.Cancelled("the request was cancelled, or its session ended")))
 
     async def _settle(self, work: Work, result: Result) -> None:
-        """Resolve the result for its waiters, then store it. A result lost in between is computed again."""
+        """Resolve the result for its waiters, then store it. A gateway that ends in between computes it again."""
         if work.result.done():
             return
         work.result.set_result(result)
@@ -318,7 +321,24 @@ class Futures:
         # Otherwise no client asks for the completions of the sampler.
         if work.kind == "sample" and (done := self._completions.get((work.tenant, *_clone_of(work.request_id)))):
             done.add(work.request_id, result)
-        self._saving.spawn(self._store.settle_future(work.request_id, result.media, result.body))
+        self._saving.spawn(self._save(work, result))
+
+    async def _save(self, work: Work, result: Result) -> None:
+        """Store a result, again and again if the disk is full. It stays in memory until it is stored."""
+        is_logged = False
+        while True:
+            try:
+                await self._store.settle_future(work.request_id, result.media, result.body)
+            except (errors.DiskFull, sqlite3.Error) as error:
+                if self._closing.is_set():
+                    raise
+                if not is_logged:
+                    is_logged = True
+                    _log.error("a result was not stored; it is tried again", request=work.request_id, error=str(error))
+            else:
+                break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), _MAX_DELAY)
         asyncio.get_running_loop().call_later(_KEPT_IN_MEMORY_SECONDS, self._forget, work)
 
 

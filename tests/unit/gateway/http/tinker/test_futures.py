@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from threading import Event
 
 import pytest
@@ -80,6 +81,57 @@ async def test_work_that_cannot_be_stored_is_refused_each_time_and_counts_no_byt
     await futures.post(kind, "model:1", "tenant", "session", "step")
     assert store.future("model:1").request == b"step"
     await futures.close()
+
+
+LARGE = Result.of({"text": "x" * (1 << 20)})
+
+
+async def limit_pages(store, pages):
+    """Let the database grow to so many pages: with 100, every write of LARGE finds the disk full."""
+    is_set = False
+    while not is_set:
+        with suppress(errors.DiskFull):  # of another write in the same transaction
+            await store.do(lambda connection: connection.execute(f"PRAGMA max_page_count = {pages}").fetchall())
+            is_set = True
+
+
+async def post_with_large_result(futures):
+    """Post work whose result is LARGE; return its id when the work is stored and the result has been delivered."""
+    request_id, is_posted = f"{SAMPLER}:1", asyncio.Event()
+
+    async def sample(tenant, request):
+        await is_posted.wait()
+        return LARGE
+
+    kind = futures.add(Kind("sample", str.encode, bytes.decode, sample))
+    await futures.post(kind, request_id, "tenant", "session", "prompt")
+    is_posted.set()
+    assert await futures.result("tenant", request_id, PATIENCE) == LARGE
+    return request_id
+
+
+async def test_a_result_that_cannot_be_stored_is_kept_and_stored_once_the_disk_has_room(store, futures, monkeypatch):
+    monkeypatch.setattr(futures_module, "_KEPT_IN_MEMORY_SECONDS", 0.0)
+    monkeypatch.setattr(futures_module, "_MAX_DELAY", 0.01)
+    await limit_pages(store, 100)
+    request_id = await post_with_large_result(futures)
+    with suppress(errors.DiskFull):
+        await store.do(lambda _: None)  # storing it has failed, also if this is in the same transaction
+    assert store.future(request_id).result is None
+    assert await futures.result("tenant", request_id, PATIENCE) == LARGE
+    await limit_pages(store, 1 << 20)
+    async with asyncio.timeout(PATIENCE):
+        while request_id in futures._works:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
+    assert await futures.result("tenant", request_id, PATIENCE) == LARGE
+
+
+async def test_a_full_disk_does_not_keep_the_gateway_from_ending(store, futures):
+    await limit_pages(store, 100)
+    request_id = await post_with_large_result(futures)
+    async with asyncio.timeout(PATIENCE):
+        await futures.close()
+    assert [work.request_id for work in store.unfinished()] == [request_id]
 
 
 async def test_work_that_ended_before_it_could_not_be_stored_takes_away_none_that_is_posted_again(store, monkeypatch):
