@@ -223,6 +223,29 @@ def test_a_checkpoint_of_either_client_is_loaded_by_the_other(cluster, sdk, tmp_
     assert back.forward([datum()], "cross_entropy").result().metrics["loss:sum"] == pytest.approx(wanted, abs=1e-5)
 
 
+def test_a_checkpoint_has_the_metadata_of_its_last_save(wire, service):
+    _, model_id = open_model(wire)
+
+    def save(seq_id, **more):
+        body = {"model_id": model_id, "seq_id": seq_id, "path": "a", "overwrite": True, **more}
+        return fetch(wire, post(wire, "/save_weights", **body)["request_id"]).json()["path"]
+
+    def metadata():
+        (found,) = wire.get(f"/training_runs/{model_id}/checkpoints").json()["checkpoints"]
+        return found["user_metadata"]
+
+    save(1, user_metadata={"loss": "2"})
+    assert metadata() == {"loss": "2"}
+    save(2, user_metadata={"loss": "1"})
+    assert metadata() == {"loss": "1"}
+    save(3)
+    assert metadata() is None
+    save(4, user_metadata={"loss": "0"})
+    run_id = service.list_runs()[0].run_id
+    service.get_training_client(run_id).save_state("a", overwrite=True).result()
+    assert metadata() is None
+
+
 def test_sampled_logprobs_are_of_the_distribution_at_the_temperature(sdk):
     sampling = sdk.create_sampling_client(base_model="model").result()
 

@@ -16,7 +16,7 @@ from gateway.http.services import Services
 from gateway.http.tinker.downloads import ARCHIVE, Downloads
 from gateway.http.tinker.names import TYPES, Names, model_of, split
 from gateway.http.tinker.sessions import Sessions
-from gateway.http.tinker.store import Model, Store
+from gateway.http.tinker.store import Model, Store, save_of
 from gateway.http.tinker.training import Body
 from paceline import errors
 from paceline.layout import CheckpointPath
@@ -215,7 +215,7 @@ class Catalog:
             "tinker_path": self.names.tinker_path(path),
             "size_bytes": checkpoint.size_bytes,
             "public": False,
-            "user_metadata": attached.get(checkpoint.path),
+            "user_metadata": attached.get(save_of(checkpoint)),
             "expires_at": checkpoint.expire_time.isoformat() if checkpoint.expire_time else None,
         }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from gateway.http.database import Database
 from paceline import errors
+from paceline.types import Checkpoint
 
 FORMAT = 1
 
@@ -155,7 +156,7 @@ class Store(Database):
         return [StoredFuture(**dict(row)) for row in self.rows(sql, beginning, beginning + "\uffff")]
 
     def checkpoint_metadata(self, tenant: str) -> dict[str, Mapping[str, str]]:
-        """Return the metadata that clients attached to checkpoints, by path."""
+        """Return the metadata that clients attached to checkpoints, by `save_of`."""
         found = self.rows("SELECT path, user_metadata FROM checkpoints WHERE tenant = ?", tenant)
         return {row[0]: json.loads(row[1]) for row in found}
 
@@ -203,15 +204,30 @@ class Store(Database):
         await self.write("DELETE FROM futures WHERE done < ?", before)
         await self.do(lambda connection: connection.execute("PRAGMA incremental_vacuum(16384)").fetchall())
 
-    async def keep_checkpoint_metadata(self, path: str, tenant: str, metadata: Mapping[str, str]) -> None:
-        """Store the metadata that a client attached to a checkpoint, in place of any earlier metadata."""
-        await self.write("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", path, tenant, json.dumps(metadata))
+    async def keep_checkpoint_metadata(self, checkpoint: Checkpoint, tenant: str, metadata: Mapping[str, str]) -> None:
+        """Store the metadata that a client attached to a checkpoint, and delete that of earlier saves to its path."""
+        key = save_of(checkpoint)
+
+        def keep(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM checkpoints WHERE path >= ? AND path < ?", (checkpoint.path, key))
+            values = (key, tenant, json.dumps(metadata))
+            connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", values)
+
+        await self.do(keep)
 
     async def _insert(self, statement: str, record: Session | Model | Sampler | StoredFuture) -> None:
         """Store a record, whose fields are the columns of its table in their order. Mappings are stored as JSON."""
         values = [getattr(record, column.name) for column in fields(record)]
         values = [json.dumps(value) if isinstance(value, Mapping) else value for value in values]
         await self.write(f"{statement} VALUES ({', '.join('?' * len(values))})", *values)
+
+
+def save_of(checkpoint: Checkpoint) -> str:
+    """Return a checkpoint's path and when it was saved; keys of one path sort by time.
+
+    The path alone does not say what is there: any client may have overwritten the checkpoint.
+    """
+    return f"{checkpoint.path} {checkpoint.create_time.isoformat(timespec='microseconds')}"
 
 
 def _session(row: sqlite3.Row) -> Session:

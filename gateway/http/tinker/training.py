@@ -291,9 +291,9 @@ class Training:
             )
 
         reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.SaveCheckpointResponse)
-        saved = reply.checkpoint
+        saved = codec.checkpoint_from_proto(reply.checkpoint)
         if request.user_metadata:
-            await self._store.keep_checkpoint_metadata(saved.path, tenant, request.user_metadata)
+            await self._store.keep_checkpoint_metadata(saved, tenant, request.user_metadata)
         path = self._names.tinker_path(CheckpointPath.parse(saved.path))
         return Result.of({"path": path, "size_bytes": saved.size_bytes, "type": type_name})
 
