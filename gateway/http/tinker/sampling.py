@@ -92,18 +92,28 @@ class Sampling:
         for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
             if getattr(request, name):
                 raise errors.Unsupported("is not served; leave it out", field=name)
-        model = self._model_of(self.sampler(tenant, request.sampling_session_id))
-        result = await self._services.sample(
-            tenant,
-            model,
-            tensors.prompt_tokens(request.prompt.chunks),
-            _params(request.sampling_params),
-            seconds=_SECONDS,
-            num_samples=request.num_samples,
-            prompt_logprobs=bool(request.prompt_logprobs),
-            topk_prompt_logprobs=request.topk_prompt_logprobs,
-            topk_logprobs=request.topk_sample_logprobs,
-        )
+        sampler = self.sampler(tenant, request.sampling_session_id)
+        try:
+            result = await self._services.sample(
+                tenant,
+                self._model_of(sampler),
+                tensors.prompt_tokens(request.prompt.chunks),
+                _params(request.sampling_params),
+                seconds=_SECONDS,
+                num_samples=request.num_samples,
+                prompt_logprobs=bool(request.prompt_logprobs),
+                topk_prompt_logprobs=request.topk_prompt_logprobs,
+                topk_logprobs=request.topk_sample_logprobs,
+            )
+        except errors.VersionNotFound as gone:
+            if sampler.version is None:
+                raise
+            message = (
+                f"the weights of this sampling client, version {sampler.version} of {sampler.run_id}, are no longer "
+                "kept, since newer ones took their place. Use a client of newer weights; to keep weights, save them "
+                "under a name: save_weights_for_sampler(name)"
+            )
+            raise errors.VersionNotFound(message, field="sampling_session_id") from gone
         if any(sequence.stop_reason is StopReason.ABORTED for sequence in result.sequences):
             raise errors.EngineUnavailable("the sampler ended the sample early; it is drawn again")
         return Result(PROTOBUF, tensors.sample_response(result, request.prompt_logprobs_last_n))
