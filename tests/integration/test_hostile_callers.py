@@ -6,7 +6,7 @@ import grpc
 import numpy as np
 import pytest
 from support.fuzz.fuzz_cases import methods, path_of
-from support.fuzz.fuzz_run import SETTINGS, Fuzz, is_flat
+from support.fuzz.fuzz_run import ENOUGH_CASES, SETTINGS, Fuzz, all_refused, is_flat
 from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import Cluster
 
@@ -19,7 +19,6 @@ from paceline.rpc.status import error_from_rpc
 from paceline.types import AdamParams, ModelRef
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
-_CASES = 20_000
 _CONVERSATION = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 _TOKENS = codec.tensor_to_proto(np.arange(1, 5, dtype=np.int32))
 
@@ -139,8 +138,9 @@ def test_anothers_things_look_absent(cluster, owned, stranger, method):
 
 
 async def test_fuzzed_calls_change_nothing(cluster):
-    outcome = await Fuzz(cluster, seed=0).run(0, _CASES)
+    outcome = await Fuzz(cluster, seed=0).run(0, ENOUGH_CASES)
     assert not outcome.failures, "\n".join(outcome.failures[:5])
-    assert sum(outcome.codes.values()) == _CASES
-    assert outcome.losses == outcome.expected
+    assert sum(outcome.codes.values()) == ENOUGH_CASES
+    assert outcome.trained
+    assert not all_refused(outcome.accepted)
     assert is_flat(outcome.memory)

@@ -16,6 +16,9 @@ from paceline.rpc.bounds import is_map
 
 _PROTO = Path(__file__).resolve().parents[3] / "proto"
 _MAX_DEPTH = 6
+_ENDS = frozenset({"DeleteRun"})
+"""Methods that are rare, because they end what the other calls name."""
+_RARITY = 0.05
 _TEXTS = [
     "",
     "x",
@@ -87,6 +90,8 @@ class CaseMaker:
         """Make the case with this number."""
         rng = random.Random(f"{self._seed}:{number}")
         method = self._methods[number % len(self._methods)]
+        if method.name in _ENDS and rng.random() > _RARITY:
+            method = rng.choice(self._methods)
         count = rng.choice([0, 1, 1, 2, 4]) if method.client_streaming else rng.choice([0] + [1] * 30)
         messages = [self._message(rng, method.input_type) for _ in range(count)]
         metadata = [rng.choice(_METADATA) for _ in range(rng.randint(1, 8))] if rng.random() < 0.1 else []

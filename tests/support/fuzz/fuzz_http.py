@@ -4,61 +4,83 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import zstandard
 
+from gateway.admission import FairQueue
+from gateway.http.edge import HttpEdge
+from gateway.http.services import Services
+from gateway.proxy import Router, Upstream
+from gateway.settings import GatewaySettings
+from paceline.waiting_bytes import WaitingBytes
+
 _FIELDS = {
-    "/api/v1/client/config": ("sdk_version",),
-    "/api/v1/create_session": ("tags", "user_metadata", "sdk_version", "display_name"),
-    "/api/v1/session_heartbeat": ("session_id",),
-    "/api/v1/create_model": ("session_id", "model_seq_id", "base_model", "lora_config", "optimizer_config"),
-    "/api/v1/get_info": ("model_id",),
-    "/api/v1/optim_step": ("model_id", "seq_id", "adam_params", "optimizer_params"),
-    "/api/v1/save_weights": ("model_id", "seq_id", "path", "ttl_seconds", "overwrite", "user_metadata"),
-    "/api/v1/save_weights_for_sampler": ("model_id", "seq_id", "path", "sampling_session_seq_id", "kind"),
-    "/api/v1/save_weights_external": ("model_id", "seq_id", "path", "age_encryption_recipients"),
-    "/api/v1/load_weights": ("model_id", "seq_id", "session_id", "model_seq_id", "path", "optimizer"),
-    "/api/v1/create_sampling_session": ("session_id", "sampling_session_seq_id", "base_model", "model_path"),
-    "/api/v1/asample": ("sampling_session_id", "seq_id", "prompt", "sampling_params", "num_samples"),
-    "/api/v1/retrieve_futures": ("target", "prev_cursor", "timeout"),
-    "/api/v1/cancel_future": ("request_id",),
-    "/api/v1/weights_info": ("tinker_path",),
+    "/api/v1/forward_backward": ("model_id", "seq_id", "data"),
+    "/api/v1/telemetry": ("events", "session_id"),
     "/v1/completions": ("model", "prompt", "stream", "n", "logprobs", "max_tokens"),
     "/v1/chat/completions": ("model", "messages", "tools", "stream"),
-    "/v1/lora/create": ("base_model", "rank"),
-    "/v1/train/forward_backward": ("session_id", "datums", "loss_fn"),
-    "/v1/train/optim_step": ("session_id", "learning_rate"),
-    "/v1/checkpoint/load": ("session_id", "path"),
-    "/v1/sample": ("tokens", "num_samples", "temperature", "max_tokens", "top_k", "top_p", "stop", "session_id"),
+    "/weights/{weights}/v1/completions": ("prompt", "stream", "n", "logprobs", "max_tokens"),
+    "/weights/{weights}/v1/chat/completions": ("messages", "tools", "stream"),
     "/generate": ("prompt", "logprobs", "model", "max_tokens"),
+    "/weights/{weights}/generate": ("prompt", "logprobs", "prompt_logprobs"),
     "/train": ("model", "conversations", "pairs", "learning_rate", "batch_size", "optimizer", "lora"),
     "/checkpoint": ("model", "name"),
-    "/weights/x/generate": ("prompt", "logprobs", "prompt_logprobs"),
 }
-"""POST paths and the fields of their bodies, without the paths that wait half a minute for a result."""
-_GETS = (
-    "/api/v1/training_runs?limit={0}&offset={1}",
-    "/api/v1/training_runs/{0}",
-    "/api/v1/training_runs/{0}/checkpoints",
-    "/api/v1/checkpoints?limit={0}",
-    "/api/v1/sessions/{0}",
-    "/api/v1/samplers/{0}",
-    "/api/v1/downloads/{0}/{1}",
-    "/api/v1/training_runs/{0}/checkpoints/weights/{1}/external_weights_urls",
-    "/v1/models",
-    "/v1/models/{0}",
-    "/weights/{0}/health",
-    "/train/status?model={0}",
-    "/{0}",
-)
+"""The fields of bodies that a route reads itself, without a model of FastAPI's."""
+_WAITS = frozenset({"/api/v1/retrieve_future"})
+"""Routes that are left out, because a request may wait half a minute for a result."""
+_ENDS = frozenset({"/api/v1/sessions/{session_id}/finish", "/api/v1/unload_model"})
+"""Routes that are rare, because they end what the other requests name."""
+_RARITY = 0.05
+_METHODS = ("GET", "POST", "PUT", "DELETE")
 _TEXTS = ("", "x", "\0", "ä" * 40, "../../etc/passwd", "%2e%2e%2f", "😀", "a" * 5000, "run-", "tinker://a/weights/b",
           "paceline://", "-1", "1e999", "run-" + "0" * 32 + "@1", "a@b@c")  # fmt: skip
 _NUMBERS = (0, 1, -1, 2, 64, 2**31, 2**53, 2**63 - 1, 2**63, -(2**70), 1e308, 0.5, -0.0)
 _SMALL = ("chunks", "tokens", "type", "rank", "learning_rate", "max_tokens", "stop", "seed", "sampling_session_id")
+_JSON = "application/json"
 _MAX_DEPTH = 4
+_PART = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class HttpRoute:
+    """One route of the gateway's application."""
+
+    method: str
+    path: str
+    """With the names of its parts in braces."""
+    fields: tuple[str, ...]
+    """Fields of the body."""
+    query: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+async def http_routes() -> list[HttpRoute]:
+    """Return every route that the gateway serves, except those that wait."""
+    with TemporaryDirectory() as state:
+        trainer, waiting_bytes = Upstream("trainer", "localhost:1", None), WaitingBytes()
+        services = Services(Router(trainer, [], 0), "", FairQueue(1, 1, 1), waiting_bytes)
+        edge = HttpEdge(GatewaySettings(http_state=Path(state), insecure=True), (), services, waiting_bytes)
+        await edge.stop()
+        await trainer.close()
+    app = edge._server.config.app._app
+    found = []
+    for route in app.routes:
+        fields = _FIELDS.get(route.path, ())
+        for body in route.dependant.body_params:
+            fields = tuple(body.field_info.annotation.model_fields)
+        query = tuple(field.alias for field in route.dependant.query_params)
+        methods = () if route.path in _WAITS else sorted(route.methods)
+        found += [HttpRoute(method, route.path_format, fields, query) for method in methods]
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,6 +88,8 @@ class HttpCase:
     """One request."""
 
     number: int
+    route: str
+    """The route that it is made for."""
     method: str
     path: str
     headers: dict[str, str]
@@ -75,28 +99,44 @@ class HttpCase:
 class HttpCaseMaker:
     """Makes requests, some of them about the caller's own objects."""
 
-    def __init__(self, seed: int, names: list[str]) -> None:
-        self._seed, self._names = seed, names
+    def __init__(self, seed: int, routes: list[HttpRoute], names: list[str]) -> None:
+        self._seed, self._routes, self._names = seed, routes, names
+        self._weights = [_RARITY if route.path in _ENDS else 1.0 for route in routes]
 
     def make(self, number: int) -> HttpCase:
         """Make the request with this number."""
         rng = random.Random(f"{self._seed}/http/{number}")
-        if rng.random() < 0.2:
-            texts = [_quoted(self._text(rng)) for _ in range(2)]
-            return HttpCase(number, rng.choice(("GET", "DELETE")), rng.choice(_GETS).format(*texts), {}, b"")
         if rng.random() < 0.15:
             return self._forward_backward(rng, number)
         if rng.random() < 0.05:
             return self._train(rng, number)
-        path, fields = rng.choice(list(_FIELDS.items()))
-        body = {name: self._value(rng, 0) for name in fields if rng.random() < 0.8}
+        [route] = rng.choices(self._routes, self._weights)
+        method = rng.choice(_METHODS) if rng.random() < 0.05 else route.method
+        path = self._path(rng, route)
+        if method in {"GET", "DELETE"}:
+            return HttpCase(number, str(route), method, path, {}, b"")
+        body = {name: self._value(rng, 0) for name in route.fields if rng.random() < 0.8}
         if rng.random() < 0.1:
             body = rng.choice([[], None, 1, "x", {"a": body}])
         content = json.dumps(body).encode("utf-8", "surrogatepass")
         if rng.random() < 0.1:
             content = _damaged(rng, content)
-        headers = {"Content-Type": rng.choice(("application/json", "text/plain", "x"))} if rng.random() < 0.2 else {}
-        return HttpCase(number, "POST", path, headers, content)
+        # A body of another type, or of none, is refused before it is read.
+        kind = rng.choice(("text/plain", "x", "")) if rng.random() < 0.1 else _JSON
+        headers = {"Content-Type": kind} if kind else {}
+        return HttpCase(number, str(route), method, path, headers, content)
+
+    def _path(self, rng: random.Random, route: HttpRoute) -> str:
+        path = _PART.sub(lambda part: _quoted(self._part(rng, part[1])), route.path)
+        query = [f"{name}={_quoted(self._part(rng, name))}" for name in route.query if rng.random() < 0.5]
+        return "?".join([path, "&".join(query)] if query else [path])
+
+    def _part(self, rng: random.Random, name: str) -> str:
+        """Return a part of a path or of a query, often one that exists."""
+        known = {"folder": ("weights", "sampler_weights"), "name": ("a",), "limit": ("1", "100"), "offset": ("0", "1")}
+        if name in known and rng.random() < 0.5:
+            return rng.choice(known[name])
+        return self._text(rng)
 
     def _train(self, rng: random.Random, number: int) -> HttpCase:
         """Make a request with conversations that look right at first."""
@@ -106,7 +146,8 @@ class HttpCaseMaker:
             for _ in range(rng.choice((1, 2, 3, 60)))
         ]
         body = {"model": rng.choice(("a", "b", "c")), "conversations": [messages], "lora": {"rank": 2}}
-        return HttpCase(number, "POST", "/train", {}, json.dumps(body).encode("utf-8", "surrogatepass"))
+        content = json.dumps(body).encode("utf-8", "surrogatepass")
+        return HttpCase(number, "POST /train", "POST", "/train", {"Content-Type": _JSON}, content)
 
     def _forward_backward(self, rng: random.Random, number: int) -> HttpCase:
         content = rng.randbytes(rng.choice((0, 1, 40, 3000)))
@@ -120,7 +161,8 @@ class HttpCaseMaker:
             headers["Content-Encoding"] = rng.choice(("zstd", "gzip", "identity", "x"))
             if rng.random() < 0.7:
                 content = zstandard.compress(content * rng.choice((1, 1, 2000)))
-        return HttpCase(number, "POST", "/api/v1/forward_backward", headers, content)
+        path = "/api/v1/forward_backward"
+        return HttpCase(number, f"POST {path}", "POST", path, headers, content)
 
     def _value(self, rng: random.Random, depth: int) -> Any:
         kind = rng.randrange(8 if depth < _MAX_DEPTH else 5)

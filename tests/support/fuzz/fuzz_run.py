@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -15,12 +16,12 @@ from yarl import URL
 
 import paceline
 from gateway.keys import add_key
-from paceline import types
+from paceline import errors, types
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import DETAILS_KEY
 from support.fuzz.fuzz_cases import Case, CaseMaker, path_of
-from support.fuzz.fuzz_http import HttpCase, HttpCaseMaker
+from support.fuzz.fuzz_http import HttpCase, HttpCaseMaker, http_routes
 from support.stacks.cluster import Cluster
 
 SETTINGS = {
@@ -32,6 +33,27 @@ SETTINGS = {
 }
 _IN_FLIGHT = 256
 _SECONDS = 3.0
+_SECONDS_ALONE = 60.0
+"""How long a call that was not answered in time may take when it is repeated alone."""
+_MAX_HANGING = 5
+_WAITS = frozenset({"/paceline.weights.v1.WeightService/WatchVersions"})
+"""Methods whose calls last until the caller leaves."""
+_PAUSE_SECONDS = 1.0
+"""Between two runs of the canary, so that most of the time is left to the cases."""
+ENOUGH_CASES = 20_000
+"""From this number of cases on, each of `_REACHED` accepts some."""
+_REACHED = (
+    "/paceline.gateway.v1.GatewayService/",
+    "/paceline.sampler.v1.SamplerService/",
+    "/paceline.trainer.v1.TrainerService/",
+    "GET /api/v1/",
+    "POST /api/v1/",
+    "GET /v1/",
+    "GET /weights/",
+)
+"""How the methods and routes of each service and of each HTTP API begin."""
+_ALARMS = ("uncaught", "engine died")
+"""What the services log about exceptions that nobody foresaw, and about the end of an engine."""
 _HTTP_SECONDS = 60.0
 _STEPS = 6
 _REFUSED = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
@@ -44,13 +66,37 @@ class Outcome:
     """The outcome of the cases."""
 
     codes: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    """How often each method and route that was called did what it was asked."""
     failures: list[str] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     """Bytes of the three services and their children, sampled at equal intervals."""
-    losses: list[float] = field(default_factory=list)
-    """The canary's losses while the cases run."""
-    expected: list[float] = field(default_factory=list)
-    """The canary's losses without the cases."""
+    trained: int = 0
+    """How often the canary trained its run beside the cases."""
+
+
+@dataclass(frozen=True)
+class _Channels:
+    """Channels to the services, and what identifies the hostile tenant there."""
+
+    gateway: grpc.aio.Channel
+    trainer: grpc.aio.Channel
+    sampler: grpc.aio.Channel
+    key: str
+    credential: str
+
+    def choose(self, case: Case) -> tuple[grpc.aio.Channel, tuple]:
+        """Return the channel for a case and its metadata.
+
+        Some cases call services directly, with what the gateway would forward and with what it would not.
+        """
+        path, own = path_of(case.method), (("authorization", f"Bearer {self.key}"),)
+        direct = self.sampler if ".sampler." in path else self.trainer
+        if case.number % 5 == 4 and ".gateway." not in path:
+            return direct, (*own, *peer_metadata(self.credential, "hostile"))
+        if case.number % 5 == 3 and path.endswith(("WatchVersions", "UpdateWeights")):
+            return direct, tuple(peer_metadata(self.credential))
+        return self.gateway, own
 
 
 @dataclass
@@ -64,22 +110,21 @@ class Fuzz:
         """Run `cases` cases, starting with number `first`."""
         outcome = Outcome()
         key = add_key(self.cluster.state / "keys.json", "hostile", f"hostile-{self.seed}-{first}")
-        outcome.expected = await asyncio.to_thread(train, self.cluster)
-        names = await self._own_names(key)
-        maker = CaseMaker(self.seed, names)
-        canary = asyncio.create_task(asyncio.to_thread(train, self.cluster))
+        expected = await asyncio.to_thread(train, self.cluster)
+        engines = self._engines()
+        maker = CaseMaker(self.seed, await self._own_names(key))
         credential = (self.cluster.state / "credential").read_text().strip()
         trainer = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_TRAINER"]
         sampler = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_SAMPLERS"]
-        http = HttpCaseMaker(self.seed, await self._http_names(key))
+        http = HttpCaseMaker(self.seed, await http_routes(), await self._http_names(key))
+        unanswered: list[Case] = []
         async with (
             self._http(key) as edge,
             open_channel(self.cluster.address) as front,
             open_channel(trainer) as t,
             open_channel(sampler) as s,
         ):
-            own = (("authorization", f"Bearer {key}"),)
-            peer = tuple(peer_metadata(credential))
+            channels = _Channels(front, t, s, key, credential)
             numbers = iter(range(first, first + cases))
 
             async def work() -> None:
@@ -88,27 +133,59 @@ class Fuzz:
                         await self._request(edge, http.make(number), outcome)
                         continue
                     case = maker.make(number)
-                    # Call services directly too, with what the gateway would forward and with what it would not.
-                    package = case.method.containing_service.full_name
-                    direct = t if ".sampler." not in package else s
-                    if number % 5 == 4 and ".gateway." not in package:
-                        await self._call(direct, case, (*own, *peer_metadata(credential, "hostile")), outcome)
-                    elif number % 5 == 3 and path_of(case.method).endswith(("WatchVersions", "UpdateWeights")):
-                        await self._call(direct, case, peer, outcome)
-                    else:
-                        await self._call(front, case, own, outcome)
+                    if await self._call(channels, case, outcome, _SECONDS) == "DEADLINE_EXCEEDED":
+                        unanswered.append(case)
                     if number % max(1, cases // 10) == 0:
                         outcome.memory.append(self.memory())
 
-            await asyncio.gather(*(work() for _ in range(_IN_FLIGHT)))
-        outcome.losses = await canary
+            over = threading.Event()
+            canary = asyncio.create_task(asyncio.to_thread(self._train_until, over, expected, outcome))
+            try:
+                await asyncio.gather(*(work() for _ in range(_IN_FLIGHT)))
+            finally:
+                over.set()
+            await canary
+            await self._repeat(channels, unanswered, outcome)
         outcome.memory.append(self.memory())
-        for service in self.cluster.services.values():
-            if "uncaught" in service.log.read_text(errors="replace"):
-                outcome.failures.append(f"{service.plan.name} met an exception that nobody foresaw:\n{service.tail()}")
-            if service.process.poll() is not None:
-                outcome.failures.append(f"{service.plan.name} ended:\n{service.tail()}")
+        self._check_services(engines, outcome)
         return outcome
+
+    def _train_until(self, over: threading.Event, expected: list[float], outcome: Outcome) -> None:
+        """Train the canary's run again and again; note a failure when a result is not that of the run alone."""
+        while not outcome.trained or not over.wait(_PAUSE_SECONDS):
+            outcome.trained += 1
+            try:
+                found = train(self.cluster)
+            except errors.PacelineError as error:
+                outcome.failures.append(f"the canary failed: {error!r}")
+                continue
+            if found != expected:
+                outcome.failures.append(f"the canary's results changed: {found}, alone {expected}")
+
+    async def _repeat(self, channels: _Channels, cases: list[Case], outcome: Outcome) -> None:
+        """Repeat, one after the other, cases that were not answered in time; note a failure for one that hangs."""
+        hanging = 0
+        for case in cases:
+            if path_of(case.method) in _WAITS:
+                continue
+            if await self._call(channels, case, Outcome(), _SECONDS_ALONE) == "DEADLINE_EXCEEDED":
+                outcome.failures.append(f"not answered within {_SECONDS_ALONE:.0f} s: seed {self.seed} {case}")
+                hanging += 1
+            if hanging == _MAX_HANGING:
+                return
+
+    def _engines(self) -> dict[str, set[int]]:
+        return {name: set(service.engines()) for name, service in self.cluster.services.items()}
+
+    def _check_services(self, engines: dict[str, set[int]], outcome: Outcome) -> None:
+        """Note a failure for a service or an engine that ended, and for an exception that nobody foresaw."""
+        for name, service in self.cluster.services.items():
+            if service.process.poll() is not None:
+                outcome.failures.append(f"{name} ended:\n{service.tail()}")
+            elif set(service.engines()) != engines[name]:
+                outcome.failures.append(f"{name} has other engines than before:\n{service.tail()}")
+            log = service.log.read_text(errors="replace")
+            outcome.failures += [f"{name} logged {text!r}:\n{service.tail()}" for text in _ALARMS if text in log]
 
     def _http(self, key: str) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=32)
@@ -122,7 +199,7 @@ class Fuzz:
         return URL(f"http://{address}{path}", encoded=True)
 
     async def _http_names(self, key: str) -> list[str]:
-        """Make a session and a model; return their names."""
+        """Make a session, a model, a checkpoint and a sampler; return their names."""
         async with self._http(key) as edge:
 
             async def post(name: str, body: dict[str, object]) -> dict[str, str]:
@@ -133,7 +210,11 @@ class Fuzz:
             body = {"session_id": session, "model_seq_id": 0, "base_model": "model", "lora_config": {"rank": 2}}
             future = await post("create_model", body)
             await post("retrieve_future", future)
-        return [session, future["model_id"], f"tinker://{future['model_id']}/weights/a", f"{session}:sample:0", "model"]
+            model = future["model_id"]
+            await post("retrieve_future", await post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
+            body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "model"}
+            sampler = (await post("create_sampling_session", body))["sampling_session_id"]
+        return [session, model, f"tinker://{model}/weights/a", sampler, "model"]
 
     async def _request(self, edge: aiohttp.ClientSession, case: HttpCase, outcome: Outcome) -> None:
         """Send a request; note a failure on an unexpected 5xx status, or on an error without an explanation in JSON."""
@@ -152,6 +233,7 @@ class Fuzz:
             outcome.failures.append(f"http case {case.number}, {case.method} {case.path[:80]}: {error!r}")
             return
         outcome.codes[f"HTTP {status}"] += 1
+        outcome.accepted[case.route] += status < 400
         is_known = status < 500 or status in {503, 504}
         if not is_known or (status >= 400 and "detail" not in text):
             text = f"{case.method} {case.path[:80]}: {status} {text[:200]}"
@@ -160,35 +242,43 @@ class Fuzz:
     async def _own_names(self, key: str) -> list[str]:
         async with paceline.ServiceClient(self.cluster.address, key) as service:
             training = await service.create_lora_training_client_async(rank=2)
-            return [training.run_id, f"paceline://{training.run_id}/state/a", f"paceline://{training.run_id}/sampler/a"]
+            state = (await training.save_state_async("a")).path
+            sampler = (await training.save_weights_for_sampler_async("a")).path
+            return [training.run_id, state, sampler]
 
-    async def _call(self, channel: grpc.aio.Channel, case: Case, identity: tuple, outcome: Outcome) -> None:
+    async def _call(self, channels: _Channels, case: Case, outcome: Outcome, seconds: float) -> str:
+        """Make a call; return the name of its status."""
+        channel, identity = channels.choose(case)
         metadata = [pair for pair in case.metadata if pair[0] not in dict(identity)] + list(identity)
         path, streams = path_of(case.method), case.method.server_streaming
+        outcome.accepted[path] += 0
         if case.method.client_streaming or len(case.messages) != 1:
-            call = channel.stream_stream(path)(_each(case.messages), metadata=metadata, timeout=_SECONDS)
+            call = channel.stream_stream(path)(_each(case.messages), metadata=metadata, timeout=seconds)
             answer = _drain(call)
         elif streams:
-            call = channel.unary_stream(path)(case.messages[0], metadata=metadata, timeout=_SECONDS)
+            call = channel.unary_stream(path)(case.messages[0], metadata=metadata, timeout=seconds)
             answer = _drain(call)
         else:
-            call = channel.unary_unary(path)(case.messages[0], metadata=metadata, timeout=_SECONDS)
+            call = channel.unary_unary(path)(case.messages[0], metadata=metadata, timeout=seconds)
             answer = _wait(call)
         if case.leaves:
             await asyncio.sleep(0)
             call.cancel()
+        name = "OK"
         try:
             await answer
-            outcome.codes["OK"] += 1
+            outcome.accepted[path] += 1
         except asyncio.CancelledError:
-            outcome.codes["left"] += 1
+            name = "left"
         except grpc.aio.AioRpcError as failure:
             code = failure.code()
-            outcome.codes[code.name] += 1
-            typed = any(name == DETAILS_KEY for name, _ in failure.trailing_metadata() or ())
+            name = code.name
+            typed = any(key == DETAILS_KEY for key, _ in failure.trailing_metadata() or ())
             untyped = code is grpc.StatusCode.UNAVAILABLE and not typed
             if (code in _REFUSED and failure.details() != _CLIENT_GAVE_UP) or untyped:
-                outcome.failures.append(f"{code.name} {failure.details()}: seed {self.seed} {case}")
+                outcome.failures.append(f"{name} {failure.details()}: seed {self.seed} {case}")
+        outcome.codes[name] += 1
+        return name
 
     def memory(self) -> int:
         """Return the resident bytes of the services and their children."""
@@ -200,18 +290,24 @@ class Fuzz:
 
 
 def train(cluster: Cluster) -> list[float]:
-    """Train a run of the canary; return its losses."""
+    """Train a run of the canary and delete it; return the losses and the gradients' norms."""
     rng = np.random.default_rng(0)
-    losses = []
+    results = []
     with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
         training = service.create_lora_training_client(rank=4, seed=3)
         for _ in range(_STEPS):
             tokens = rng.integers(256, size=33).astype(np.int64)
             inputs = {"target_tokens": tokens[1:], "weights": np.ones(32, np.float32)}
             done = training.forward_backward([types.Datum(tokens[:-1].astype(np.int32), inputs)]).result()
-            training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-            losses.append(done.metrics["loss:sum"])
-    return losses
+            stepped = training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            results += [done.metrics["loss:sum"], stepped.grad_norm]
+        service.delete_run(training.run_id)
+    return results
+
+
+def all_refused(accepted: Counter[str]) -> list[str]:
+    """Return what has to accept some of ENOUGH_CASES calls, and accepted none: nothing behind it was reached."""
+    return [name for name in _REACHED if not any(accepted[key] for key in accepted if key.startswith(name))]
 
 
 def is_flat(memory: list[int]) -> bool:
