@@ -82,6 +82,7 @@ class _Channels:
     gateway: grpc.aio.Channel
     trainer: grpc.aio.Channel
     sampler: grpc.aio.Channel
+    tenant: str
     key: str
     credential: str
 
@@ -93,7 +94,7 @@ class _Channels:
         path, own = path_of(case.method), (("authorization", f"Bearer {self.key}"),)
         direct = self.sampler if ".sampler." in path else self.trainer
         if case.number % 5 == 4 and ".gateway." not in path:
-            return direct, (*own, *peer_metadata(self.credential, "hostile"))
+            return direct, (*own, *peer_metadata(self.credential, self.tenant))
         if case.number % 5 == 3 and path.endswith(("WatchVersions", "UpdateWeights")):
             return direct, tuple(peer_metadata(self.credential))
         return self.gateway, own
@@ -109,7 +110,8 @@ class Fuzz:
     async def run(self, first: int, cases: int) -> Outcome:
         """Run `cases` cases, starting with number `first`."""
         outcome = Outcome()
-        key = add_key(self.cluster.state / "keys.json", "hostile", f"hostile-{self.seed}-{first}")
+        tenant = f"hostile-{self.seed}-{first}"  # a new one, since the runs of earlier ones count
+        key = add_key(self.cluster.state / "keys.json", tenant, tenant)
         expected = await asyncio.to_thread(train, self.cluster)
         engines = self._engines()
         maker = CaseMaker(self.seed, await self._own_names(key))
@@ -124,7 +126,7 @@ class Fuzz:
             open_channel(trainer) as t,
             open_channel(sampler) as s,
         ):
-            channels = _Channels(front, t, s, key, credential)
+            channels = _Channels(front, t, s, tenant, key, credential)
             numbers = iter(range(first, first + cases))
 
             async def work() -> None:
