@@ -113,13 +113,15 @@ class MetaClawApi:
         @router.post("/weights/save")
         async def weights_save(request: Request, body: WeightsSave) -> dict[str, Any]:
             # MetaClaw's server swaps the adapter on a save, so the weights are published at once.
-            commands = (
-                (_save(body.name, pb.CHECKPOINT_KIND_SAMPLER), pb.SaveCheckpointResponse),
-                (pb.PublishWeightsRequest, pb.PublishWeightsResponse),
-            )
+            save = _save(body.name, pb.CHECKPOINT_KIND_SAMPLER), pb.SaveCheckpointResponse
+            publish = pb.PublishWeightsRequest, pb.PublishWeightsResponse
+            # A name that is given is checked before anything changes. One that is made from the step of the weights
+            # needs the answer to a command of these weights: earlier commands may still be outstanding.
+            commands: Commands = (save, publish) if body.name else (publish, save)
 
-            def saved(session: Session, reply: pb.SaveCheckpointResponse, _: Message) -> dict[str, Any]:
-                return {"status": "ok", "adapter_path": reply.checkpoint.path, "step": session.step}
+            def saved(_: Session, *replies: Message) -> dict[str, Any]:
+                (made,) = (reply.checkpoint for reply in replies if isinstance(reply, pb.SaveCheckpointResponse))
+                return {"status": "ok", "adapter_path": made.path, "step": made.step}
 
             return await self._send(request, body.session_id, commands, saved)
 

@@ -23,6 +23,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 SECONDS = 600.0
 """How long to wait for an answer."""
 _MAX_SESSIONS = 4096
+_SAMPLER = pb.CHECKPOINT_KIND_SAMPLER
 Answer = TypeVar("Answer")
 Commands = Sequence[tuple[Callable[..., Any], type[Message]]]
 """How each command of a request is made, and the type of its reply."""
@@ -108,7 +109,8 @@ class Sessions:
         """Send the next command of a request, once more with its number if it may have arrived."""
         message, reply = work.commands[len(work.replies)]
         if not work.is_sent:
-            _name(message, session)
+            session.unfinished = work if work.replies else None  # should its name not be found out
+            await self._name(tenant, message)
             message.seq_id, message.attachment = session.next_seq_id, session.attachment
         try:
             with named_as_here():
@@ -141,6 +143,15 @@ class Sessions:
         session.attachment, session.step = reply.attachment, reply.run.step
         session.next_seq_id = reply.run.last_seq_id + 1
 
+    async def _name(self, tenant: str, message: Message) -> None:
+        """Name saved weights after their step if the caller gave no name.
+
+        A command of the same weights has been answered, so none before it is outstanding that could still step.
+        """
+        if isinstance(message, pb.SaveCheckpointRequest) and not message.name and message.kind == _SAMPLER:
+            run = await self._services.call(tenant, pb.GetRunRequest(run_id=message.run_id), pb.GetRunResponse)
+            message.name = f"adapter_step_{run.run.step:04d}"
+
     @asynccontextmanager
     async def _using(self, tenant: str, run_id: str) -> AsyncIterator[Session]:
         """Keep a run's session, attached or not, while the block runs: the same one to all callers, who take turns.
@@ -171,12 +182,6 @@ def _make(run_id: str, commands: Commands, conclude: Callable[..., Any]) -> _Wor
         digest.update(sha256(message.SerializeToString(deterministic=True)).digest())
     replies = [reply for _, reply in commands]
     return _Work(list(zip(messages, replies, strict=True)), conclude, digest.digest())
-
-
-def _name(message: Message, session: Session) -> None:
-    """Name saved weights after the session's step if the caller gave no name."""
-    if isinstance(message, pb.SaveCheckpointRequest) and message.kind == pb.CHECKPOINT_KIND_SAMPLER:
-        message.name = message.name or f"adapter_step_{session.step:04d}"
 
 
 def _may_have_arrived(error: BaseException) -> bool:

@@ -45,6 +45,8 @@ class Trainer:
             self.attachments[request.run_id] = self.attachments.get(request.run_id, 0) + 1
             run = {"last_seq_id": taken, "step": self.steps.get(request.run_id, 0)}
             return pb.AttachRunResponse(attachment=self.attachments[request.run_id], run=run)
+        if isinstance(request, pb.GetRunRequest):
+            return pb.GetRunResponse(run=pb.Run(step=self.steps.get(request.run_id, 0)))
         if self.is_full:
             raise errors.Overloaded("too many calls")
         if request.attachment != self.attachments[request.run_id]:
@@ -228,6 +230,20 @@ async def test_weights_without_a_name_have_that_of_their_step_also_if_its_caller
     await asyncio.gather(stepping, return_exceptions=True)
     trainer.answers.set()
     assert await post(api, "/v1/weights/save", {"session_id": RUN}, stays) == 200
+    assert saved_names(trainer) == ["adapter_step_0001"]
+
+
+async def test_weights_without_a_name_have_that_of_their_step_also_if_the_gateway_restarted_within_it(trainer, api):
+    trainer.answers.clear()
+    stays, body = asyncio.Event(), {"session_id": RUN}
+    stepping = asyncio.create_task(post(api, "/v1/train/optim_step", body, stays))
+    while not trainer.taken.get(RUN):  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0)
+    saving = asyncio.create_task(post(MetaClawApi(trainer, None), "/v1/weights/save", body, stays))
+    while trainer.taken[RUN] < 2:  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0)
+    trainer.answers.set()
+    assert await asyncio.gather(stepping, saving) == [200, 200]
     assert saved_names(trainer) == ["adapter_step_0001"]
 
 
