@@ -26,6 +26,7 @@ from uvicorn.protocols.utils import get_remote_addr
 
 from gateway.admission import Authenticator
 from gateway.http.generate import GenerateApi
+from gateway.http.listener import BACKLOG, Listener
 from gateway.http.metaclaw.api import MetaClawApi
 from gateway.http.middleware import AccessMiddleware
 from gateway.http.online.api import OnlineApi
@@ -51,13 +52,10 @@ _MAX_HEAD = 64 << 10
 _MAX_PIPELINED = 4
 """Most requests of a connection that wait for the answer before theirs: a request is held from its head on."""
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-_BACKLOG = 4096
 _ACKNOWLEDGED = slice(120, 128)
 """Place of tcpi_bytes_acked in Linux's struct tcp_info."""
 _HTTP2 = b"PRI * HTTP/2.0"
 """How a connection of HTTP/2, such as a gRPC client's, begins."""
-_HANDSHAKE_SECONDS = 20.0
-"""How long a TLS handshake may take."""
 _WARNING_SECONDS = 60.0
 """Least time between two warnings of connections: a client that is not answered connects again and again."""
 _log = get_logger(__name__)
@@ -90,7 +88,7 @@ class HttpEdge:
             self._online.routes(),
         )
         guarded = AccessMiddleware(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN)
-        self._server = _Server(_config(settings, guarded))
+        self._server = _Server(_config(settings, guarded), settings.http_max_connections)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -117,8 +115,6 @@ def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
     protocol = partial(
         TimedProtocol,
         on_http2=_Warning("gRPC client at the HTTP port", grpc_port).log,
-        on_refused=_Warning("connection refused", "http_max_connections are open; close some, or set it higher").log,
-        max_connections=settings.http_max_connections,
         reader_seconds=settings.reader_seconds,
     )
     config = uvicorn.Config(
@@ -145,7 +141,7 @@ def _bind(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     try:
-        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=_BACKLOG)
+        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=BACKLOG)
     except OSError as error:
         raise errors.InvalidArgument(
             f"{address} cannot be bound: {error.strerror or error}", field="http_listen"
@@ -155,9 +151,8 @@ def _bind(address: str) -> socket.socket:
 class TimedProtocol(HttpToolsProtocol):
     """HTTP/1.1 with limits for what a peer can make the gateway hold.
 
-    Connections are refused on arrival if too many are open. A request's head has a timeout and a length limit. Few
-    requests may wait for the answer before theirs. A connection is cut off if its peer takes nothing of what was
-    written to it for `reader_seconds`.
+    A request's head has a timeout and a length limit. Few requests may wait for the answer before theirs. A connection
+    is cut off if its peer takes nothing of what was written to it for `reader_seconds`.
     """
 
     _waiting: asyncio.TimerHandle | None = None
@@ -175,27 +170,15 @@ class TimedProtocol(HttpToolsProtocol):
         self,
         *arguments: Any,
         on_http2: Callable[[str], object] = lambda peer: None,
-        on_refused: Callable[[str], object] = lambda peer: None,
-        max_connections: float = math.inf,
         reader_seconds: float = READER_SECONDS,
         **options: Any,
     ) -> None:
-        """`on_http2` is called with the peer's address if the connection begins as HTTP/2.
-
-        `on_refused` is called with it if `max_connections` are open.
-        """
+        """`on_http2` is called with the peer's address if the connection begins as HTTP/2."""
         super().__init__(*arguments, **options)
         self._on_http2 = on_http2
-        self._on_refused = on_refused
-        self._max_connections = max_connections
         self._reader_seconds = reader_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self._max_connections:
-            self.transport = transport
-            self._on_refused(_address(transport))
-            transport.abort()
-            return
         super().connection_made(transport)
         # Pause whenever the peer leaves anything unread. A limit of 0 would pause a TLS transport that holds nothing.
         transport.set_write_buffer_limits(high=1, low=0)
@@ -366,27 +349,41 @@ def make_app(*apis: APIRouter) -> FastAPI:
 class _Server(uvicorn.Server):
     """Leaves signals to the gateway and reports when it serves."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, max_connections: float = math.inf) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
+        self._max_connections = max_connections
+        self._listeners: list[Listener] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, as uvicorn would if it could limit the time that a TLS handshake takes."""
+        """Listen, as uvicorn would if it counted connections from their arrival on."""
         config, state, loop = self.config, self.server_state, asyncio.get_running_loop()
+        remedy = "http_max_connections are open; close some, or set it higher"
 
         def protocol() -> asyncio.Protocol:
             arguments: Any = {"config": config, "server_state": state, "app_state": self.lifespan.state, "_loop": loop}
             return config.http_protocol_class(**arguments)
 
-        seconds = None if config.ssl is None else _HANDSHAKE_SECONDS
-        self.servers = [
-            await loop.create_server(
-                protocol, sock=listening, backlog=_BACKLOG, ssl=config.ssl, ssl_handshake_timeout=seconds
+        self._listeners = [
+            Listener(
+                listening,
+                protocol,
+                state.connections,
+                max_connections=self._max_connections,
+                tls=config.ssl,
+                on_refused=_Warning("connection refused", remedy).log,
             )
             for listening in sockets or ()
         ]
+        self.servers = []
         self.started = True
         self.is_up.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more connections, then let responses in progress finish."""
+        for listener in self._listeners:
+            await listener.close()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import ipaddress
-from dataclasses import dataclass
-from pathlib import Path
-
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from prometheus_client import CollectorRegistry
+from support.certificates import Pem, make_pem
 from support.patience import PATIENCE
 from support.stacks.gateway_stack import free_port
 
@@ -26,45 +18,14 @@ from paceline.rpc.channel import TlsFiles, open_channel
 from paceline.rpc.server import Readiness, make_server
 
 
-@dataclass(frozen=True)
-class Pem:
-    """A self-signed certificate for 127.0.0.1, which is its own certificate authority."""
-
-    cert: Path
-    key: Path
-
-
-def _make(folder: Path, name: str) -> Pem:
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = dt.datetime.now(dt.UTC)
-    cert = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = Pem(folder / f"{name}.crt", folder / f"{name}.key")
-    pem.cert.write_bytes(cert.public_bytes(serialization.Encoding.PEM))
-    private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    pem.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, *private))
-    return pem
-
-
 @pytest.fixture
 def server_pem(tmp_path) -> Pem:
-    return _make(tmp_path, "server")
+    return make_pem(tmp_path, "server")
 
 
 @pytest.fixture
 def client_pem(tmp_path) -> Pem:
-    return _make(tmp_path, "client")
+    return make_pem(tmp_path, "client")
 
 
 @pytest.fixture
@@ -106,7 +67,7 @@ async def test_tls_serves_those_who_trust_the_certificate(address, server_pem, c
 @pytest.mark.parametrize("address", ["mtls"], indirect=True)
 async def test_mtls_serves_those_with_a_certificate_of_the_authority(address, server_pem, client_pem, tmp_path):
     assert await _who_am_i(address, TlsFiles(server_pem.cert, client_pem.cert, client_pem.key)) == "default"
-    stranger = _make(tmp_path, "stranger")
+    stranger = make_pem(tmp_path, "stranger")
     for tls in (TlsFiles(server_pem.cert), TlsFiles(server_pem.cert, stranger.cert, stranger.key)):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _who_am_i(address, tls)

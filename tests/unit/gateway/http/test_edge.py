@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
+import os
+import socket
 import ssl
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
@@ -14,9 +18,10 @@ import uvloop
 from pydantic import ValidationError
 from starlette.requests import Request
 from structlog.testing import capture_logs
+from support.certificates import make_pem
 from support.patience import PATIENCE
 
-from gateway.http import edge
+from gateway.http import edge, listener
 from gateway.http.middleware import AccessMiddleware
 from gateway.http.tinker.downloads import Downloads
 from gateway.settings import GatewaySettings
@@ -30,9 +35,9 @@ async def _answer(scope, receive, send):
 
 
 @asynccontextmanager
-async def _serve(config):
+async def _serve(config, max_connections=math.inf):
     """Yield the address of a running server."""
-    listening, server = edge._bind("127.0.0.1:0"), edge._Server(config)
+    listening, server = edge._bind("127.0.0.1:0"), edge._Server(config, max_connections)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     await server.is_up.wait()
     try:
@@ -40,6 +45,10 @@ async def _serve(config):
     finally:
         server.should_exit = True
         await serving
+
+
+def _trust(pem):
+    return ssl.create_default_context(cafile=pem.cert)
 
 
 async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch):
@@ -178,8 +187,8 @@ async def test_a_few_requests_may_wait_for_the_answer_before_theirs_and_no_more(
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_connections_above_the_limit_are_closed_on_arrival_and_others_served(run):
     async def main():
-        config = edge._config(GatewaySettings(insecure=True, http_max_connections=2), _answer)
-        async with _serve(config) as (host, port), asyncio.timeout(PATIENCE):
+        config = edge._config(GatewaySettings(insecure=True), _answer)
+        async with _serve(config, max_connections=2) as (host, port), asyncio.timeout(PATIENCE):
             kept = [await asyncio.open_connection(host, port) for _ in range(2)]
             with capture_logs() as logged:
                 for _ in range(2):
@@ -212,7 +221,65 @@ def test_a_connection_without_a_handshake_is_closed_in_time(run, monkeypatch):
                 assert await reader.read() == b""
             writer.close()
 
-    monkeypatch.setattr(edge, "_HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 0.2)
+    run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_connections_without_a_handshake_count_until_they_end(run, monkeypatch, tmp_path):
+    pem = make_pem(tmp_path, "server")
+
+    async def main():
+        settings = GatewaySettings(insecure=True, tls_cert=pem.cert, tls_key=pem.key)
+        server = _serve(edge._config(settings, _answer), max_connections=2)
+        async with server as (host, port), asyncio.timeout(PATIENCE):
+            waiting = [await asyncio.open_connection(host, port) for _ in range(2)]
+            reader, writer = await asyncio.open_connection(host, port)
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+            for _, other in waiting:
+                other.close()
+            writer.close()
+            while True:  # the places are free once the server knows of it
+                with suppress(OSError):
+                    reader, writer = await asyncio.open_connection(host, port, ssl=_trust(pem))
+                    break
+            writer.write(_GET)
+            await reader.readuntil(b"ok")
+            writer.close()
+
+    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 2 * PATIENCE)
+    run(main())
+
+
+class _Full(socket.socket):
+    """A listening socket for whose first connection there is no file descriptor at first."""
+
+    is_full = True
+
+    def accept(self):
+        if self.is_full:
+            self.is_full = False
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_connection_that_cannot_be_accepted_yet_is_accepted_later(run, monkeypatch):
+    async def main():
+        config = uvicorn.Config(_answer, http=edge.TimedProtocol, log_config=None, lifespan="off")
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            server = edge._Server(config)
+            serving = asyncio.create_task(server.serve(sockets=[_Full(fileno=os.dup(listening.fileno()))]))
+            async with asyncio.timeout(PATIENCE):
+                reader, writer = await asyncio.open_connection(*listening.getsockname())
+                writer.write(_GET)
+                await reader.readuntil(b"ok")
+            writer.close()
+            server.should_exit = True
+            await serving
+
+    monkeypatch.setattr(listener, "_RETRY_SECONDS", 0.01)
     run(main())
 
 
