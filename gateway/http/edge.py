@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import math
 import os
 import socket
 import ssl
 import sys
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -156,10 +158,10 @@ class TimedProtocol(HttpToolsProtocol):
     """
 
     _waiting: asyncio.TimerHandle | None = None
-    _reading: asyncio.TimerHandle | None = None
-    """Runs while something that was written waits for the peer."""
-    _acknowledged = 0
-    """Bytes that the peer had acknowledged when `_reading` was started."""
+    _looking: asyncio.TimerHandle | None = None
+    """Set while the connection is open."""
+    _acknowledged: int | None = None
+    """Bytes that the peer had acknowledged at the last look; None if it had nothing left to take."""
     _running: RequestResponseCycle | None = None
     """The request that is being answered; uvicorn knows only the newest, which may wait for it."""
     _is_new = True
@@ -183,10 +185,12 @@ class TimedProtocol(HttpToolsProtocol):
         # Pause whenever the peer leaves anything unread. A limit of 0 would pause a TLS transport that holds nothing.
         transport.set_write_buffer_limits(high=1, low=0)
         self._wait_for_head()
+        self._look_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
-        self._was_read()
+        if self._looking is not None:
+            self._looking.cancel()
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -196,14 +200,6 @@ class TimedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._wait_for_reader()
-
-    def resume_writing(self) -> None:
-        self._was_read()
-        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is None and (self.cycle is None or self.cycle.response_complete):
@@ -249,35 +245,37 @@ class TimedProtocol(HttpToolsProtocol):
             self._waiting.cancel()
             self._waiting = None
 
-    def _wait_for_reader(self) -> None:
-        self._acknowledged = _acknowledged_bytes(self.transport)
-        self._reading = self.loop.call_later(self._reader_seconds, self._look)
-
-    def _was_read(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+    def _look_later(self) -> None:
+        self._looking = self.loop.call_later(self._reader_seconds, self._look)
 
     def _look(self) -> None:
-        if _acknowledged_bytes(self.transport) > self._acknowledged:
-            self._wait_for_reader()
+        """Cut the connection off if the peer took nothing since the last look, though there was something to take.
+
+        The transport does not tell: behind it are the kernel's buffer and, over TLS, another one, which takes an answer
+        of any length. A transport that is closing has the end of the connection left, which a peer may never answer.
+        """
+        unread, acknowledged = _sent(self.transport)
+        is_waiting = unread > 0 or self.transport.is_closing()
+        if is_waiting and acknowledged == self._acknowledged:
+            _log.info("cut off: nothing was read", peer=_address(self.transport), seconds=self._reader_seconds)
+            # A transport that is only closed waits until its peer has read what is left.
+            self.transport.abort()
             return
-        _log.info("cut off: nothing was read", peer=_address(self.transport), seconds=self._reader_seconds)
-        # A transport that is only closed waits until its peer has read what is left.
-        self.transport.abort()
+        self._acknowledged = acknowledged if is_waiting else None
+        self._look_later()
 
 
-def _acknowledged_bytes(transport: asyncio.Transport) -> int:
-    """Return how much of what was sent has arrived at the peer, which takes no more once its own buffers are full.
+def _sent(transport: asyncio.Transport) -> tuple[int, int]:
+    """Return how many bytes in the kernel have not arrived at the peer, and how many have.
 
-    The transport's buffer does not tell: over TLS there is another one behind it, and the kernel's is behind both. Not
-    TCP: 0.
+    A peer takes no more once its own buffers are full. Not TCP: 0 and 0.
     """
     # uvloop's sockets have no getsockopt.
     with suppress(OSError), socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as own:
         info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.stop)
-        return int.from_bytes(info[_ACKNOWLEDGED], sys.byteorder)
-    return 0
+        unread = fcntl.ioctl(own, termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(unread, sys.byteorder), int.from_bytes(info[_ACKNOWLEDGED], sys.byteorder)
+    return 0, 0
 
 
 class _TooManyWaiting(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
 from collections.abc import Callable
@@ -49,7 +50,8 @@ class Listener:
         self._on_refused = on_refused
         self._options: dict[str, Any] = {}
         if tls is not None:
-            self._options = {"ssl_handshake_timeout": _HANDSHAKE_SECONDS, "ssl": tls}
+            # A shutdown takes as long as the peer reads what was written before. Protocols cut off those that do not.
+            self._options = {"ssl": tls, "ssl_handshake_timeout": _HANDSHAKE_SECONDS, "ssl_shutdown_timeout": math.inf}
         self._loop = asyncio.get_running_loop()
         self._connecting = Background("connection failed")
         self._retry: asyncio.TimerHandle | None = None

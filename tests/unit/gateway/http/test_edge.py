@@ -283,14 +283,16 @@ def test_a_connection_that_cannot_be_accepted_yet_is_accepted_later(run, monkeyp
     run(main())
 
 
-def _answers_at_length(left):
+def _answers_at_length(left, parts=2):
     """Return an application whose answer no kernel holds, and which sets `left` when it has answered."""
 
     async def answer(scope, receive, send):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"50000000")]})
-            for more in (True, False):
-                await send({"type": "http.response.body", "body": bytes(25_000_000), "more_body": more})
+            for part in range(1, parts + 1):
+                await send(
+                    {"type": "http.response.body", "body": bytes(50_000_000 // parts), "more_body": part < parts}
+                )
         finally:
             left.set()
 
@@ -315,11 +317,37 @@ def test_a_peer_that_takes_nothing_is_cut_off(run):
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_peer_that_reads_slowly_is_answered_whole(run):
+def test_a_peer_that_takes_nothing_is_cut_off_also_over_tls(run, tmp_path):
+    pem = make_pem(tmp_path, "server")
+
     async def main():
-        config = edge._config(GatewaySettings(insecure=True, reader_seconds=1.0), _answers_at_length(asyncio.Event()))
+        settings = GatewaySettings(insecure=True, reader_seconds=0.2, tls_cert=pem.cert, tls_key=pem.key)
+        async with _serve(edge._config(settings, _answers_at_length(asyncio.Event(), parts=1))) as (host, port):
+            async with asyncio.timeout(PATIENCE):
+                reader, writer = await asyncio.open_connection(host, port, ssl=_trust(pem))
+                with capture_logs() as logged:
+                    writer.write(_GET)
+                    while not any("cut off" in entry["event"] for entry in logged):  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(50_000_000)
+                writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_peer_that_reads_slowly_is_answered_whole(run, tls, monkeypatch, tmp_path):
+    pem = make_pem(tmp_path, "server")
+
+    async def main():
+        files = {"tls_cert": pem.cert, "tls_key": pem.key} if tls else {}
+        settings = GatewaySettings(insecure=True, reader_seconds=5.0, **files)
+        config = edge._config(settings, _answers_at_length(asyncio.Event()))
+        config.timeout_keep_alive = 0
         async with _serve(config) as (host, port), asyncio.timeout(PATIENCE):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, ssl=_trust(pem) if tls else None)
             writer.write(_GET)
             await reader.readuntil(b"\r\n\r\n")
             for _ in range(50):
@@ -327,6 +355,8 @@ def test_a_peer_that_reads_slowly_is_answered_whole(run):
                 await asyncio.sleep(0.04)
             writer.close()
 
+    # The loop's own limit of a shutdown, which must not apply. That of uvloop cannot be changed.
+    monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 0.1)
     run(main())
 
 
