@@ -78,7 +78,10 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._stop)
         if until_eof:
-            loop.add_reader(sys.stdin.fileno(), self._read_input)
+            try:
+                loop.add_reader(sys.stdin.fileno(), self._read_input)
+            except PermissionError:  # A file, such as /dev/null: it cannot be waited for, and its end comes at once.
+                self._stopping.set()
         keepers = [asyncio.create_task(self._keep(plan)) for plan in self._plans]
         stopping = asyncio.create_task(self._stopping.wait())
         # If a keeper ends first, its service failed: the others are stopped, then the error is raised.

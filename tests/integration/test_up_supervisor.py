@@ -25,7 +25,14 @@ SECONDS = 120
 class Running:
     """A supervisor of toy services, as a process."""
 
-    def __init__(self, folder: Path, services: dict[str, str], stderr: int | None = None, **options: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        services: dict[str, str],
+        stderr: int | None = None,
+        stdin: int = subprocess.PIPE,
+        **options: object,
+    ) -> None:
         self.folder = folder
         environments = {
             name: {"TOY_DOES": does, "TOY_HEALTH": f"127.0.0.1:{free_port()}", "TOY_PIDS": str(folder / name)}
@@ -37,7 +44,7 @@ class Running:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "support.stacks.toy_up", str(folder / "plans.json")],
                 env=os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
-                stdin=subprocess.PIPE,
+                stdin=stdin,
                 stderr=said if stderr is None else stderr,
             )
 
@@ -67,7 +74,8 @@ def supervising(folder: Path, services: dict[str, str], **options: object):
         running.process.send_signal(signal.SIGTERM)
         running.process.send_signal(signal.SIGTERM)
         running.wait()
-        running.process.stdin.close()
+        if running.process.stdin is not None:
+            running.process.stdin.close()
 
 
 def is_alive(pid: int) -> bool:
@@ -141,6 +149,14 @@ def test_services_end_with_standard_input_where_that_is_asked_for(tmp_path):
         running.wait_said("up")
         running.process.stdin.close()
         assert running.wait() == 0
+
+
+def test_standard_input_that_is_at_its_end_starts_no_service(tmp_path):
+    how = {"stdin": subprocess.DEVNULL, "until_eof": True}
+    with supervising(tmp_path, {"sampler": "serves"}, **how) as running:
+        assert running.wait() == 0
+        assert [line.rpartition(" ")[2] for line in running.said().splitlines()] == ["stopping", "stopped"]
+        assert not (tmp_path / "sampler").exists()
 
 
 @pytest.mark.parametrize("again", [False, True])
