@@ -61,6 +61,11 @@ class GatewaySettings(PeerSettings, UpstreamTls):
 
     Each request that waits for a result occupies one.
     """
+    http_max_requests_per_tenant: int | None = Field(None, ge=1)
+    """Most unanswered HTTP requests of one tenant; further ones are refused with OVERLOADED.
+
+    Unset means half of http_max_connections.
+    """
     http_state: Path = Path(".paceline/http")
     """Directory of the HTTP APIs' persistent state: sessions, names, unfetched results, examples."""
     http_public_url: str = Field("", pattern=r"^(https?://[^\s/]+\S*)?$")

@@ -89,7 +89,8 @@ class HttpEdge:
             metaclaw.routes(),
             self._online.routes(),
         )
-        guarded = AccessMiddleware(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN)
+        share = settings.http_max_requests_per_tenant or max(1, settings.http_max_connections // 2)
+        guarded = AccessMiddleware(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share)
         self._server = _Server(_config(settings, guarded), settings.http_max_connections)
         self._serving: asyncio.Task[None] | None = None
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+import math
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any, Self, TypeVar
@@ -43,12 +45,16 @@ class AccessMiddleware:
         waiting_bytes: WaitingBytes,
         max_body_bytes: int,
         open_paths: Sequence[str],
+        max_requests_per_tenant: float = math.inf,
     ) -> None:
         """`open_paths` need no key; a path that ends in / is a prefix."""
         self._app = app
         self._authenticators = authenticators
         self._waiting_bytes = waiting_bytes
         self._max_body_bytes = max_body_bytes
+        self._max_requests_per_tenant = max_requests_per_tenant
+        self._requests: Counter[str] = Counter()
+        """Unanswered requests by tenant."""
         self._open = frozenset(path for path in open_paths if not path.endswith("/"))
         self._open_below = tuple(path for path in open_paths if path.endswith("/"))
 
@@ -63,7 +69,10 @@ class AccessMiddleware:
             try:
                 identity = scope.setdefault("state", {})["identity"] = self._admit(scope["path"], headers)
                 tenant = identity.tenant if identity else ""
-                with _Body(receive, tenant, self._waiting_bytes, self._max_body_bytes) as body:
+                with (
+                    self._unanswered(tenant),
+                    _Body(receive, tenant, self._waiting_bytes, self._max_body_bytes) as body,
+                ):
                     await self._app(scope, body, answer)
             except errors.PacelineError as error:
                 await answer.fail(problem(error), scope, receive)
@@ -83,6 +92,25 @@ class AccessMiddleware:
                     tenant=tenant,
                     ms=round(1e3 * (perf_counter() - start), 2),
                 )
+
+    @contextmanager
+    def _unanswered(self, tenant: str) -> Iterator[None]:
+        """Count a request as its tenant's while the block runs. Raises Overloaded if the tenant has too many.
+
+        Requests without a tenant have no limit of their own: health probes are among them.
+        """
+        if tenant and self._requests[tenant] >= self._max_requests_per_tenant:
+            raise errors.Overloaded(
+                f"{self._requests[tenant]} requests of this tenant are unanswered, as many as it may have: "
+                "wait for answers, or have the operator raise http_max_requests_per_tenant"
+            )
+        self._requests[tenant] += 1
+        try:
+            yield
+        finally:
+            self._requests[tenant] -= 1
+            if not self._requests[tenant]:
+                del self._requests[tenant]
 
     def _admit(self, path: str, headers: dict[str, str]) -> Identity | None:
         """Return the caller; None for an unknown one on an open path.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import math
 import os
 import socket
@@ -26,6 +27,7 @@ from gateway.http.middleware import AccessMiddleware
 from gateway.http.tinker.downloads import Downloads
 from gateway.settings import GatewaySettings
 from paceline.layout import CheckpointPath
+from paceline.rpc.identity import Identity
 from paceline.waiting_bytes import WaitingBytes
 
 
@@ -104,6 +106,42 @@ async def test_a_length_with_many_digits_is_the_callers_error(zeros, status):
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"0" * zeros + b"5\r\n\r\nhello")
         assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % status)
         writer.close()
+
+
+class _ByName:
+    """Takes a token for the name of its holder's tenant."""
+
+    def identify(self, token):
+        return Identity(token) if token else None
+
+
+async def test_a_tenant_with_its_share_of_requests_is_refused_more_while_others_are_served():
+    entered, gate = asyncio.Semaphore(0), asyncio.Event()
+
+    async def wait(scope, receive, send):
+        entered.release()
+        await gate.wait()
+        await _answer(scope, receive, send)
+
+    async def get(address, tenant):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(f"GET / HTTP/1.1\r\nHost: x\r\nX-API-Key: {tenant}\r\nConnection: close\r\n\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    app = AccessMiddleware(wait, [_ByName()], WaitingBytes(), 100, [], max_requests_per_tenant=2)
+    async with _serve(edge._config(GatewaySettings(insecure=True), app)) as address, asyncio.timeout(PATIENCE):
+        waiting = [asyncio.create_task(get(address, tenant)) for tenant in ("greedy", "greedy", "other")]
+        for _ in waiting:
+            await entered.acquire()
+        head, _, body = (await get(address, "greedy")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 1" in head
+        assert json.loads(body)["error"]["code"] == "OVERLOADED"
+        gate.set()
+        assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in await asyncio.gather(*waiting))
+        assert (await get(address, "greedy")).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_body_that_begins_as_http2_does_is_a_body():
