@@ -97,7 +97,7 @@ class PeftEngine:
                 run: EngineRun = self._make_lora_run(run_id, parameters)
             else:
                 self._offloader.make_room(full_run_bytes(parameters, self._options, self._base_parameters))
-                run = make_full_run(run_id, parameters, self._options, self._mode)
+                run = make_full_run(run_id, parameters, self._options, self._mode, self._model)
         self._runs[run_id] = run
         self._offloader.add(run)
         count = sum(weight.numel() for weight in run.weights.values())

@@ -19,7 +19,7 @@ _PART_ELEMENTS = 1 << 24
 @dataclass(frozen=True, slots=True)
 class _Part:
     exact: dict[str, nn.Parameter]
-    """float32 weights; empty between steps."""
+    """float32 copies of bfloat16 weights, and the float32 weights themselves; empty between steps."""
     optimizer: AnyOptimizer
     """Optimizer of these weights."""
 
@@ -27,7 +27,7 @@ class _Part:
 class RoundedOptimizer(Optimizer[OptimizerParams]):
     """Applies another optimizer to bfloat16 weights with float32 gradients, some of the weights at a time.
 
-    The order of the weights determines which numbers from `generator` each of them gets.
+    A few weights may be float32; they are stepped in place. The order of the weights determines which numbers from `generator` each of them gets.
     """
 
     def __init__(self, parameters: Parameters, params: OptimizerParams, generator: torch.Generator) -> None:
@@ -52,7 +52,8 @@ class RoundedOptimizer(Optimizer[OptimizerParams]):
             self._fill(part)
             part.optimizer.update(params, step)
             for name, exact in part.exact.items():
-                round_stochastically(exact.data, self._parameters[name].data, self.generator)
+                if self._parameters[name].dtype is torch.bfloat16:
+                    round_stochastically(exact.data, self._parameters[name].data, self.generator)
             _empty(part)
 
     def _make_part(self, names: list[str], params: OptimizerParams) -> _Part:

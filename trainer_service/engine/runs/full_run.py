@@ -37,16 +37,16 @@ class FullRun(EngineRun):
     model: PreTrainedModel
     model_path: str
     """Where the model was loaded from."""
-    masters: dict[str, nn.Parameter] | None
-    """float32 weights of which `parameters` are a rounded copy; None if `parameters` are the weights."""
+    masters: dict[str, nn.Parameter]
+    """float32 weights of which the parameters of the same names are rounded copies; the other parameters are weights."""
 
     @property
     def weights(self) -> Mapping[str, nn.Parameter]:
-        return self.parameters if self.masters is None else self.masters
+        return self.parameters | self.masters
 
     @property
     def owned(self) -> list[nn.Parameter]:
-        return [*self.parameters.values(), *(self.masters or {}).values()]
+        return [*self.parameters.values(), *self.masters.values()]
 
     def exact(self) -> SaveContent:
         return SaveContent([TensorFile(MODEL_FILE, self.weights, metadata=_METADATA)], {})
@@ -54,13 +54,12 @@ class FullRun(EngineRun):
     def export(self, dtype: torch.dtype) -> SaveContent:
         """Return a directory that transformers and vLLM can load: weights in one file, configuration, tokenizer.
 
-        Weights that are kept in bfloat16 are written in bfloat16, whatever `dtype`.
+        Each weight is written in the dtype that the run computes with, whatever `dtype`.
         """
-        if self.trained.storage is WeightStorage.BFLOAT16:
-            dtype = torch.bfloat16
-        file = TensorFile(MODEL_FILE, self._exported(), dtype, _METADATA)
+        del dtype
+        file = TensorFile(MODEL_FILE, self._exported(), metadata=_METADATA)
         # The tokenizer's files include the configuration of the loaded model, which is replaced.
-        return SaveContent([file], {**read_tokenizer_files(self.model_path), **self._configuration(dtype)})
+        return SaveContent([file], {**read_tokenizer_files(self.model_path), **self._configuration()})
 
     def read_weights(self, directory: Path, *, exact: bool) -> dict[str, Tensor]:
         """Without `exact`, accept any floating-point model of the same names and shapes, also a sampler checkpoint."""
@@ -88,12 +87,12 @@ class FullRun(EngineRun):
     def take_step(self, optimizer: AnyOptimizer, params: OptimizerParams, norm: float) -> float:
         if isinstance(optimizer, RoundedOptimizer):
             return self._take_rounded_step(optimizer, params, norm)
-        for name, master in (self.masters or {}).items():
+        for name, master in self.masters.items():
             master.grad = self.parameters[name].grad
         try:
             learning_rate = super().take_step(optimizer, params, norm)
         finally:
-            for master in (self.masters or {}).values():
+            for master in self.masters.values():
                 master.grad = None
         self._round_masters()
         return learning_rate
@@ -106,19 +105,20 @@ class FullRun(EngineRun):
 
     @torch.no_grad()
     def _round_masters(self) -> None:
-        for name, master in (self.masters or {}).items():
+        for name, master in self.masters.items():
             self.parameters[name].copy_(master)
 
     def _exported(self) -> dict[str, Tensor]:
         """Return the model's state under the names that files of this architecture use; tied weights occur once."""
         weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {name: value for name, value in self.model.state_dict().items() if name not in weights}
-        state: dict[str, Tensor] = revert_weight_conversion(self.model, {**buffers, **self.weights})
+        state: dict[str, Tensor] = revert_weight_conversion(self.model, {**buffers, **self.parameters})
         return state
 
-    def _configuration(self, dtype: torch.dtype) -> dict[str, Any]:
+    def _configuration(self) -> dict[str, Any]:
         config = json.loads(self.model.config.to_json_string())
-        named = {"architectures": [type(self.model).__name__], "dtype": str(dtype).removeprefix("torch.")}
+        in_half = any(parameter.dtype is torch.bfloat16 for parameter in self.parameters.values())
+        named = {"architectures": [type(self.model).__name__], "dtype": "bfloat16" if in_half else "float32"}
         texts = {_CONFIG: config | named}
         if self.model.can_generate():
             texts[_GENERATION_CONFIG] = json.loads(self.model.generation_config.to_json_string())
@@ -131,23 +131,22 @@ def full_run_bytes(full: FullParameters, options: EngineOptions, count: int) -> 
     return (weights + TRAINED_BYTES) * count
 
 
-def make_full_run(run_id: str, full: FullParameters, options: EngineOptions, mode: PassMode) -> FullRun:
+def make_full_run(
+    run_id: str, full: FullParameters, options: EngineOptions, mode: PassMode, base: PreTrainedModel
+) -> FullRun:
     """Load a copy of the base model and make all of it trainable, by passes of a mode.
 
     A run whose weights are bfloat16 also computes in bfloat16. If they are float32 and the engine computes in bfloat16,
-    the run computes with a rounded copy. Raises ModelNotFound.
+    the run computes with a rounded copy of those that are bfloat16 in `base`, the engine's model. Weights that the
+    architecture keeps in float32 are float32 in every run. Raises ModelNotFound.
     """
     in_float32 = full.storage is WeightStorage.FLOAT32
     own = replace(options, dtype="float32" if in_float32 else "bfloat16", base_dir="")
     model = load_base_model(own, fused=mode.fused)
     use_attention(model, mode.attention)
     parameters = dict(model.named_parameters())
-    masters = None
-    if in_float32 and options.dtype == "bfloat16":
-        masters = {name: nn.Parameter(parameter.detach()) for name, parameter in parameters.items()}
+    masters = _round_as(base, model) if in_float32 else {}
     for parameter in parameters.values():
-        if masters is not None:
-            parameter.data = parameter.data.bfloat16()
         parameter.requires_grad_()
         # Gradients of several passes are summed in float32, whatever dtype the passes compute in.
         parameter.grad_dtype = torch.float32
@@ -160,3 +159,17 @@ def make_full_run(run_id: str, full: FullParameters, options: EngineOptions, mod
         model_path=options.model_path,
         masters=masters,
     )
+
+
+def _round_as(base: PreTrainedModel, model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Give a float32 model the dtypes of `base`, which may have adapters; return the weights that were rounded."""
+    tensors = (*base.named_parameters(), *base.named_buffers())
+    dtypes = {name.replace(".base_layer.", "."): tensor.dtype for name, tensor in tensors}
+    masters = {
+        name: nn.Parameter(parameter.detach())
+        for name, parameter in model.named_parameters()
+        if dtypes[name] is not parameter.dtype
+    }
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = tensor.data.to(dtypes[name])
+    return masters

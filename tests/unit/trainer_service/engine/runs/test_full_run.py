@@ -312,10 +312,33 @@ def test_a_gradient_that_is_a_view_steps_the_weights_that_it_belongs_to(tmp_path
         torch.testing.assert_close(moments[f"exp_avg.{name}"], 0.1 * gradient)
 
 
-def test_a_model_that_keeps_a_few_weights_in_float32_resumes(tmp_path):
-    engine = architecture_engine("ernie4_5_moe", tmp_path / "model", "rounded")
-    dtypes = {weight.dtype for weight in engine._runs["run"].weights.values()}
-    assert dtypes == {torch.bfloat16, torch.float32}
+@pytest.mark.parametrize("kept", ["masters", "rounded"])
+def test_weights_that_the_base_keeps_in_float32_are_computed_stepped_and_written_in_float32(tmp_path, kept):
+    engine = architecture_engine("ernie4_5_moe", tmp_path / "model", kept)
+    run, base = engine._runs["run"], {name: weight.dtype for name, weight in engine._model.named_parameters()}
+    assert {name: weight.dtype for name, weight in run.parameters.items()} == {
+        name.replace(".base_layer.", "."): dtype for name, dtype in base.items()
+    }
+    exact = {name: weight for name, weight in run.parameters.items() if weight.dtype is torch.float32}
+    assert 0 < len(exact) < len(run.parameters)
+    token = Datum([5, 6, 7], {"target_tokens": [5, 6, 7], "weights": [1.0] * 3})
+    engine.forward_backward("run", [token], ForwardBackwardSpec("cross_entropy"))
+    expected = {name: torch.nn.Parameter(weight.detach().clone()) for name, weight in exact.items()}
+    for name, weight in expected.items():
+        weight.grad = exact[name].grad.clone()
+    AdamW(expected, ADAM).step(ADAM, 1, engine.optim_step("run", ADAM).grad_norm)
+    assert all(torch.equal(exact[name], weight) for name, weight in expected.items())
+    (tmp_path / "saved").mkdir()
+    engine.save_adapter("run", tmp_path / "saved")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    assert stock.dtype is torch.bfloat16
+    computed = {name: parameter.detach() for name, parameter in run.parameters.items()}
+    torch.testing.assert_close(dict(stock.named_parameters()), computed, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kept", ["masters", "rounded"])
+def test_a_model_that_keeps_a_few_weights_in_float32_resumes(tmp_path, kept):
+    engine = architecture_engine("ernie4_5_moe", tmp_path / "model", kept)
     token = Datum([5, 6, 7], {"target_tokens": [5, 6, 7], "weights": [1.0] * 3})
     engine.forward_backward("run", [token], ForwardBackwardSpec("cross_entropy"))
     engine.optim_step("run", AdamParams())
