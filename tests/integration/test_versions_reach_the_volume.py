@@ -19,7 +19,7 @@ from support.stacks.cluster import wait_for
 from paceline import codec, errors, layout, weights
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import CheckpointKind, Datum, LoraConfig
+from paceline.types import CheckpointKind, Datum, FullParameters, LoraConfig
 from paceline.waiting_bytes import WaitingBytes
 from paceline.weights.v1 import weight_service_pb2 as wpb
 from trainer_service.checkpoints.store import CheckpointStore
@@ -217,6 +217,24 @@ async def test_what_the_volume_failed_to_take_is_copied_again_and_leaves_nothing
         await commander.send(pb.PublishWeightsRequest, durable=True)
     await publisher.settled(run_id)
     assert layout.numbered(publisher._staging / run_id) == [2 + KEPT_VERSIONS]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_whole_model_is_found_again_although_a_crash_cut_off_its_comparison(trainer, monkeypatch):
+    run = await trainer.lifecycle.create_run(Identity(TEAM), "whole", b"digest", "", FullParameters(), {})
+
+    def publish():
+        run.next_version = 1  # as after a crash that kept the answer from the journal
+        return trainer.publisher.publish(
+            run, seq_id=1, durable=True, policy=AckPolicy.NONE, ack_seconds=1, progress=CommandProgress()
+        )
+
+    made = (await publish()).model
+    with monkeypatch.context() as patch:  # the crash comes before what was compared is removed
+        patch.setattr("trainer_service.publish.publisher.shutil.rmtree", lambda *_, **__: None)
+        await publish()
+    assert layout.numbered(trainer.commander.version.parents[2] / run.run_id / "versions") == [1]
+    assert (await publish()).model == made
 
 
 @pytest.mark.asyncio(loop_scope="module")

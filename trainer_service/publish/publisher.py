@@ -8,6 +8,7 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager, nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
+from tempfile import mkdtemp
 from time import perf_counter
 
 from paceline import errors, layout, weights
@@ -273,11 +274,15 @@ class Publisher:
 
     async def _is_current(self, run: RunRecord, made: Path) -> bool:
         """Return whether a version on the volume holds the run's current weights."""
-        directory, known = self._directory(run, 0), weights.read_manifest(made)
-        async with layout.new_directory_async(directory, durable=False) as staging:
-            await self._engine.save_adapter(run.run_id, staging)
-            sha256 = await asyncio.to_thread(weights.hash_file, staging / weights.weights_file(known))
-        await asyncio.to_thread(shutil.rmtree, directory)
+        known, folder = weights.read_manifest(made), self._directory(run, 0).parent
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        # It never gets a version's name: the next start removes what a crash leaves of it.
+        current = Path(await asyncio.to_thread(mkdtemp, prefix=layout.STAGED, dir=folder))
+        try:
+            await self._engine.save_adapter(run.run_id, current)
+            sha256 = await asyncio.to_thread(weights.hash_file, current / weights.weights_file(known))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, current)
         return sha256 == known.model.sha256
 
     async def _stage(
