@@ -6,6 +6,9 @@ it is written, so that the number of runs is not limited by file descriptors.
 
 A failed sync may have dropped the written pages, and the next sync would report success. After a failure the segment is
 therefore abandoned behind its last synced byte, and everything after that byte is written again to a new segment.
+
+A command that cannot be written is refused only while no file holds all of its bytes. Once one does, a restart may find
+the command there even if no sync succeeds, so it stays queued and is written again until a sync succeeds.
 """
 
 from __future__ import annotations
@@ -56,13 +59,15 @@ _MAX_UNSYNCED_BYTES = 8 << 20
 """Answers that need no sync are synced once they add up to this many bytes, because they stay in memory until then."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Entry:
     data: bytes
     sync: bool
     command: int
-    """seq_id of a command, which is refused if it cannot be written; 0 for other records, which are written later."""
+    """seq_id of a command; 0 for other records."""
     written: asyncio.Future[None]
+    can_be_refused: bool
+    """Whether this is a command that no restart can find. If they cannot be written now, others are written later."""
 
 
 @dataclass(slots=True)
@@ -120,7 +125,10 @@ class RunJournal:
         self.appended_bytes = 0
         """Bytes of records appended since this object was created."""
         self.on_refused: Callable[[errors.PacelineError], None] = lambda _error: None
-        """Called with the reason if commands could not be written; none of them is executed."""
+        """Called with the reason if records could not be written, once commands that are not executed were refused.
+
+        Commands whose future is not done then are executed once they are durable, in this process or the next.
+        """
 
     @staticmethod
     def create(directory: Path, base: int) -> None:
@@ -132,12 +140,13 @@ class RunJournal:
     def append(self, record: Record, *, sync: bool) -> asyncio.Future[None]:
         """Append a record. The future resolves when the record is written and, with `sync`, durable.
 
-        A command's future raises DiskFull if there is no room; then neither it nor any later command was written.
+        A command's future raises DiskFull if there is no room, or Internal; then neither it nor any later command was
+        written.
         """
         written = asyncio.get_running_loop().create_future()
         written.add_done_callback(lambda done: done.cancelled() or done.exception())
         command = record.seq_id if isinstance(record, CommandRecord) else 0
-        self._queue.append(_Entry(encode_record(record), sync, command, written))
+        self._queue.append(_Entry(encode_record(record), sync, command, written, can_be_refused=command > 0))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_queue())
         return written
@@ -185,8 +194,7 @@ class RunJournal:
             try:
                 await loop.run_in_executor(self._threads, self._write, batch)
             except errors.DiskFull as error:
-                self._refuse(batch, error if error.retry_after else _full())
-                if any(entry.command for entry in batch):
+                if self._refuse(batch, error if error.retry_after else _full()):
                     continue  # Answers may use the space that the guard keeps free.
             except OSError as error:
                 self._refuse(batch, self._reason(error))
@@ -206,7 +214,7 @@ class RunJournal:
 
     def _write(self, batch: list[_Entry]) -> None:
         payload = b"".join(entry.data for entry in batch)
-        if any(entry.command for entry in batch):
+        if any(entry.can_be_refused for entry in batch):
             self._guard.check_free(self._directory, len(payload), _FULL_RETRY_SECONDS)
         last = max([self._last_written, *(entry.command for entry in batch)])
         must_sync = any(entry.sync for entry in batch)
@@ -231,6 +239,8 @@ class RunJournal:
         try:
             self._write_frame(file, frame, segment)
             segment.length += len(frame)
+            for entry in self._batch:
+                entry.can_be_refused = False
             unsynced = sum(map(len, segment.unsynced)) + len(whole)
             if must_sync or unsynced > _MAX_UNSYNCED_BYTES:
                 try:
@@ -292,15 +302,17 @@ class RunJournal:
         write_index(self._directory, newest, limit)
         self._limit = limit
 
-    def _refuse(self, batch: list[_Entry], reason: errors.PacelineError) -> None:
-        """Refuse the waiting commands; other waiting records stay queued."""
+    def _refuse(self, batch: list[_Entry], reason: errors.PacelineError) -> int:
+        """Refuse the waiting commands that can be; the other records stay queued. Return the number of the batch's."""
         _log.error("journal not written", directory=str(self._directory), error=str(reason))
         waiting = [*batch, *self._queue]
-        self._queue = [entry for entry in waiting if not entry.command]
-        self.on_refused(reason)
-        for entry in waiting:
-            if entry.command and not entry.written.done():
+        refused = [entry for entry in waiting if entry.can_be_refused]
+        self._queue = [entry for entry in waiting if not entry.can_be_refused]
+        for entry in refused:
+            if not entry.written.done():
                 entry.written.set_exception(reason)
+        self.on_refused(reason)
+        return sum(entry.can_be_refused for entry in batch)
 
     @staticmethod
     def _reason(error: OSError) -> errors.PacelineError:

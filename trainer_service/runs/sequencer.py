@@ -223,14 +223,20 @@ class PendingCommands:
         self._bytes.remove(self._tenant, pending.command.size)
 
     def _withdraw(self, error: errors.PacelineError) -> None:
-        """Withdraw the commands that could not be journaled: none was executed, and their seq_ids are free again."""
-        durable = {
+        """Withdraw the commands that the journal refused: none was executed, and their seq_ids are free again.
+
+        Those that it may hold, although it could not be synced, stay; their callers are told to ask again.
+        """
+        kept = {
             key
             for key, pending in self.by_seq_id.items()
-            if pending.durable is not None and pending.durable.done() and not pending.durable.exception()
+            if pending.durable is not None and not (pending.durable.done() and pending.durable.exception())
         }
-        self.appended = max([self._answered, *durable])
+        self.appended = max([self._answered, *kept])
         self.refuse(lambda pending: pending.command.seq_id > self.appended and pending.durable is not None, error)
+        for pending in self.by_seq_id.values():
+            if pending.durable is not None and not pending.durable.done():
+                pending.fail_waiters(_unsynced())
 
     def _time_out(self, pending: PendingCommand) -> None:
         seq_id = pending.command.seq_id
@@ -240,6 +246,11 @@ class PendingCommands:
         missing = next(earlier for earlier in range(self.appended + 1, seq_id) if earlier not in self.by_seq_id)
         message = f"command {missing} did not arrive within {self._gap_wait:g} s; send it, then this one again"
         pending.resolve(errors.SeqIdGap(message, field="seq_id", metadata={"missing": str(missing)}))
+
+
+def _unsynced() -> errors.EngineUnavailable:
+    message = "the run's journal cannot be synced; the command executes once it is durable: send it again for its answer"
+    return errors.EngineUnavailable(message)
 
 
 def _new_answer() -> asyncio.Future[Message]:
@@ -326,8 +337,8 @@ class Sequencer:
         `check` is called with a command that has not arrived before, and returns it, or its refusal. The command
         continues if the caller leaves, because its answer may be asked for again. Raises what the command
         raised, ClientSuperseded, SeqIdReused, SeqIdExpired, DiskFull if it cannot be journaled, QuotaExceeded or
-        Overloaded if too many bytes of commands wait, EngineUnavailable if the engine dies while it waits, or SeqIdGap
-        if earlier commands do not arrive in time.
+        Overloaded if too many bytes of commands wait, EngineUnavailable if the engine dies while it waits or the
+        journal cannot be synced, or SeqIdGap if earlier commands do not arrive in time.
         """
         self.check_client(command)
         if self._refusal is not None:

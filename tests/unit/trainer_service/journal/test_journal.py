@@ -205,6 +205,54 @@ async def test_a_sync_that_fails_gives_the_segment_up_and_nothing_that_was_told_
     assert await JournaledRun(directory).send(2) == first
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("then", [OSError(5, "Input/output error"), OSError(28, "No space left on device")])
+async def test_a_command_that_a_restart_may_find_is_not_refused(directory, monkeypatch, then, restarts):
+    run = JournaledRun(directory)
+    await run.send(1)
+    failures, sync = [OSError(5, "Input/output error"), then], os.fdatasync
+
+    def fail(file):
+        if failures:
+            raise failures.pop(0)
+        sync(file)
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(errors.EngineUnavailable, match="journal"):
+        await run.send(2)
+    found = list(run.history().commands)
+    assert found == [1, 2]
+    after = JournaledRun(directory) if restarts else run
+    with pytest.raises(errors.SeqIdReused):
+        await after.send(2, rate=7.0)
+    assert (await after.send(2)).step == 2
+    assert (await after.send(3)).step == 3
+    assert after.executor.ran == ([2, 3] if restarts else [1, 2, 3])
+    assert list(after.history().commands) == [1, 2, 3]
+
+
+async def test_commands_behind_one_that_a_restart_may_find_are_refused_as_ever(directory, monkeypatch):
+    free = shutil.disk_usage(directory.parent).free
+    run = JournaledRun(directory)
+    await run.send(1)
+    sync = os.fdatasync
+
+    def fail(_file):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(errors.EngineUnavailable, match="journal"):
+        await run.send(2)
+    run.journal._guard = DiskGuard(2 * free)
+    with pytest.raises(errors.DiskFull):
+        await run.send(3)
+    assert run.sequencer.last_seq_id == 2
+    run.journal._guard = NO_GUARD
+    monkeypatch.setattr(os, "fdatasync", sync)
+    await send_and_read_again(run, [2, 3])
+    assert run.executor.ran == [1, 2, 3]
+
+
 async def test_a_journal_is_closed_between_its_writes(directory):
     before = open_files()
     runs = [JournaledRun(directory / str(number)) for number in range(20)]
@@ -502,7 +550,7 @@ async def test_what_follows_a_segment_that_could_not_be_begun_is_read_again(dire
     await send_and_read_again(run, [1, 2])
     fail_once(monkeypatch, os, "fdatasync", OSError(5, "Input/output error"))
     fail_once(monkeypatch, journal_module, "write_index", OSError(5, "Input/output error"))
-    with pytest.raises(errors.Internal, match="journal"):
+    with pytest.raises(errors.EngineUnavailable, match="journal"):
         await run.send(3)
     await send_and_read_again(run, [3, 4])
     await send_and_read_again(JournaledRun(directory), [5])
