@@ -138,7 +138,7 @@ class Agreements:
             seen.unanswered.pop(run_id, None)
 
     def acknowledged(self, watcher: Watcher, run: RunRecord, version: int, *, is_refused: bool) -> None:
-        """Have a sampler score tokens with the first version that it acknowledges, and with the first of each run.
+        """Have a sampler score tokens with the first version of each run that it acknowledges since it joined.
 
         For a full-parameter run that is the first version that the run scored. Later versions follow until one agrees.
         """
@@ -150,7 +150,7 @@ class Agreements:
             known = self._scores.get(run.run_id)
             if known is not None and known.version == version:
                 self._send(watcher, ref, known.tokens, known.logprobs, known.dtype)
-        elif is_refused or version == 1 or run.run_id in seen.comparing or not (seen.agreed or seen.comparing):
+        else:
             self._compare(watcher, seen, run, version)
 
     def record(self, watcher: Watcher, agreement: pb.Agreement) -> None:

@@ -69,6 +69,30 @@ class Scoring(Engine):
     async def load_state(self, run_id, directory, *, with_optimizer): ...
 
 
+async def settled(watcher):
+    """Wait for what is scored; return the runs and versions that the sampler was asked to score."""
+    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(tasks)
+    probes = [watcher.outbox.get_nowait().probe for _ in range(watcher.outbox.qsize())]
+    return [(ref.run_id, ref.version) for ref in (model_ref_from_proto(probe.model) for probe in probes)]
+
+
+async def test_the_first_version_of_each_run_that_a_sampler_acknowledges_since_it_joined_is_compared(tmp_path):
+    runs = [SimpleNamespace(run_id=new_run_id(), parameters=LoraConfig(rank=1)) for _ in range(2)]
+    agreements = Agreements(Scoring(), lambda run, version: tmp_path, CollectorRegistry())
+    for watcher in (Watcher("one", {}), Watcher("one", {})):  # it reconnects
+        agreements.on_join(watcher)
+        assert len(await settled(watcher)) == 1  # the base model
+        for run, version in zip(runs, (1, 3), strict=True):  # the second run's first versions were refused
+            agreements.acknowledged(watcher, run, version, is_refused=False)
+            assert await settled(watcher) == [(run.run_id, version)]
+            model = model_pb2.ServedModel(run_id=run.run_id, version=version)
+            agreements.record(watcher, pb.Agreement(model=model))
+            agreements.acknowledged(watcher, run, version + 1, is_refused=False)
+            assert await settled(watcher) == []
+        agreements.on_leave(watcher, is_gone=False)
+
+
 async def test_versions_are_compared_until_one_agrees_that_is_newer_than_those_that_do_not(tmp_path):
     """The results arrive in another order than the versions."""
     watcher, run = Watcher("one", {}), SimpleNamespace(run_id=new_run_id(), parameters=LoraConfig(rank=1))
