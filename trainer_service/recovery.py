@@ -229,9 +229,9 @@ class Recovery:
         """Remake a version that was published but had not reached the volume."""
         if before.version == 0:
             return
-        answer = answer_from_record(before)
-        # A publish that was not acknowledged in time was refused, but its version exists.
-        sha256 = answer.model.sha256 if isinstance(answer, pb.PublishWeightsResponse) else ""
+        sha256 = before.version_sha256
+        if not sha256 and isinstance(answer := answer_from_record(before), pb.PublishWeightsResponse):
+            sha256 = answer.model.sha256
         await self._publisher.recreate(run, before.version, command.seq_id, sha256)
 
     async def offer_snapshot(self, run: RunRecord) -> None:

@@ -385,6 +385,29 @@ async def test_a_version_that_the_volume_has_no_room_for_is_announced_if_the_new
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("differs", [False, True])
+async def test_a_version_whose_publish_was_refused_comes_back_with_the_same_bytes_or_not_at_all(
+    trainer, monkeypatch, differs
+):
+    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"), pytest.raises(errors.DiskFull):
+        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    (answer,) = trainer.run.sequencer.answers
+    if differs:  # as where arithmetic is not deterministic
+        await trainer.commander.send(
+            pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="cross_entropy"
+        )
+        await trainer.commander.send(pb.OptimStepRequest, adamw=ADAM)
+    crash(trainer)
+    sampler = Watcher("sampler", {})
+    await trainer.hub.join(sampler)
+    request = pb.PublishWeightsRequest(run_id=trainer.run.run_id, seq_id=1, durable=True)
+    await trainer.recovery._replay(trainer.run, Command.of(request, TEAM), answer)
+    await trainer.publisher.settled(trainer.run.run_id)
+    assert announced(sampler)[:1] == ([] if differs else [(1, 1)])
+    assert trainer.commander.version.exists() is not differs
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_damaged_version_that_cannot_be_set_aside_keeps_nothing_from_starting(trainer, monkeypatch):
     def unwritable(_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -92,6 +92,8 @@ class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):
     facts: Facts = Facts()
     version: int = 0
     """Version that the command made, even if it was refused because nobody acknowledged the version; 0 for none."""
+    version_sha256: str = ""
+    """SHA-256 of that version; empty in records that were written before there was this field."""
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, tag="attempt"):

@@ -121,7 +121,7 @@ class Publisher:
             manifest, directory = await self._stage(run, version, seq_id, progress)
             await earlier_announced.wait()
             self._failpoints.hit("before_announce")
-            progress.version = version
+            progress.version, progress.version_sha256 = version, manifest.model.sha256
             run.latest_version = max(run.latest_version, version)
             expected = self._broadcast(manifest, directory)
         staged = perf_counter()

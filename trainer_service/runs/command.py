@@ -137,11 +137,15 @@ class Answers:
             self._records[seq_id] = msgspec.structs.replace(self._records[seq_id], reply=None)
 
 
-def answer_to_record(command: Command, answer: Answer, facts: Facts, version: int = 0) -> AnswerRecord:
+def answer_to_record(
+    command: Command, answer: Answer, facts: Facts, version: int = 0, version_sha256: str = ""
+) -> AnswerRecord:
     """Return the journal record of an answer, with the run's facts and the version that the command made."""
     failure = Failure.of(answer) if isinstance(answer, errors.PacelineError) else None
     reply = None if isinstance(answer, errors.PacelineError) else answer.SerializeToString()
-    return AnswerRecord(command.seq_id, command.digest, command.method, reply, failure, facts, version)
+    return AnswerRecord(
+        command.seq_id, command.digest, command.method, reply, failure, facts, version, version_sha256
+    )
 
 
 def answer_from_record(record: AnswerRecord) -> Answer | None:

@@ -67,6 +67,8 @@ class CommandProgress:
         """Whether the command ended with an answer, and not because it has to execute again."""
         self.version = 0
         """Number of the version that the command made; 0 for none."""
+        self.version_sha256 = ""
+        """SHA-256 of that version."""
         self._earlier = tuple(earlier)
         self._may_overlap = may_overlap
 
@@ -511,7 +513,7 @@ class Sequencer:
             facts = executor.facts()
             if pending.place is not None:
                 facts = facts.at(pending.place)
-            record = answer_to_record(command, answer, facts, progress.version)
+            record = answer_to_record(command, answer, facts, progress.version, progress.version_sha256)
             must_sync = isinstance(answer, errors.PacelineError) or command.method not in REPEATABLE
             await self.journal.append(record, sync=must_sync)
             self._failpoints.hit("after_answer")
