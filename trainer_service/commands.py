@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -234,17 +235,20 @@ class CommandExecutor:
         """
         number = run.next_version
         try:
-            if not self._publisher.has_made(run, command.seq_id):
-                size = run.state_bytes(CheckpointKind.SAMPLER)
-                self._guard.check(run.tenant, self._settings.checkpoint_dir, size)
-            return await self._publisher.publish(
-                run,
-                seq_id=command.seq_id,
-                durable=request.durable,
-                policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
-                ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
-                progress=progress,
-            )
+            with ExitStack() as room:
+                if not self._publisher.has_made(run, command.seq_id):
+                    size = run.state_bytes(CheckpointKind.SAMPLER)
+                    self._guard.check_free(self._settings.checkpoint_dir, size)
+                    room.enter_context(self._guard.reserve(run.tenant, size))
+                return await self._publisher.publish(
+                    run,
+                    seq_id=command.seq_id,
+                    durable=request.durable,
+                    policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
+                    ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
+                    progress=progress,
+                    room=room,
+                )
         except errors.EngineUnavailable:
             raise  # it executes again
         except Exception:

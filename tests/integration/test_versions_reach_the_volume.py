@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import signal
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -220,13 +220,30 @@ async def test_what_the_volume_failed_to_take_is_copied_again_and_leaves_nothing
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_version_that_is_being_copied_counts_towards_its_tenants_bytes(trainer):
+    commander, size = trainer.commander, trainer.run.state_bytes(CheckpointKind.SAMPLER)
+    guard = DiskGuard(volume=trainer.publisher._volume, tenant_limit=1 << 40)
+    guard.count_all()
+    before = guard.used(TEAM)
+    guard.limit = before + size + size // 2
+    trainer.executor._guard = trainer.publisher._guard = guard
+    await trainer.hub.join(trainer.slow)
+    await commander.send(pb.PublishWeightsRequest)
+    with pytest.raises(errors.QuotaExceeded):
+        await commander.send(pb.PublishWeightsRequest)
+    trainer.slow.go_on()
+    await trainer.publisher.settled(trainer.run.run_id)
+    assert guard.used(TEAM) - before == sum(path.stat().st_size for path in commander.version.iterdir())
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_whole_model_is_found_again_although_a_crash_cut_off_its_comparison(trainer, monkeypatch):
     run = await trainer.lifecycle.create_run(Identity(TEAM), "whole", b"digest", "", FullParameters(), {})
 
     def publish():
         run.next_version = 1  # as after a crash that kept the answer from the journal
         return trainer.publisher.publish(
-            run, seq_id=1, durable=True, policy=AckPolicy.NONE, ack_seconds=1, progress=CommandProgress()
+            run, seq_id=1, durable=True, policy=AckPolicy.NONE, ack_seconds=1, progress=CommandProgress(), room=ExitStack()
         )
 
     made = (await publish()).model
@@ -449,7 +466,7 @@ async def test_recovery_brings_versions_back_and_ends_with_the_newest(trainer, m
 async def test_a_publish_that_executes_again_is_announced_as_the_newest_that_it_is(trainer):
     silent = Watcher("silent", {})
     await trainer.hub.join(silent)
-    publishing = {"seq_id": 1, "durable": True, "policy": AckPolicy.ALL, "ack_seconds": 60.0}
+    publishing = {"seq_id": 1, "durable": True, "policy": AckPolicy.ALL, "ack_seconds": 60.0, "room": ExitStack()}
     first = asyncio.create_task(trainer.publisher.publish(trainer.run, progress=CommandProgress(), **publishing))
     while not trainer.commander.version.exists():  # noqa: ASYNC110 - nothing says when it is copied
         await asyncio.sleep(0.01)

@@ -71,17 +71,12 @@ class DiskGuard:
                 metadata={"quota": QUOTA, "used": str(used), "limit": str(self.limit), "needed": str(size)},
             )
 
-    def check(self, tenant: str, directory: Path, size: int) -> None:
-        """Raise DiskFull or QuotaExceeded unless a tenant may write `size` bytes below the existing `directory`."""
-        self.check_free(directory, size)
-        self.check_quota(tenant, size)
-
     @contextmanager
-    def reserve(self, tenant: str, size: int, replaced: Path) -> Iterator[None]:
-        """Reserve `size` bytes for what the block writes in place of `replaced`. Raises QuotaExceeded."""
-        size -= min(size, _size_of(replaced))
-        self.check_quota(tenant, size)
+    def reserve(self, tenant: str, size: int, replaced: Path | None = None) -> Iterator[None]:
+        """Reserve `size` bytes for what the block writes, in place of `replaced` if given. Raises QuotaExceeded."""
+        size -= min(size, _size_of(replaced)) if replaced is not None else 0
         with self._lock:
+            self.check_quota(tenant, size)
             self._by_tenant[tenant] += size
         try:
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
@@ -106,11 +106,13 @@ class Publisher:
         policy: AckPolicy,
         ack_seconds: float,
         progress: CommandProgress,
+        room: ExitStack,
     ) -> PublishWeightsResponse:
         """Publish the run's current weights as its next version, or reuse the one that `seq_id` made before a crash.
 
-        The number is assigned in the command's turn; if the publish fails later, it is not used again. Raises
-        AckTimeout or the error with which a sampler refused the version; the version exists in both cases.
+        `room` holds the reservation of the version's bytes, which lasts until the copy to the volume has ended. The
+        number is assigned in the command's turn; if the publish fails later, it is not used again. Raises AckTimeout or
+        the error with which a sampler refused the version; the version exists in both cases.
         """
         start = perf_counter()
         version = await self._next_version(run, seq_id)
@@ -126,6 +128,8 @@ class Publisher:
             expected = self._broadcast(manifest, directory)
         staged = perf_counter()
         persisting = self._persist(run.run_id, version, directory, manifest)
+        reserved = room.pop_all()
+        persisting.add_done_callback(lambda _: reserved.close())
         if durable:
             await asyncio.shield(persisting)
         waiting = policy is not AckPolicy.NONE
