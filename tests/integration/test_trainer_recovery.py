@@ -13,6 +13,7 @@ from support.stacks.cluster import wait_for
 from support.stacks.warm_trainer import SERVICE, WarmRun
 
 from paceline import codec, errors
+from paceline.layout import new_run_id
 from paceline.rpc.identity import peer_metadata
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum
@@ -164,6 +165,29 @@ def test_bytes_on_the_volume_are_counted_rightly_after_a_kill_in_the_middle_of_a
         assert counted(stub) == on_disk()
         run.delete(checkpoints=True)
         assert counted(stub) == on_disk() == 0
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_sampler_that_was_away_is_told_after_a_restart_which_runs_were_deleted(trainer, checkpoints):
+    assert trainer.start()
+    with trainer.connect() as stub:
+        kept, deleted = WarmRun(stub, "kept"), WarmRun(stub, "deleted")
+        deleted.save("one")
+        deleted.delete(checkpoints=checkpoints)
+    trainer.kill()
+    assert trainer.start()
+    said, runs = SimpleQueue(), [kept.run_id, deleted.run_id, new_run_id()]  # the last is of another trainer
+    held = [weights_pb.HeldVersion(run_id=run_id, version=1) for run_id in runs]
+    said.put(weights_pb.WatchVersionsRequest(hello=weights_pb.Hello(sampler_id="one", held=held)))
+    with grpc.insecure_channel(f"127.0.0.1:{trainer.port}") as channel:
+        watch = WeightServiceStub(channel).WatchVersions(
+            iter(said.get, None), timeout=PATIENCE, metadata=peer_metadata("")
+        )
+        assert next(watch).HasField("welcome")
+        assert next(watch).run_deleted.run_id == deleted.run_id
+        trainer.service.stop()
+        assert not [message for message in watch if message.HasField("run_deleted")]
+        said.put(None)
 
 
 def test_a_trainer_that_stops_ends_the_watches_after_the_publishes_that_need_them(trainer):

@@ -80,6 +80,7 @@ class Publisher:
         """Create an empty staging directory, and announce the newest version of each run that has it on the volume."""
         shutil.rmtree(self._staging, ignore_errors=True)
         self._staging.mkdir(mode=0o700, parents=True)
+        self._hub.remember_deleted(self._registry.deleted())
         for run in self._registry:
             run.latest_version = max([run.latest_version, *self._listed(run.run_id)])
             if not run.is_restored:

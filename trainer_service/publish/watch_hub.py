@@ -79,7 +79,7 @@ class WatchHub:
         self._ended: set[str] = set()
         """Runs that are being deleted."""
         self._deleted: set[str] = set()
-        """Runs that were deleted, for samplers that do not watch at that time."""
+        """Runs that were deleted, also before this process started, for samplers that do not watch at that time."""
         self._changed = asyncio.Condition()
 
     def count(self) -> int:
@@ -209,6 +209,10 @@ class WatchHub:
             self.forget_version(key)
         for watcher in self._watchers.values():
             watcher.forget_run(run_id)
+
+    def remember_deleted(self, run_ids: Set[str]) -> None:
+        """Notify samplers that hold one of these runs, and join later, that it was deleted."""
+        self._deleted |= run_ids
 
     def forget_version(self, key: VersionKey) -> None:
         """Forget a version's announcement and the answers to it."""

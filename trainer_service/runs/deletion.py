@@ -4,7 +4,8 @@ A single rename decides. If the checkpoints are deleted too, the run's folder is
 are kept, run.json is renamed to deleted.json. Neither needs disk space. The remaining steps free space, and after a
 crash the next startup repeats all of them: remove the files, store the request, remove the last trace.
 
-The request is the CreateRun that created the run: repeating it must not create another run.
+The request is the CreateRun that created the run: repeating it must not create another run. Its run's id tells samplers
+that were away which of their versions to drop.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class _Request(msgspec.Struct, frozen=True):
     tenant: str
     request_id: str
     digest: str
+    run_id: str = ""
+    """Run that the request created; empty in files that were written before there was this field."""
 
 
 class DeletedRuns:
@@ -50,7 +53,7 @@ class DeletedRuns:
 
     def __init__(self, root: Path) -> None:
         self._path = root / _REQUESTS_FILE
-        self._requests: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._requests: OrderedDict[tuple[str, str], _Request] = OrderedDict()
         self._lock = Lock()
         """Held while the requests change or are written, because runs are deleted in several threads."""
 
@@ -68,12 +71,12 @@ class DeletedRuns:
             aside = layout.quarantine(self._path)
             _log.error("requests of deleted runs damaged and set aside", aside=aside.name, error=str(error))
             return
-        self._requests.update({(request.tenant, request.request_id): request.digest for request in known})
+        self._requests.update({(request.tenant, request.request_id): request for request in known})
 
-    def add(self, tenant: str, request_id: str, digest: str) -> None:
+    def add(self, tenant: str, request_id: str, digest: str, run_id: str) -> None:
         """Store a request durably. Raises DiskFull."""
         with self._lock:
-            self._requests[tenant, request_id] = digest
+            self._requests[tenant, request_id] = _Request(tenant, request_id, digest, run_id)
             of_tenant = [key for key in self._requests if key[0] == tenant]
             for oldest in of_tenant[:-_KEPT_REQUESTS]:
                 del self._requests[oldest]
@@ -85,11 +88,17 @@ class DeletedRuns:
             self._write()
 
     def _write(self) -> None:
-        write_checked(self._path, [_Request(*key, digest) for key, digest in self._requests.items()])
+        write_checked(self._path, list(self._requests.values()))
 
     def find(self, tenant: str, request_id: str) -> str:
         """Return the digest of a tenant's request; empty if the request is not known."""
-        return self._requests.get((tenant, request_id), "")
+        request = self._requests.get((tenant, request_id))
+        return request.digest if request is not None else ""
+
+    def run_ids(self) -> set[str]:
+        """Return the deleted runs whose requests are kept."""
+        with self._lock:
+            return {request.run_id for request in self._requests.values()} - {""}
 
     def delete_files(self, folder: Path, *, keep_checkpoints: bool) -> None:
         """Delete a run's files. If this raises, the run is deleted all the same, unless the first rename failed."""
@@ -133,7 +142,7 @@ class DeletedRuns:
         deleted = folder / DELETED_FILE
         try:
             facts = decode_run_file(deleted.read_bytes(), DELETED_FILE) if deleted.exists() else read_run_file(folder)
-            self.add(facts["tenant"], facts["request_id"], facts["request_digest"])
+            self.add(facts["tenant"], facts["request_id"], facts["request_digest"], facts["run_id"])
         except (DamagedFileError, FileNotFoundError, KeyError) as error:
             message = "a deleted run's CreateRun request is not known; repeating it would create another run"
             _log.error(message, folder=folder.name, error=str(error))

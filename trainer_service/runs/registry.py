@@ -158,6 +158,10 @@ class RunRegistry:
         """Return the digest of the CreateRun request of a deleted run; empty if there is none."""
         return self._deleted.find(tenant, request_id)
 
+    def deleted(self) -> set[str]:
+        """Return the runs that are known to have been deleted, as far back as they are kept."""
+        return self._deleted.run_ids() - self._runs.keys() - self._unreadable.keys()
+
     async def origin(self, run_id: str) -> RunOrigin:
         """Read the immutable properties of a run, or of a deleted run whose checkpoints were kept."""
         folder = self._volume.run(run_id)

@@ -320,13 +320,14 @@ def test_a_tenant_that_deletes_many_runs_has_no_request_of_another_forgotten(vol
     monkeypatch.setattr("trainer_service.runs.deletion._KEPT_REQUESTS", 3)
     volume.root.mkdir()
     deleted = DeletedRuns(volume.root)
-    deleted.add("calm", "r0", "d0")
+    deleted.add("calm", "r0", "d0", "run of calm")
     for number in range(5):
-        deleted.add("busy", f"r{number}", "d")
+        deleted.add("busy", f"r{number}", "d", f"run {number}")
     again = DeletedRuns(volume.root)
     again.read()
     assert again.find("calm", "r0") == "d0"
     assert [again.find("busy", f"r{number}") for number in range(5)] == ["", "", "d", "d", "d"]
+    assert again.run_ids() == {"run of calm", "run 2", "run 3", "run 4"}
 
 
 @pytest.mark.asyncio
@@ -434,7 +435,7 @@ def test_runs_that_are_deleted_at_the_same_time_are_all_remembered(tmp_path):
     for turn in range(20):
         ids = [f"{turn} {number}" for number in range(8)]
         with ThreadPoolExecutor(len(ids)) as threads:
-            list(threads.map(lambda request_id: deleted.add("team", request_id, "digest"), ids))
+            list(threads.map(lambda request_id: deleted.add("team", request_id, "digest", request_id), ids))
         again = DeletedRuns(tmp_path)
         again.read()
         assert all(again.find("team", request_id) for request_id in ids)
