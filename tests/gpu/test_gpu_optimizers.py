@@ -10,6 +10,7 @@ from torch import nn
 from paceline.types import LoraConfig
 from trainer_service.engine.optimizers import adamw
 from trainer_service.engine.optimizers.make import make_optimizer
+from trainer_service.engine.optimizers.rounded import RoundedOptimizer
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 
@@ -40,6 +41,17 @@ def test_adamw_cpu_is_adamw_to_the_last_bit_and_pins_its_moments(monkeypatch, ba
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert all(tensor.is_pinned() for tensor in optimizer.tensors.values())
     assert all(torch.equal(tensor, reference.tensors[key].cpu()) for key, tensor in optimizer.tensors.items())
+
+
+def test_adamw_cpu_reserves_the_memory_of_a_step_on_bfloat16_weights():
+    count = 1 << 20
+    weights = {"weight": nn.Parameter(torch.zeros(count, dtype=torch.bfloat16, device="cuda"))}
+    optimizer = RoundedOptimizer(weights, PARAMS["adamw_cpu"], torch.Generator("cuda"))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.reserve()
+    held = 2 + 3 * 2  # float32 weights and noise; three batches of both moments
+    assert torch.cuda.max_memory_allocated() - before >= 4 * held * count
 
 
 @pytest.mark.parametrize("name", PARAMS)

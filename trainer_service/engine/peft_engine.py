@@ -181,7 +181,8 @@ class PeftEngine:
     def load_state(self, run_id: str, directory: Path, *, with_optimizer: bool) -> LoadedState:
         run = self.load_run(run_id)
         if with_optimizer:
-            state_files.load(run, directory)
+            with convert_memory_errors():
+                state_files.load(run, directory)
         else:
             run.set_weights(run.read_weights(directory, exact=False))
             run.reset(self._device)

@@ -68,8 +68,10 @@ class AdamWCpu(Optimizer[AdamParams]):
 
     def reserve(self) -> None:
         if self._on_cuda:
-            groups = batches(self._parameters, _BATCH_ELEMENTS)
-            largest = max(sum(self._parameters[name].numel() for name in names) for names in groups)
+            # The moments have their sizes between steps, when the weights may be empty.
+            moments = {name: self._tensors[f"exp_avg.{name}"] for name in self._parameters}
+            groups = batches(moments, _BATCH_ELEMENTS)
+            largest = max(sum(moments[name].numel() for name in names) for names in groups)
             with torch.cuda.stream(self._copy_in_stream):
                 torch.empty(_BATCHES_AT_A_TIME, 2, largest, device=self._device)
 

@@ -88,7 +88,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return cast("Tensor", parameter.grad)
 
 
-def batches(parameters: Parameters, elements: int) -> Iterator[list[str]]:
+def batches(parameters: Mapping[str, Tensor], elements: int) -> Iterator[list[str]]:
     """Split weights, in order, into batches of at most `elements`; a larger weight is a batch of its own."""
     names: list[str] = []
     held = 0

@@ -43,9 +43,14 @@ class RoundedOptimizer(Optimizer[OptimizerParams]):
         return self._parts[0].optimizer.learning_rate(params, step)
 
     def reserve(self) -> None:
-        elements = max(sum(self._parameters[name].numel() for name in part.exact) for part in self._parts)
-        workspace = self._parts[0].optimizer.workspace * self._largest.numel()
-        torch.empty(2 * elements + workspace, device=self._largest.device)
+        elements, largest = max(
+            ((sum(self._parameters[name].numel() for name in part.exact), part) for part in self._parts),
+            key=lambda pair: pair[0],
+        )
+        workspace = largest.optimizer.workspace * self._largest.numel()
+        held = torch.empty(2 * elements + workspace, device=self._largest.device)
+        largest.optimizer.reserve()  # what is not its workspace
+        del held
 
     def _update(self, params: OptimizerParams, step: int) -> None:
         for part in self._parts:

@@ -78,7 +78,7 @@ def capture(run: EngineRun, memory: StagingMemory) -> AsyncSave:
 def load(run: EngineRun, directory: Path) -> None:
     """Replace all of the run's state with that of a `capture`.
 
-    Raises CheckpointMismatch or ChecksumMismatch before it changes anything.
+    Raises CheckpointMismatch or ChecksumMismatch, or runs out of memory, before it changes anything.
     """
     weights, tensors = run.read_weights(directory, exact=True), read_tensors(directory / OPTIMIZER)
     state = _read_state(directory / TRAINER_STATE)
@@ -89,13 +89,14 @@ def load(run: EngineRun, directory: Path) -> None:
         )
     optimizer = _make_optimizer(run, state)
     _check_optimizer(run, tensors, state, optimizer)
-    run.set_weights(weights)
-    run.drop_gradient()
     if optimizer is not None:
         optimizer.restore(tensors)
-    for name, parameter in run.parameters.items():
-        if state.has_gradient:
-            parameter.grad = tensors[f"{_GRADIENT}.{name}"].to(parameter.device)
+    names = run.parameters if state.has_gradient else ()
+    gradients = {name: tensors[f"{_GRADIENT}.{name}"].to(run.parameters[name].device) for name in names}
+    run.set_weights(weights)
+    run.drop_gradient()
+    for name, gradient in gradients.items():
+        run.parameters[name].grad = gradient
     run.optimizer, run.rng_state = optimizer, rng_state
     run.released_moments = None
     run.step, run.pending_tokens, run.has_gradient = state.step, state.pending_tokens, state.has_gradient

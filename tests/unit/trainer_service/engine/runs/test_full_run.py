@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.errors import CheckpointMismatch, OutOfMemory
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, FullParameters, LoraConfig, WeightStorage
-from trainer_service.engine.optimizers.adamw import AdamW
+from trainer_service.engine.optimizers.adamw import AdamW, AdamWCpu
 from trainer_service.engine.optimizers.rounded import RoundedOptimizer, round_stochastically
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -233,6 +233,46 @@ def test_a_step_that_runs_out_of_memory_leaves_the_run_as_it_was(make_engine, tm
             engine.optim_step("run", ADAM)
     assert saved(engine, tmp_path / "after") == before
     assert engine.optim_step("run", ADAM).step == 2
+
+
+def test_a_step_on_bfloat16_weights_first_gets_the_memory_that_its_optimizer_needs(make_engine, tmp_path, monkeypatch):
+    engine, params = make_engine("rounded"), PARAMS["adamw_cpu"]
+    steps(engine, params, [0])
+    train(engine)
+    before = saved(engine, tmp_path / "before")
+
+    def reserve(_optimizer):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdamWCpu, "reserve", reserve)
+        with pytest.raises(OutOfMemory):
+            engine.optim_step("run", params)
+    assert saved(engine, tmp_path / "after") == before
+    assert engine.optim_step("run", params).step == 2
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_load_that_runs_out_of_memory_leaves_the_run_as_it_was(make_engine, tmp_path, monkeypatch, kept):
+    engine, other = make_engine(kept), make_engine(kept)
+    steps(other, ADAM, [1])
+    train(other)
+    saved(other, tmp_path / "state")
+    steps(engine, ADAM, [0])
+    train(engine)
+    before = saved(engine, tmp_path / "before")
+    last, place = list(gradients(other).values())[-1], torch.Tensor.to
+
+    def to(tensor, *arguments, **options):
+        if tensor.shape == last.shape and torch.equal(tensor, last):
+            raise torch.OutOfMemoryError
+        return place(tensor, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", to)
+        with pytest.raises(OutOfMemory):
+            engine.load_state("run", tmp_path / "state", with_optimizer=True)
+    assert saved(engine, tmp_path / "after") == before
 
 
 @pytest.mark.parametrize("kept", KEPT)
