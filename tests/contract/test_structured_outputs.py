@@ -100,3 +100,13 @@ async def test_what_no_grammar_can_be_made_of_is_refused_before_anything_is_queu
     with pytest.raises(InvalidArgument, match=what) as failure:
         await refused
     assert failure.value.field == f"params.{field}"
+
+
+@with_structured_outputs
+async def test_a_constraint_that_crashes_xgrammar_costs_nobody_else_anything(engine):
+    crashing = json.dumps({"type": "string", "pattern": "(" * 32_000 + "a" + ")" * 32_000})
+    other = asyncio.create_task(one(engine, ask(max_tokens=40, seed=6, ignore_eos=True)))
+    with pytest.raises(InvalidArgument, match="send a simpler one") as failure:
+        await deltas_of(engine, ask(max_tokens=4, json_schema=crashing))
+    assert failure.value.field == "params.json_schema"
+    assert len((await other).tokens) == 40

@@ -45,6 +45,7 @@ from sampler_service.engine.request_checks import check_loaded, check_tokens, co
 from sampler_service.engine.vllm.cpu import mid_step_loads
 from sampler_service.engine.vllm.cpu.kv_cache import clear_new_blocks
 from sampler_service.engine.vllm.grammar import check_grammar
+from sampler_service.engine.vllm.grammar_process import GrammarProcess
 from sampler_service.engine.vllm.params import (
     lora_request,
     prompt_input,
@@ -84,6 +85,7 @@ class Started:
     """Takes tokens from vLLM directly; None if they leave by vLLM's own conversion and generators."""
     info: ModelInfo
     linear: LinearShapes
+    grammars: GrammarProcess
     slots: Slots = field(default_factory=Slots)
     served_modules: set[frozenset[str]] = field(default_factory=set)
     """Sets of modules on which vLLM is known to serve adapters."""
@@ -140,7 +142,7 @@ class VllmEngine:
                 # Otherwise vLLM prepares experts for adapters too, and computes them with Triton in every request.
                 config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
-        self._started = Started(llm, _tap(llm, self._options), info, linear)
+        self._started = Started(llm, _tap(llm, self._options), info, linear, GrammarProcess(config))
         direct = self._options.apply == "direct"
         sizes: list[int] = await llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
         if direct and config.parallel_config.distributed_executor_backend is UniProcExecutor:
@@ -150,9 +152,10 @@ class VllmEngine:
     async def stop(self) -> None:
         if self._started is None:
             return
-        llm = self._started.llm
+        llm, grammars = self._started.llm, self._started.grammars
         await llm.abort(sorted(self._open))
         self._started = None
+        grammars.close()
         _shut_down(llm)
         if self._options.base_dir is not None:
             clear(self._options.base_dir)
@@ -185,7 +188,7 @@ class VllmEngine:
         check_tokens(engine.info, request.prompt, "prompt", room=1)
         check_loaded(request.adapter, self._adapters)
         budget = completion_budget(engine.info, len(request.prompt), request.params)
-        await check_grammar(request.params)
+        await check_grammar(request.params, engine.grammars)
         with translated():
             params = sampling_params(request, budget)
             score = await self._prompt_score(request)
@@ -222,7 +225,7 @@ class VllmEngine:
             from sampler_service.engine.vllm.openai_text import TextServer  # noqa: PLC0415
 
             check_text()
-            return TextServer(engine.llm, engine.info, self._options.tool_parser)
+            return TextServer(engine.llm, engine.info, engine.grammars, self._options.tool_parser)
 
         async with self._making_text:
             if self._text is None or self._text[0] is not engine.llm:

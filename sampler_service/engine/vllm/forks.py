@@ -31,8 +31,9 @@ _NEEDED = [
     "vllm.v1.engine.core",
     "sampler_service.engine.vllm.cpu.lora",
     "sampler_service.engine.vllm.worker.extension",
+    "sampler_service.engine.vllm.grammar_process",
 ]
-"""Modules that an engine process imports."""
+"""Modules that an engine process, or the process for grammars, imports."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 
-from vllm import SamplingParams as VllmSamplingParams
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from paceline.errors import InvalidArgument
 from paceline.types import SamplingParams
 from sampler_service.engine.request_checks import check_constraint, check_tag
+from sampler_service.engine.vllm.grammar_process import GrammarProcess
 
 
 def structured_outputs(params: SamplingParams) -> StructuredOutputsParams | None:
@@ -23,9 +20,11 @@ def structured_outputs(params: SamplingParams) -> StructuredOutputsParams | None
     return StructuredOutputsParams(regex=params.regex) if params.regex else None
 
 
-async def check_constraint_of(params: VllmSamplingParams) -> None:
-    """Refuse a constraint in vLLM's parameters that is not supported here. Raises InvalidArgument, OutOfRange."""
-    constraint = params.structured_outputs
+async def check_constraint_of(constraint: StructuredOutputsParams | None, grammars: GrammarProcess) -> None:
+    """Refuse a constraint in vLLM's parameters that is not supported here.
+
+    Raises InvalidArgument, OutOfRange, EngineUnavailable.
+    """
     if constraint is None or constraint.json_object:
         return
     if constraint.json:
@@ -40,26 +39,24 @@ async def check_constraint_of(params: VllmSamplingParams) -> None:
         check_constraint(given)
     else:
         raise InvalidArgument("takes json, regex, choice or json_object", field="structured_outputs")
-    await _check_enforced(constraint, "structured_outputs")
+    await _check_enforced(constraint, "structured_outputs", grammars)
 
 
-async def check_grammar(params: SamplingParams) -> None:
-    """Refuse a constraint from which no grammar can be built. Raises InvalidArgument.
+async def check_grammar(params: SamplingParams, grammars: GrammarProcess) -> None:
+    """Refuse a constraint from which no grammar can be built. Raises InvalidArgument, EngineUnavailable.
 
     vLLM checks this too, but in the event loop and only after the prompt was scored.
     """
     constraint = structured_outputs(params)
     if constraint is not None:
-        await _check_enforced(constraint, "params.json_schema" if params.json_schema else "params.regex")
+        await _check_enforced(constraint, "params.json_schema" if params.json_schema else "params.regex", grammars)
 
 
-async def _check_enforced(constraint: StructuredOutputsParams, field: str) -> None:
-    try:
-        await asyncio.to_thread(validate_xgrammar_grammar, VllmSamplingParams(structured_outputs=constraint))
-    except (VLLMValidationError, ValueError) as error:
-        raise InvalidArgument(f"cannot be enforced: {_reason(error)}", field=field) from error
+async def _check_enforced(constraint: StructuredOutputsParams, field: str, grammars: GrammarProcess) -> None:
+    if refusal := await grammars.refusal(constraint):
+        raise InvalidArgument(f"cannot be enforced: {_reason(refusal)}", field=field)
 
 
-def _reason(error: Exception) -> str:
+def _reason(message: str) -> str:
     """Return xgrammar's message without the source location in front."""
-    return str(error).rpartition(".cc:")[2].partition(": ")[2].strip() or str(error)
+    return message.rpartition(".cc:")[2].partition(": ")[2].strip() or message

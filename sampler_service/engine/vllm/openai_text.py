@@ -36,6 +36,7 @@ from paceline.types import ModelInfo
 from sampler_service.engine.protocol import TextEndpoint, TextRequest
 from sampler_service.engine.request_checks import check_tokens
 from sampler_service.engine.vllm.grammar import check_constraint_of
+from sampler_service.engine.vllm.grammar_process import GrammarProcess
 from sampler_service.engine.vllm.params import lora_request
 
 _DATA, _DONE = "data: ", "[DONE]"
@@ -60,11 +61,12 @@ _CALL: ContextVar[_Call] = ContextVar("paceline_text_call")
 class TextServer:
     """Serves calls of OpenAI's API."""
 
-    def __init__(self, llm: AsyncLLM, info: ModelInfo, tool_parser: str) -> None:
+    def __init__(self, llm: AsyncLLM, info: ModelInfo, grammars: GrammarProcess, tool_parser: str) -> None:
         """`tool_parser` names vLLM's parser for the model's tool calls; empty means that tools are off."""
-        engine: Any = _Engine(llm, info)
+        engine: Any = _Engine(llm, info, grammars)
         models = _Models(engine, [BaseModelPath(name=info.name, model_path=info.name)])
         self._info = info
+        self._grammars = grammars
         shared: dict[str, Any] = {"enable_auto_tools": bool(tool_parser), "tool_parser": tool_parser or None}
         template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
         renderer = OnlineRenderer(engine.model_config, llm.renderer, request_logger=None, **template, **shared)
@@ -110,7 +112,10 @@ class TextServer:
 
     async def _answer(self, endpoint: TextEndpoint, body: dict[str, Any]) -> Any:
         if endpoint is TextEndpoint.CHAT_COMPLETIONS:
-            return await self._chat.create_chat_completion(ChatCompletionRequest.model_validate(body))
+            request = ChatCompletionRequest.model_validate(body)
+            # With tools, the layer converts a constraint itself, before it makes one of both and samples.
+            await check_constraint_of(request.extract_structured_outputs(), self._grammars)
+            return await self._chat.create_chat_completion(request)
         return await self._completion.create_completion(CompletionRequest.model_validate(body))
 
 
@@ -141,9 +146,10 @@ class _Models(OpenAIServingModels):
 class _Engine:
     """vLLM's engine client, in which every request belongs to a call."""
 
-    def __init__(self, llm: AsyncLLM, info: ModelInfo) -> None:
+    def __init__(self, llm: AsyncLLM, info: ModelInfo, grammars: GrammarProcess) -> None:
         self._llm = llm
         self._info = info
+        self._grammars = grammars
         # The engine's own limit is one token longer, so that it can score sequences of the full length.
         self.model_config = copy.copy(llm.model_config)
         self.model_config.max_model_len = info.max_context_length
@@ -186,7 +192,7 @@ class _Engine:
         request, tokens = call.request, prompt.get("prompt_token_ids") or []
         try:
             check_tokens(self._info, tokens, "prompt", room=1)
-            await check_constraint_of(params)
+            await check_constraint_of(params.structured_outputs, self._grammars)
             params.logprobs = params.logprobs or 0  # at least of sampled tokens, so that NaN is detected
             lora = lora_request(request.adapter) if request.adapter else None
             prompt["cache_salt"] = request.tenant or None

@@ -89,7 +89,12 @@ ENGINE: tuple[Internal, ...] = (
     Has(_ASYNC_LLM, ("check_health", "get_num_unfinished_requests", "shutdown")),
     Called("vllm.inputs.engine:tokens_input", 1, ("cache_salt",)),
     Called("vllm.lora.request:LoRARequest", 0, ("lora_name", "lora_int_id", "lora_path")),
+    Called("vllm.v1.engine.utils:get_mp_context", 0),
     Called("vllm.v1.structured_output.backend_xgrammar:validate_xgrammar_grammar", 1),
+    Called("vllm.v1.structured_output.backend_xgrammar:XgrammarBackend", 3),
+    Called("vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.compile_grammar", 3),
+    Called("vllm.v1.structured_output.request:get_structured_output_key", 1),
+    Called("vllm.tokenizers:cached_tokenizer_from_config", 1),
     Called("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict", 3),
     Replaced(
         "vllm.lora.punica_wrapper.punica_base:PunicaWrapperABC.add_lora_logits",
@@ -145,7 +150,6 @@ CPU: tuple[Internal, ...] = (
     Has("vllm.model_executor.layers.fused_moe.layer", ("FusedMoEConfig",)),
     Has("vllm.model_executor.layers.fused_moe.layer:FusedMoEConfig", ("is_lora_enabled",)),
     Has("vllm.config:LoRAConfig", ("target_modules",)),
-    Called("vllm.v1.engine.utils:get_mp_context", 0),
     Called("vllm.v1.engine.core:EngineCoreProc._handle_client_request", 3),
     Called("vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", 2),
 )
@@ -155,6 +159,7 @@ _CHAT = ("request_logger", "chat_template", "chat_template_content_format", "ena
 TEXT: tuple[Internal, ...] = (
     Called(f"{_OPENAI}.chat_completion.serving:OpenAIServingChat", 3, ("online_renderer", *_CHAT)),
     Called(f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion", 2),
+    Called(f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest.extract_structured_outputs", 1),
     Called(f"{_OPENAI}.completion.serving:OpenAIServingCompletion", 2, _SERVING),
     Called(f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion", 2),
     Called(f"{_OPENAI}.models.serving:OpenAIServingModels", 2),

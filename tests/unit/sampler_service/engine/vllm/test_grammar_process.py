@@ -1,0 +1,71 @@
+"""Grammars of constraints are built in a process of their own, which a constraint cannot exhaust or crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import pytest_asyncio
+from support.descendants import descendants
+from support.models.tiny_models import make_tiny_llama
+from vllm.sampling_params import StructuredOutputsParams
+
+from paceline.errors import EngineUnavailable
+from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.vllm.engine import engine_args
+from sampler_service.engine.vllm.grammar_process import TOO_MUCH, GrammarProcess
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FINE = StructuredOutputsParams(regex="[0-9]{12}")
+
+
+def counted(properties: int) -> StructuredOutputsParams:
+    """Return a schema for which xgrammar takes gigabytes and minutes if it has a thousand properties."""
+    schema = {"type": "object", "properties": {f"p{number}": {} for number in range(properties)}, "minProperties": 9}
+    return StructuredOutputsParams(json=json.dumps(schema))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def grammars(tmp_path_factory, vllm_here):
+    model = make_tiny_llama(tmp_path_factory.mktemp("model"))
+    config = await asyncio.to_thread(engine_args(EngineOptions(model, "tiny")).create_engine_config)
+    grammars = GrammarProcess(config)
+    yield grammars
+    grammars.close()
+
+
+async def test_a_constraint_that_takes_too_much_is_refused_and_later_ones_are_built(grammars):
+    assert await grammars.refusal(counted(1000)) == TOO_MUCH
+    assert await grammars.refusal(FINE) == ""
+    assert "not closed" in await grammars.refusal(StructuredOutputsParams(regex="(ab"))
+
+
+async def test_a_constraint_that_crashes_xgrammar_is_refused_and_later_ones_are_built(grammars):
+    pattern = "(" * 32_000 + "a" + ")" * 32_000
+    crashing = StructuredOutputsParams(json=json.dumps({"type": "string", "pattern": pattern}))
+    assert await grammars.refusal(crashing) == TOO_MUCH
+    assert await grammars.refusal(StructuredOutputsParams(choice=["yes", "no"])) == ""
+
+
+async def test_a_caller_that_leaves_takes_no_answer_of_others(grammars):
+    left = [asyncio.create_task(grammars.refusal(counted(properties))) for properties in (1001, 1002)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    assert await grammars.refusal(StructuredOutputsParams(regex="[a-f]{7}")) == ""
+
+
+async def test_a_process_that_ended_is_replaced_and_what_it_answered_is_known(grammars):
+    await grammars.refusal(FINE)
+    (process,) = descendants("Grammars")
+    process.kill()
+    process.wait()
+    assert await grammars.refusal(FINE) == ""
+    other = StructuredOutputsParams(regex="[0-9]{13}")
+    with pytest.raises(EngineUnavailable, match="again"):
+        await grammars.refusal(other)
+    assert await grammars.refusal(other) == ""
