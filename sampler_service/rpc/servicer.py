@@ -36,7 +36,7 @@ from sampler_service.engine.protocol import SamplerEngine, TextEndpoint
 from sampler_service.sampling import Sampler
 from sampler_service.settings import SamplerSettings
 from sampler_service.stores.base import Versions
-from sampler_service.transports.push import PushReceiver
+from sampler_service.transports.push import PushReceiver, read_pushed_manifest
 from sampler_service.validation import SampleRequest, check_adapter_ref
 from sampler_service.watcher import acknowledge
 
@@ -155,9 +155,12 @@ class SamplerServicer(Base):
     async def UpdateWeights(
         self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context: Context
     ) -> pb.UpdateWeightsResponse:
-        staged = await self._receiver.receive(aiter(request_iterator), current_identity())
+        parts = aiter(request_iterator)
+        manifest = await read_pushed_manifest(parts)
+        arrival = self._registry.arrivals.expect(manifest.model.run_id)
+        staged = await self._receiver.receive(manifest, parts, current_identity())
         start = perf_counter()
-        entry = await self._registry.install(staged)
+        entry = await self._registry.install(staged, arrival)
         milliseconds = 1e3 * (perf_counter() - start)
         return pb.UpdateWeightsResponse(
             acknowledgement=acknowledge(entry, self._settings.name_for_trainer, milliseconds)

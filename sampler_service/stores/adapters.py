@@ -9,7 +9,6 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from time import perf_counter
-from weakref import WeakSet
 
 from paceline import errors
 from paceline.background import Background
@@ -20,7 +19,16 @@ from paceline.types import ModelRef, ServedModel
 from paceline.weights import check_finite
 from sampler_service.engine.protocol import Adapter, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stores.base import Lease, Listeners, LoadedVersion, SharedFetches, VersionResolver, run_of
+from sampler_service.stores.base import (
+    Arrival,
+    Arrivals,
+    Lease,
+    Listeners,
+    LoadedVersion,
+    SharedFetches,
+    VersionResolver,
+    run_of,
+)
 from sampler_service.stores.disk import DiskTier
 from sampler_service.transports.base import (
     Bridge,
@@ -50,15 +58,6 @@ class RegistryLimits:
     fetch_timeout_seconds: float
     max_per_tenant: int = 0
     """Most versions of one tenant in the engine, even if it is the only tenant; 0 means `max_loaded`."""
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Arrival:
-    """A version being fetched and loaded."""
-
-    run_id: str
-    is_deleted: bool = False
-    """Whether its run was deleted meanwhile."""
 
 
 class VersionRegistry:
@@ -92,7 +91,6 @@ class VersionRegistry:
         """Loaded into the engine but not verified, so no request can find them yet."""
         self._displaced: set[LoadedVersion] = set()
         """Loaded until their last request ends, but no new request can find them."""
-        self._arrivals: WeakSet[_Arrival] = WeakSet()
         self._evicted: set[LoadedVersion] = set()
         """Being unloaded, to wait on disk."""
         self._unloads = 0
@@ -105,6 +103,7 @@ class VersionRegistry:
         self._installing = Background("version not installed")
         self._unloading = Background("version not unloaded")
         self.listeners = Listeners()
+        self.arrivals = Arrivals()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -144,9 +143,9 @@ class VersionRegistry:
         """Fetch and load a version. Concurrent calls share one fetch, which continues if a caller is cancelled."""
         return await self._fetches.join(key, tenant, lambda: self._fetch(key, tenant))
 
-    async def install(self, staged: StagedAdapter) -> LoadedVersion:
+    async def install(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
         """Load a pushed adapter and unload those of its run that it supersedes. Raises as `_install`."""
-        entry = await self._install(staged, self._expect(staged.key))
+        entry = await self._install(staged, arrival)
         self._resolver.pushed(entry.served.run_id, entry.served.version)
         self.retire_superseded(entry.served.run_id)
         return entry
@@ -173,8 +172,7 @@ class VersionRegistry:
 
     def forget_run(self, run_id: str) -> None:
         """Unload everything of a deleted run as its requests end, and refuse what is about to arrive."""
-        for arrival in self._arrivals:
-            arrival.is_deleted |= arrival.run_id == run_id
+        self.arrivals.forget_run(run_id)
         self._retire_all(lambda staged: run_of(staged.key) == run_id)
 
     def retire_superseded(self, run_id: str) -> None:
@@ -231,13 +229,8 @@ class VersionRegistry:
                 raise
             return loaded[-1]
 
-    def _expect(self, key: VersionKey) -> _Arrival:
-        arrival = _Arrival(run_of(key))
-        self._arrivals.add(arrival)
-        return arrival
-
     async def _fetch(self, key: VersionKey, tenant: str) -> LoadedVersion:
-        arrival = self._expect(key)
+        arrival = self.arrivals.expect(run_of(key))
         if (waiting := self._disk.take(key, tenant)) is not None:
             try:
                 return await self._install(waiting, arrival)
@@ -258,7 +251,7 @@ class VersionRegistry:
     def _all_staged(self) -> Iterator[StagedAdapter]:
         return chain((entry.staged for entry in chain(self, self._evicted)), self._disk)
 
-    async def _install(self, staged: StagedAdapter, arrival: _Arrival) -> LoadedVersion:
+    async def _install(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
         """Load a staged adapter into the engine. The registry owns its files from now on, even if this raises.
 
         Loading continues if the caller is cancelled, so that the engine never holds an adapter that is not registered.
@@ -268,7 +261,7 @@ class VersionRegistry:
         """
         return await self._installing.run(self._install_or_discard(staged, arrival))
 
-    async def _install_or_discard(self, staged: StagedAdapter, arrival: _Arrival) -> LoadedVersion:
+    async def _install_or_discard(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
         try:
             entry = self._entries.get(staged.key) or await self._load(staged, arrival)
             if entry.staged is not staged:
@@ -284,7 +277,7 @@ class VersionRegistry:
                 ) from error
             raise
 
-    async def _load(self, staged: StagedAdapter, arrival: _Arrival) -> LoadedVersion:
+    async def _load(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
         """Load and verify an adapter; return its entry, or the entry of the same version that was loaded meanwhile."""
         numbers = asyncio.ensure_future(asyncio.to_thread(check_finite, staged.directory / WEIGHTS_FILE))
         try:
@@ -295,8 +288,7 @@ class VersionRegistry:
                 await self._disk.replace(staged)
                 if entry.retired:
                     raise errors.EngineUnavailable("the engine died and lost the version")
-                if arrival.is_deleted:
-                    raise errors.RunNotFound("the run was deleted", field="model.version.run_id")
+                arrival.check()
                 existing = self._entries.setdefault(entry.key, entry)
         finally:
             numbers.cancel()  # if loading failed, the files are about to be removed

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 from paceline import errors
 from paceline.codec.models import served_model_from_proto
@@ -56,6 +57,38 @@ class Lease:
     """Whether the engine still computes with these weights; in-place writes may have replaced them."""
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Arrival:
+    """Weights that are on their way into the engine."""
+
+    run_id: str
+    is_deleted: bool = False
+    """Whether their run was deleted meanwhile."""
+
+    def check(self) -> None:
+        """Refuse weights whose run was deleted, before a request can find them. Raises RunNotFound."""
+        if self.is_deleted:
+            raise errors.RunNotFound("the run was deleted", field="model.version.run_id")
+
+
+class Arrivals:
+    """All weights that are on their way."""
+
+    def __init__(self) -> None:
+        self._arrivals: WeakSet[Arrival] = WeakSet()
+
+    def expect(self, run_id: str) -> Arrival:
+        """Register weights of a run; they are on their way as long as the caller keeps the result."""
+        arrival = Arrival(run_id)
+        self._arrivals.add(arrival)
+        return arrival
+
+    def forget_run(self, run_id: str) -> None:
+        """Have what is on its way of a deleted run refused."""
+        for arrival in self._arrivals:
+            arrival.is_deleted |= arrival.run_id == run_id
+
+
 class Versions(Protocol):
     """The weights that the engine holds.
 
@@ -63,6 +96,7 @@ class Versions(Protocol):
     """
 
     listeners: Listeners
+    arrivals: Arrivals
 
     def __len__(self) -> int:
         """Return the number of loaded versions and checkpoints; the base model does not count."""
@@ -88,8 +122,11 @@ class Versions(Protocol):
         """Fetch weights and load them."""
         ...
 
-    async def install(self, staged: StagedAdapter) -> LoadedVersion:
-        """Load weights that were pushed. The store owns their files from now on, even if this raises."""
+    async def install(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
+        """Load weights that were pushed. The store owns their files from now on, even if this raises.
+
+        `arrival` was registered before their bytes arrived.
+        """
         ...
 
     def serves(self, ref: ModelRef) -> bool:
@@ -105,7 +142,7 @@ class Versions(Protocol):
         ...
 
     def forget_run(self, run_id: str) -> None:
-        """Unload everything of a deleted run as its requests end."""
+        """Unload everything of a deleted run as its requests end, and refuse what is about to arrive."""
         ...
 
     def retire_superseded(self, run_id: str) -> None:
@@ -134,6 +171,7 @@ class SingleModelStore:
         """Set while no request uses the model."""
         self._idle.set()
         self.listeners = Listeners()
+        self.arrivals = Arrivals()
 
     def __len__(self) -> int:
         return int(self._entry is not None)
@@ -144,7 +182,7 @@ class SingleModelStore:
     def held(self) -> Iterator[ServedModel]:
         return (entry.served for entry in self)
 
-    async def install(self, staged: StagedAdapter) -> LoadedVersion:
+    async def install(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
         await staged.discard()
         raise errors.Unsupported("this sampler serves whole models, which are not pushed", field="model")
 

@@ -17,7 +17,15 @@ from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from sampler_service.engine.protocol import Adapter, LoadTimes, ModelEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stores.base import Lease, LoadedVersion, SharedFetches, SingleModelStore, VersionResolver, run_of
+from sampler_service.stores.base import (
+    Arrival,
+    Lease,
+    LoadedVersion,
+    SharedFetches,
+    SingleModelStore,
+    VersionResolver,
+    run_of,
+)
 from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey, arriving_within, check_owner
 
 _BASE = VersionKey()
@@ -32,6 +40,7 @@ class _Waiter:
     staged: StagedAdapter | None
     """None for the base model, and if the weights were loaded when the wait started."""
     announced: bool
+    arrival: Arrival
     turn: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Whether it was admitted; if not, it must fetch the weights and wait again."""
     entry: LoadedVersion | None = None
@@ -114,6 +123,7 @@ class ModelSlot(SingleModelStore):
             self._replace(None)
 
     def forget_run(self, run_id: str) -> None:
+        self.arrivals.forget_run(run_id)
         if self._entry is not None and run_of(self._entry.key) == run_id:
             self._replace(None)
 
@@ -135,10 +145,10 @@ class ModelSlot(SingleModelStore):
         self, key: VersionKey, tenant: str, *, announced: bool = False
     ) -> AsyncIterator[tuple[LoadedVersion | None, Callable[[], None]]]:
         """Keep the weights of `key` in the engine; yield their entry (None for the base model) and an early release."""
-        entered = False
+        entered, arrival = False, self.arrivals.expect(run_of(key))
         while not entered:
             with self._files(key):
-                waiter = _Waiter(key, await self._stage(key, tenant), announced)
+                waiter = _Waiter(key, await self._stage(key, tenant), announced, arrival)
                 entered = await self._enter(waiter)
         with ExitStack() as held:
             held.callback(self._leave, waiter)
@@ -237,6 +247,7 @@ class ModelSlot(SingleModelStore):
             await self._idle.wait()
             await self._set_ready(False)
             idle = perf_counter()
+            head.arrival.check()
             with self._metrics.load_seconds.time():
                 staged = head.staged
                 await self._engine.change_model(staged.directory if staged else self._base_path, staged)
@@ -259,7 +270,8 @@ class ModelSlot(SingleModelStore):
         self._advance()
 
     def _loaded(self, head: _Waiter, times: LoadTimes) -> None:
-        self._replace(head.key)
+        self._replace(None if head.arrival.is_deleted else head.key)
+        head.arrival.check()
         if head.staged is not None:
             adapter = Adapter(next(self._numbers), str(head.key.ref()), head.staged.directory)
             self._entry = LoadedVersion(head.staged, adapter, times)

@@ -126,6 +126,7 @@ class InPlaceSlot(SingleModelStore):
             self._release()
 
     def forget_run(self, run_id: str) -> None:
+        self.arrivals.forget_run(run_id)
         if self._entry is not None and self._entry.served.run_id == run_id:
             self._release()
 
@@ -140,8 +141,9 @@ class InPlaceSlot(SingleModelStore):
         """Hold the turn to write the weights while the block runs; when it ends, the version is served.
 
         Raises Unsupported if the weights belong to another run, Overloaded if requests to the base model do not end,
-        EngineUnavailable if a newer version is already served.
+        EngineUnavailable if a newer version is already served, RunNotFound if the run is deleted meanwhile.
         """
+        arrival = self.arrivals.expect(request.run_id)
         async with self._changing:
             start = perf_counter()
             await self._take_over(request)
@@ -151,8 +153,10 @@ class InPlaceSlot(SingleModelStore):
             yield
             times = LoadTimes(1e3 * (begun - start), 1e3 * (perf_counter() - begun))
             await self._engine.end_write(request.version)
-            self._serve(request, times)
             self._is_torn = False
+            self._release()
+            arrival.check()
+            self._serve(request, times)
 
     async def _take_over(self, request: WriteRequest) -> None:
         """Check that the writer may change the weights; for a run's first version, wait for earlier requests to end."""
@@ -170,7 +174,6 @@ class InPlaceSlot(SingleModelStore):
             raise errors.Overloaded("requests to the previous weights are still running; publish again") from error
 
     def _serve(self, request: WriteRequest, times: LoadTimes) -> None:
-        self._release()
         manifest = pb.Manifest(tenant=request.tenant)  # the rest is asked of the trainer when it has announced it
         manifest.model.base_model = self._base.base_model
         manifest.model.run_id, manifest.model.version = request.run_id, request.version

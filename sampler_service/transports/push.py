@@ -27,13 +27,12 @@ class PushReceiver:
         self._rules = rules
         self._trainer = trainer
 
-    async def receive(self, parts: Parts, identity: Identity) -> StagedAdapter:
-        """Return the pushed adapter, verified but not yet loaded.
+    async def receive(self, manifest: weights_pb.Manifest, parts: Parts, identity: Identity) -> StagedAdapter:
+        """Return the pushed adapter, verified but not yet loaded; `parts` are those after the manifest.
 
         Raises MissingField if a part is missing, RunNotFound for another tenant's run, ChecksumMismatch, InvalidShape,
         RankTooLarge, ModelNotFound.
         """
-        manifest = await _manifest(parts)
         await self._check_owner(manifest, identity)
         self._rules.check(manifest)
         async with self._staging.receive(manifest) as receiver:
@@ -81,7 +80,8 @@ class PushReceiver:
             raise errors.VersionExists(message, field="manifest.model.version")
 
 
-async def _manifest(parts: Parts) -> weights_pb.Manifest:
+async def read_pushed_manifest(parts: Parts) -> weights_pb.Manifest:
+    """Read the manifest, with which a push begins. Raises MissingField, RunNotFound."""
     first = await anext(parts, None)
     if first is None or first.WhichOneof("part") != "manifest":
         raise errors.MissingField("must come first", field="manifest")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 
 import grpc
 import pytest
 from support.models.model_versions import RUN, announce, close, expected, make_model_version, publish_and_check
 from support.models.tiny_models import make_tiny_llama
+from support.patience import PATIENCE
 from support.stacks.sampler_stack import PROMPT, base_ref, sampling, stream_request, tokens, until, version_ref
 from support.stacks.weight_stack import BASE, make_version
 
@@ -102,6 +104,34 @@ async def test_files_that_are_replaced_while_they_are_loaded_are_not_served(
     announce(volume, trainer, make_model_version(volume, 2))
     await until(lambda: trainer.heard("acknowledgement"))
     assert close((await client.logprobs(version_ref(RUN, 2)))[0], expected(volume.version(RUN, 2)))
+
+
+async def test_a_model_whose_run_is_deleted_while_it_is_loaded_is_not_served(
+    model, volume, trainer, client, monkeypatch
+):
+    load, is_loading, may_load = hf_engine._load, threading.Event(), threading.Event()
+
+    def load_late(options):
+        if options.model_path.parent.name == "versions":
+            is_loading.set()
+            may_load.wait(PATIENCE)
+        return load(options)
+
+    monkeypatch.setattr(hf_engine, "_load", load_late)
+    announce(volume, trainer, make_model_version(volume, 1))
+    asked = asyncio.create_task(client.logprobs(version_ref(RUN, 1)))
+    await until(is_loading.is_set)
+    trainer.tell(weights_pb.WatchVersionsResponse(run_deleted=weights_pb.RunDeleted(run_id=RUN)))
+    absent = make_model_version(volume, 1, new_run_id())
+    shutil.rmtree(volume.run(absent.model.run_id))
+    announce(volume, trainer, absent)
+    await until(lambda: trainer.heard("refusal"))  # so it has heard of the deletion before
+    may_load.set()
+    with pytest.raises(errors.RunNotFound):
+        await asked
+    assert not await client.loaded()
+    assert not trainer.heard("acknowledgement")
+    assert close((await client.logprobs(base_ref()))[0], expected(model))
 
 
 async def test_a_model_of_another_shape_is_refused(volume, trainer, client):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import grpc
 import pytest
 from support.patience import PATIENCE
-from support.stacks.sampler_stack import sampling, version_ref
+from support.stacks.sampler_stack import sampling, until, version_ref
 from support.stacks.weight_stack import chunks_of, make_version
 
 from paceline import errors
@@ -75,6 +77,29 @@ async def test_tenants_push_to_their_own_runs_alone(model, volume, client, pushe
     with pytest.raises(errors.RunNotFound):
         await _push(client.be("stranger"), claimed, pushed[1])
     assert sorted(await client.loaded()) == [7]
+
+
+async def test_a_push_of_a_run_that_is_deleted_while_its_bytes_arrive_is_refused(
+    model, volume, trainer, client, pushed
+):
+    trainer.announce(make_version(volume, model, RUN, 1))
+    await until(lambda: trainer.heard("acknowledgement"))
+    service, (manifest, weights), before = client.be(PEER_TENANT), pushed, len(client.staged())
+    call = service.stub.UpdateWeights(metadata=service.metadata, timeout=PATIENCE)
+    await call.write(pb.UpdateWeightsRequest(manifest=manifest))
+    await until(lambda: len(client.staged()) > before)
+    shutil.rmtree(volume.run(RUN))
+    trainer.tell(weights_pb.WatchVersionsResponse(run_deleted=weights_pb.RunDeleted(run_id=RUN)))
+    await until(lambda: trainer.heard("release"))
+    for chunk in chunks_of(weights):
+        await call.write(pb.UpdateWeightsRequest(chunk=chunk))
+    await call.write(pb.UpdateWeightsRequest(commit=pb.Commit(sha256=manifest.model.sha256)))
+    await call.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await call
+    assert isinstance(error_from_rpc(failure.value), errors.RunNotFound)
+    assert not await client.loaded()
+    await until(lambda: not client.staged())
 
 
 async def test_nothing_of_a_bad_push_stays(client, pushed):

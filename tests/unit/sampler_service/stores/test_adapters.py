@@ -313,7 +313,8 @@ async def test_the_same_version_with_other_content_is_refused_and_the_first_stay
     other = Volume(tmp_path / "other")
     manifest = make_version(other, setup.model, RUN, 1, seed=77)
     with pytest.raises(errors.VersionExists):
-        await registry.install(StagedAdapter(manifest, other.version(RUN, 1), temporary=True))
+        pushed = StagedAdapter(manifest, other.version(RUN, 1), temporary=True)
+        await registry.install(pushed, registry.arrivals.expect(RUN))
     assert not other.version(RUN, 1).exists()
     assert registry.find(VersionKey(RUN, 1)).served.sha256 == sha256
 
@@ -323,7 +324,8 @@ async def test_what_the_engine_refuses_is_not_loaded_and_leaves_no_files(setup, 
     other = Volume(tmp_path / "other")
     manifest = make_version(other, setup.model, RUN, 1, rank=16)
     with pytest.raises(errors.RankTooLarge):
-        await registry.install(StagedAdapter(manifest, other.version(RUN, 1), temporary=True))
+        pushed = StagedAdapter(manifest, other.version(RUN, 1), temporary=True)
+        await registry.install(pushed, registry.arrivals.expect(RUN))
     assert not len(registry)
     assert not other.version(RUN, 1).exists()
 
