@@ -427,3 +427,18 @@ class Unsupported(PacelineError, reason="UNIMPLEMENTED"):
     """The method does not exist, or not for this kind of run or model."""
 
     code = Code.UNIMPLEMENTED
+
+
+# What an error tells of a run's command. It is an answer to the command if neither function returns True.
+
+
+def is_not_accepted(error: BaseException) -> bool:
+    """Return whether a command that ended in `error` was turned away: it has not executed, and its seq_id is free."""
+    return isinstance(error, Denied) or (isinstance(error, Exhausted) and error.retry_after is not None)
+
+
+def is_outcome_unknown(error: BaseException) -> bool:
+    """Return whether a command that ended in `error` may have executed, or may still."""
+    if isinstance(error, Internal):
+        return not error.error_id  # otherwise it is the service's own answer, which it keeps
+    return isinstance(error, (Unavailable, TimedOut, Cancelled)) and not isinstance(error, AckTimeout)

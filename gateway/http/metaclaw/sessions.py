@@ -116,8 +116,9 @@ class Sessions:
             with named_as_here():
                 answer = await self._services.call(tenant, message, reply, seconds=SECONDS)
         except BaseException as error:
-            may_come_later = isinstance(error, errors.Exhausted) and error.retry_after is not None
-            work.is_sent = _may_have_arrived(error) or (work.is_sent and may_come_later)
+            may_come_later = errors.is_not_accepted(error)
+            may_have_arrived = errors.is_outcome_unknown(error) or isinstance(error, asyncio.CancelledError)
+            work.is_sent = may_have_arrived or (work.is_sent and may_come_later)
             is_unfinished = work.is_sent or (work.replies and may_come_later)
             session.unfinished = work if is_unfinished else None
             if not work.is_sent:
@@ -182,14 +183,6 @@ def _make(run_id: str, commands: Commands, conclude: Callable[..., Any]) -> _Wor
         digest.update(sha256(message.SerializeToString(deterministic=True)).digest())
     replies = [reply for _, reply in commands]
     return _Work(list(zip(messages, replies, strict=True)), conclude, digest.digest())
-
-
-def _may_have_arrived(error: BaseException) -> bool:
-    """Return whether a command that failed may have executed, or may still."""
-    if isinstance(error, errors.Internal):
-        return not error.error_id  # otherwise it is the trainer's own answer, which it keeps
-    is_open = isinstance(error, (errors.Unavailable, errors.TimedOut, errors.Cancelled, asyncio.CancelledError))
-    return is_open and not isinstance(error, errors.AckTimeout)
 
 
 def _unknown() -> errors.RunNotFound:

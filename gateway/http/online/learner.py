@@ -38,8 +38,6 @@ _KINDS: Mapping[str, tuple[type[Message], type[Message]]] = {
     _PUBLISH: (pb.PublishWeightsRequest, pb.PublishWeightsResponse),
     _SAVE: (pb.SaveCheckpointRequest, pb.SaveCheckpointResponse),
 }
-_NOT_ANSWERS = (errors.Unavailable, errors.TimedOut, errors.Cancelled, errors.Denied, errors.Internal)
-"""Errors that do not tell whether a command was executed, so it is sent again."""
 _STOPS = (
     errors.ClientSuperseded,
     errors.RunNotFound,
@@ -292,11 +290,10 @@ class Learner:
             try:
                 answer = await self._services.call(self._known.tenant, request, reply_type, seconds=_SECONDS)
             except errors.PacelineError as error:
-                is_answer = not isinstance(error, _NOT_ANSWERS) and error.retry_after is None
                 # A failure that nobody foresaw has an id; the same one again is the answer that the trainer keeps.
                 earlier, failure = failure, error.error_id if isinstance(error, errors.Internal) else ""
-                is_kept = failure != "" and failure == earlier
-                if is_answer or is_kept or isinstance(error, errors.AckTimeout):
+                is_first = failure not in {"", earlier}
+                if not (is_first or errors.is_outcome_unknown(error) or errors.is_not_accepted(error)):
                     self._late = ""
                     return error
                 self._late = str(error)

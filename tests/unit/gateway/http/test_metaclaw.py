@@ -16,6 +16,8 @@ from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 RUN, UNKNOWN = new_run_id(), new_run_id()
+FULL = errors.Overloaded("too many calls")
+turned_away = pytest.mark.parametrize("refusal", [FULL, errors.MissingCredential("is not the trainer's")], ids=repr)
 
 
 class Trainer:
@@ -29,7 +31,9 @@ class Trainer:
         self.replies = {}
         self.lost_replies = 0
         """How many of the next replies are lost."""
-        self.is_full = self.is_away = False
+        self.refusal = None
+        """With which commands are turned away."""
+        self.is_away = False
         self.answers = asyncio.Event()
         """Set while commands are answered."""
         self.answers.set()
@@ -47,8 +51,8 @@ class Trainer:
             return pb.AttachRunResponse(attachment=self.attachments[request.run_id], run=run)
         if isinstance(request, pb.GetRunRequest):
             return pb.GetRunResponse(run=pb.Run(step=self.steps.get(request.run_id, 0)))
-        if self.is_full:
-            raise errors.Overloaded("too many calls")
+        if self.refusal is not None:
+            raise self.refusal
         if request.attachment != self.attachments[request.run_id]:
             raise errors.ClientSuperseded("another client has attached")
         place = request.run_id, request.seq_id
@@ -127,33 +131,37 @@ async def test_a_request_whose_caller_left_is_the_same_command_when_it_comes_aga
     assert [(await step(RUN)).step for _ in range(2)] == [1, 2]
 
 
-async def test_a_refusal_between_a_lost_answer_and_the_request_that_is_sent_again_forgets_nothing(trainer, step):
+@turned_away
+async def test_a_refusal_between_a_lost_answer_and_the_request_that_is_sent_again_forgets_nothing(
+    trainer, step, refusal
+):
     trainer.lost_replies = 1
     with pytest.raises(errors.EngineUnavailable):
         await step(RUN)
-    trainer.is_full = True
-    with pytest.raises(errors.Overloaded):
+    trainer.refusal = refusal
+    with pytest.raises(type(refusal)):
         await step(RUN)
-    trainer.is_full = False
+    trainer.refusal = None
     assert [(await step(RUN)).step for _ in range(2)] == [1, 2]
 
 
-async def test_another_request_that_is_refused_does_not_make_a_lost_command_execute_twice(trainer, step):
+@turned_away
+async def test_another_request_that_is_refused_does_not_make_a_lost_command_execute_twice(trainer, step, refusal):
     trainer.lost_replies = 1
     with pytest.raises(errors.EngineUnavailable):
         await step(RUN)
-    trainer.is_full = True
-    with pytest.raises(errors.Overloaded):
+    trainer.refusal = refusal
+    with pytest.raises(type(refusal)):
         await step(RUN, 0.5)
-    trainer.is_full = False
+    trainer.refusal = None
     assert [(await step(RUN, rate)).step for rate in (1.0, 0.5)] == [1, 2]
 
 
 async def test_a_request_that_was_refused_before_it_arrived_is_not_sent_for_another(trainer, step):
-    trainer.is_full = True
+    trainer.refusal = FULL
     with pytest.raises(errors.Overloaded):
         await step(RUN)
-    trainer.is_full = False
+    trainer.refusal = None
     assert (await step(RUN, 0.5)).step == 1
     assert [request.adamw.learning_rate for request, _ in trainer.replies.values()] == [0.5]
 
