@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -13,11 +14,11 @@ import grpc
 from paceline import errors
 from paceline.client.futures import PacelineFuture
 from paceline.client.retry import call_name, is_unread
-from paceline.client.transport import Transport
+from paceline.client.transport import Metadata, Transport
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 MAX_COMMANDS_UNANSWERED = 32
-"""Maximum number of commands of one run in flight. More would only wait at the server while their deadlines run."""
+"""Maximum number of commands of one run in flight. More would only wait at the server."""
 
 
 class Command(Protocol):
@@ -50,6 +51,8 @@ class CommandQueue:
         self._numbering = threading.Lock()
         self._next = last_seq_id + 1
         self._in_flight = asyncio.Semaphore(MAX_COMMANDS_UNANSWERED)
+        self._deadlines: dict[asyncio.Timeout, int] = {}
+        """Those of the commands in flight, with their seq_ids."""
 
     def issue(self, name: str, count: int, work: Callable[[range], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
         """Reserve the next `count` seq_ids for `work`, which must use all of them, and start it.
@@ -111,11 +114,43 @@ class CommandQueue:
         for request, seq_id in zip(requests, seq_ids, strict=True):
             request.seq_id, request.attachment = seq_id, self._attachment
             await self._in_flight.acquire()
-            answer = await self._transport.start(method, request, "training")
+            answer = await self._transport.start(partial(self._attempt, method), request, "training")
             call = self._transport.start_task(self._counted(answer, seq_id))
             call.add_done_callback(lambda _: self._in_flight.release())
             calls.append(call)
         return calls
+
+    async def _attempt(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
+        request: Request,
+        *,
+        timeout: float,  # noqa: ASYNC109 - as the stub's method calls it
+        metadata: Metadata,
+    ) -> Reply:
+        """Send a command once. Raises TimedOut if for `timeout` seconds neither it nor an earlier one is answered.
+
+        A deadline of gRPC's would also run while the command waits for those before it, which may be slow.
+        """
+        deadline = asyncio.timeout(timeout)
+        try:
+            async with deadline:
+                self._deadlines[deadline] = request.seq_id
+                return await method(request, metadata=metadata)
+        except TimeoutError:
+            raise errors.TimedOut(
+                f"neither this command nor one before it was answered within {timeout:g} s (Timeouts.training); give "
+                "ServiceClient(timeouts=Timeouts(training=...)) a longer one"
+            ) from None
+        finally:
+            self._deadlines.pop(deadline, None)
+
+    def _extend_deadlines(self, answered: int) -> None:
+        """Give the commands after one that was answered their full time again."""
+        until = asyncio.get_running_loop().time() + self._transport.timeouts.training
+        for deadline, seq_id in self._deadlines.items():
+            if seq_id > answered and not deadline.expired():
+                deadline.reschedule(until)
 
     async def _counted(self, answer: asyncio.Task[Reply], seq_id: int) -> Reply:
         """Wait for an answer. If the command was refused unread, have its seq_id used up by a command that is refused.
@@ -123,14 +158,18 @@ class CommandQueue:
         Otherwise later commands would wait for it. If it was used up after all, the second command has no effect.
         """
         try:
-            return await answer
+            reply = await answer
         except errors.PacelineError as error:
+            if not errors.is_outcome_unknown(error):
+                self._extend_deadlines(seq_id)
             if is_unread(error):
                 empty = pb.ForwardBackwardRequest(run_id=self._run_id, seq_id=seq_id, attachment=self._attachment)
                 transport = self._transport
                 with suppress(errors.PacelineError):
                     await transport.call_beside(transport.trainer.ForwardBackward, empty, "training")
             raise
+        self._extend_deadlines(seq_id)
+        return reply
 
 
 async def outcomes(calls: Sequence[asyncio.Task[Reply]]) -> Sequence[Outcome[Reply]]:

@@ -34,7 +34,10 @@ class Timeouts:
     """
 
     training: float = 600.0
-    """Commands of a run, creating or deleting a run, rendering conversations, and downloading a checkpoint."""
+    """Commands of a run, creating or deleting a run, rendering conversations, and downloading a checkpoint.
+
+    The time of a command begins again whenever a command of its run before it is answered.
+    """
     sampling: float = 300.0
     """Samples, streams and log-probabilities."""
     query: float = 30.0

@@ -96,12 +96,15 @@ class Transport:
 
     async def start(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
-        request: Request,
+        method: Callable[..., Awaitable[Reply]],
+        request: object,
         limit: Limit,
         metadata: Metadata = (),
     ) -> asyncio.Task[Reply]:
-        """Wait for the limit on calls in flight, in FIFO order, then start a call with retries."""
+        """Wait for the limit on calls in flight, in FIFO order, then start a call with retries.
+
+        `method` is a stub's method, or takes the same arguments.
+        """
 
         async def attempt() -> Reply:
             return await method(request, timeout=self._seconds(limit), metadata=(*self._metadata, *metadata))

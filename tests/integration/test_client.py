@@ -1,13 +1,16 @@
 """Training through the client, against real services: order, retries, custom losses, errors."""
 
 import asyncio
+from time import monotonic
 
 import numpy as np
 import pytest
+from support.patience import PATIENCE
 from support.stacks.toy_trainer import VOCABULARY, make_data
 
 from paceline import RetryPolicy, SamplingParams, ServiceClient, Timeouts, errors
 from paceline.client.commands import MAX_COMMANDS_UNANSWERED
+from paceline.client.loop_thread import THREAD
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 QUICK = RetryPolicy(budget=60.0, first_delay=0.01, max_delay=0.05)
@@ -92,6 +95,33 @@ async def test_a_command_that_was_not_taken_is_sent_again(server, training, refu
     server.trainer.refusals[1] = [refusal]
     await training.forward_backward(make_data())
     assert server.trainer.arrivals == [1, 1]
+
+
+async def test_the_time_of_a_command_begins_again_whenever_one_before_it_is_answered(server, training, monkeypatch):
+    loop, passed = THREAD.start(), 0.0
+    monkeypatch.setattr(loop, "time", lambda: monotonic() + passed)
+
+    async def let_pass(seconds):
+        nonlocal passed
+        passed += seconds
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+
+    server.trainer.places = asyncio.Semaphore(0)
+    futures = [training.forward_backward(make_data()) for _ in range(4)]
+    while len(server.trainer.arrivals) < 4:  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0.01)
+    for future in futures[:2]:
+        await let_pass(0.7 * Timeouts().training)
+        server.trainer.places.release()
+        await future
+    await let_pass(1.1 * Timeouts().training)
+    async with asyncio.timeout(PATIENCE):
+        for future in futures[2:]:
+            with pytest.raises(
+                errors.TimedOut, match=r"nor one before it was answered within 600 s \(Timeouts.training"
+            ):
+                await future
+    assert sorted(server.trainer.arrivals) == [1, 2, 3, 4]
 
 
 async def test_a_call_survives_a_restart_of_the_server(server, training):

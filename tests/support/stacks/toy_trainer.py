@@ -59,6 +59,8 @@ class ToyTrainer(TrainerServiceServicer):
         self.load_may_end = asyncio.Event()
         self.load_may_end.set()
         self.load_began = asyncio.Event()
+        self.places: asyncio.Semaphore | None = None
+        """How many more commands may execute; None for any number."""
         self.created: list[str] = []
         self.attachments: list[str] = []
         self.requests: list[object] = []
@@ -135,6 +137,8 @@ class ToyTrainer(TrainerServiceServicer):
             raise errors.SeqIdGap("commands before this one did not arrive", field="seq_id") from None
 
     async def _execute(self, request, execute):
+        if self.places is not None:
+            await self.places.acquire()
         self.executed.append(type(request).__name__.removesuffix("Request"))
         try:
             if self.lost and execute != self._load:
