@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import grpc
 
 from paceline import errors
-from paceline.client.futures import PacelineFuture
+from paceline.client.futures import PacelineFuture, Place
 from paceline.client.retry import call_name, is_unread
 from paceline.client.transport import Metadata, Transport
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -45,6 +45,7 @@ class CommandQueue:
     def __init__(self, transport: Transport, run_id: str, last_seq_id: int, attachment: int) -> None:
         """Create the queue for the commands after `last_seq_id`; `attachment` is the client's number from AttachRun."""
         self._run_id = run_id
+        self._order = object()
         self.turn = asyncio.Lock()
         self._attachment = attachment
         self._transport = transport
@@ -62,9 +63,14 @@ class CommandQueue:
         with self._numbering:
             seq_ids = range(self._next, self._next + count)
             numbers = f"{seq_ids[0]}" if count == 1 else f"{seq_ids[0]} to {seq_ids[-1]}"
-            future = self._transport.submit_command(f"{name} {numbers} of {self._run_id}", work(seq_ids))
+            named = f"{name} {numbers} of {self._run_id}"
+            future = self._transport.submit_command(named, self.place(seq_ids), work(seq_ids))
             self._next += count
         return future
+
+    def place(self, seq_ids: range) -> Place:
+        """Return the place of the commands with these seq_ids, which belong together."""
+        return Place(self._order, seq_ids[0])
 
     def put(
         self,

@@ -8,6 +8,7 @@ instead of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from copy import copy
 from numbers import Real
 
@@ -18,7 +19,7 @@ import torch
 from paceline import errors
 from paceline.client.batching import Batch, as_datums, make_batch
 from paceline.client.commands import CommandQueue, outcomes
-from paceline.client.futures import PacelineFuture
+from paceline.client.futures import HOLD, Hold, PacelineFuture
 from paceline.client.transport import Worker
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec
@@ -55,13 +56,17 @@ def put_custom_loss(
 
     async def two_passes(seq_ids: range) -> ForwardBackwardOutput:
         async with queue.turn:
+            hold = Hold(queue.place(seq_ids))
+            HOLD.set(hold)
             try:
                 calls = await queue.send(method, forward.requests, seq_ids[:count])
                 logprobs = [output["logprobs"] for output in forward.merge(await outcomes(calls)).loss_fn_outputs]
-                loss, metrics, weights = await worker.run(evaluate, own, logprobs, loss_fn)
+                loss, metrics, weights = await worker.run(copy_context().run, evaluate, own, logprobs, loss_fn)
             except Exception as error:
                 await _use_up_seq_ids(queue, method, forward, seq_ids[count:], error)
                 raise
+            finally:
+                hold.is_over = True
             backward = _backward(forward, weights)
             calls = await queue.send(method, backward.requests, seq_ids[count:])
         output = backward.merge(await outcomes(calls))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -41,10 +42,11 @@ class PacelineFuture(Generic[T]):
 
         Inside an event loop use `await`, which does not block it. Raises TimeoutError after `timeout` seconds (None
         waits indefinitely); the call continues. A wait that could never end raises at once: Forked in a process that
-        was forked before the answer arrived, Unsupported in a callback.
+        was forked before the answer arrived, Unsupported in a callback, or in a custom loss for a command after it.
         """
         if not self._future.done():
             check_may_wait()
+            self._check_is_not_held()
         self._future.exception(timeout)  # returns the call's own error, so that what it raises is no answer
         self._mark_retrieved()
         return self._future.result()
@@ -79,6 +81,7 @@ class PacelineFuture(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self._future.done():
             OWNER.check()
+            self._check_is_not_held()
         waiter = asyncio.wrap_future(self._future)
         if self._command is None:
             return (yield from waiter)
@@ -95,6 +98,10 @@ class PacelineFuture(Generic[T]):
 
     def __reduce__(self) -> NoReturn:
         raise errors.Unsupported("a future cannot be pickled; send its result()")
+
+    def _check_is_not_held(self) -> None:
+        if self._command is not None:
+            self._command.check_is_not_held()
 
     def _mark_retrieved(self) -> None:
         if self._command is not None:
@@ -124,12 +131,36 @@ def awaitable(method: Callable[P, PacelineFuture[T]]) -> Callable[P, Coroutine[A
     return twin
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A command's place in the order of its run."""
+
+    order: object
+    """Identifies the order."""
+    seq_id: int
+
+
+@dataclass(eq=False, slots=True)
+class Hold:
+    """A user's function that runs as part of a command, and before later commands of its run are sent."""
+
+    place: Place
+    """The command's place."""
+    is_over: bool = False
+
+
+HOLD: ContextVar[Hold | None] = ContextVar("hold", default=None)
+"""The hold of the function that is running; None outside such functions."""
+
+
 @dataclass(eq=False, slots=True)
 class IssuedCommand:
     """An issued command, or several that belong together."""
 
     name: str
     """RPC, run and seq_ids, for the log."""
+    place: Place
+    """The place of the first."""
     failure: str | None = None
     """The text of the error with which the command ended.
 
@@ -142,6 +173,17 @@ class IssuedCommand:
         """Record how the command ended."""
         if not future.cancelled() and (error := future.exception()) is not None:
             self.failure = str(error)
+
+    def check_is_not_held(self) -> None:
+        """Raise Unsupported in a function for which the command waits: neither would ever end."""
+        hold = HOLD.get()
+        if hold is None or hold.is_over or hold.place.order is not self.place.order:
+            return
+        if self.place.seq_id >= hold.place.seq_id:
+            raise errors.Unsupported(
+                f"{self.name} ends after this loss_fn has returned, so loss_fn cannot wait for it; issue what loss_fn "
+                "needs before forward_backward_custom, and wait for the rest after it"
+            )
 
     def log_unretrieved_failure(self) -> None:
         """Log the error if the command failed and its answer was never retrieved."""
@@ -159,9 +201,9 @@ class UnansweredCommands:
         self._change = asyncio.Event()
         self._is_closed = False
 
-    def add(self, name: str, future: Future[Any], loop: asyncio.AbstractEventLoop) -> IssuedCommand:
+    def add(self, name: str, place: Place, future: Future[Any], loop: asyncio.AbstractEventLoop) -> IssuedCommand:
         """Track a command."""
-        issued = IssuedCommand(name)
+        issued = IssuedCommand(name, place)
         self._pending[id(issued)] = issued
         future.add_done_callback(lambda ended: self._end(issued, ended, loop))
         return issued

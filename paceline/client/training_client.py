@@ -119,8 +119,9 @@ class TrainingClient(Connected):
 
         `loss_fn(data, logprobs)` gets one float32 tensor of shape [N] per datum (0 where the mask is 0) and returns a
         scalar tensor and metrics. It runs on its own thread and may read any loss input. The answer's metrics hold its
-        value as `loss:sum`. Later commands are sent once it has returned. If it raises, nothing is accumulated, the
-        future raises the error, and the run continues. Needs the package torch.
+        value as `loss:sum`. Later commands are sent once it has returned, so in it a wait for one of them raises
+        Unsupported. If it raises, nothing is accumulated, the future raises the error, and the run continues. Needs the
+        package torch.
         """
         from paceline.client.custom_loss import put_custom_loss  # noqa: PLC0415 - only this call needs torch
 

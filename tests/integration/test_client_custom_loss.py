@@ -1,10 +1,12 @@
 """Losses that the client computes: their gradients reach the trainer, and a loss that fails changes nothing."""
 
 import asyncio
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
+from support.patience import PATIENCE
 from support.stacks.toy_trainer import VOCABULARY, make_data
 
 from paceline import Datum, ServiceClient, errors
@@ -108,6 +110,48 @@ async def test_commands_after_a_custom_loss_wait_for_its_second_half(server, tra
     await custom
     assert (await stepped).grad_norm > 0
     assert sorted(server.trainer.arrivals) == [1, 2, 3]
+
+
+async def _answer(future):
+    return await future
+
+
+WAITS = {
+    "result": lambda training: training.optim_step().result(),
+    "await": lambda training: asyncio.run(_answer(training.optim_step())),
+    "on another thread": lambda training: asyncio.run(asyncio.to_thread(training.optim_step().result)),
+    "in a call that blocks": lambda training: training.save_weights_and_get_sampling_client(),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+async def test_a_custom_loss_that_waits_for_a_command_after_it_is_refused_and_the_run_goes_on(server, training, wait):
+    before = training.forward(make_data())
+
+    def loss_fn(data, logprobs):
+        assert before.result().metrics["tokens:sum"] == 10
+        wait(training)
+        return sum(row.sum() for row in logprobs), {}
+
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(errors.Unsupported, match="so loss_fn cannot wait for it"):
+            await training.forward_backward_custom(make_data(), loss_fn)
+    assert not server.trainer.gradient.any()
+    await training.forward_backward(make_data())
+    assert (await training.optim_step()).step == 1
+
+
+async def test_a_custom_loss_that_waits_for_itself_is_refused(training):
+    issued = Future()
+
+    def loss_fn(data, logprobs):
+        return issued.result().result()
+
+    custom = training.forward_backward_custom(make_data(), loss_fn)
+    issued.set_result(custom)
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(errors.Unsupported, match="so loss_fn cannot wait for it"):
+            await custom
 
 
 async def test_a_custom_loss_that_raises_changes_nothing_and_the_run_goes_on(server, training):
