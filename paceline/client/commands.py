@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -15,6 +14,7 @@ from paceline import errors
 from paceline.client.futures import PacelineFuture, Place
 from paceline.client.retry import call_name, is_unread
 from paceline.client.transport import Metadata, Transport
+from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 MAX_COMMANDS_UNANSWERED = 32
@@ -40,6 +40,11 @@ class CommandQueue:
     A command is numbered under a lock when it is issued, and its task starts in the same order. `turn`, a fair lock,
     preserves that order while commands wait for the limit on commands in flight. The holder of `turn` blocks all later
     commands: loading a checkpoint holds it until it is answered, a custom loss until its second half is sent.
+
+    A command that was certainly not accepted, because the service did not read it or turned it away, leaves its seq_id
+    free, and later commands would wait for it. It is used up by an empty command, which is refused and changes nothing:
+    at once or, if that is turned away too, before the next command is sent. A command that may have arrived leaves a
+    gap if it did not: what follows it must not execute without its caller's decision.
     """
 
     def __init__(self, transport: Transport, run_id: str, last_seq_id: int, attachment: int) -> None:
@@ -54,6 +59,10 @@ class CommandQueue:
         self._in_flight = asyncio.Semaphore(MAX_COMMANDS_UNANSWERED)
         self._deadlines: dict[asyncio.Timeout, int] = {}
         """Those of the commands in flight, with their seq_ids."""
+        self._doubts: dict[int, errors.PacelineError] = {}
+        """The last error after which a command in flight may have arrived, by seq_id."""
+        self._free: set[int] = set()
+        """Seq_ids to use up."""
 
     def issue(self, name: str, count: int, work: Callable[[range], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
         """Reserve the next `count` seq_ids for `work`, which must use all of them, and start it.
@@ -115,7 +124,13 @@ class CommandQueue:
     async def send(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], requests: Sequence[Request], seq_ids: range
     ) -> list[asyncio.Task[Reply]]:
-        """Start the calls of requests with these seq_ids. Only for the holder of `turn`."""
+        """Start the calls of requests with these seq_ids. Only for the holder of `turn`.
+
+        Raises the error because of which the seq_id of an earlier command could not be used up; nothing is sent then.
+        """
+        if (error := await self.use_up(())) is not None:
+            self._free.update(seq_ids)
+            raise error
         calls = []
         for request, seq_id in zip(requests, seq_ids, strict=True):
             request.seq_id, request.attachment = seq_id, self._attachment
@@ -125,6 +140,31 @@ class CommandQueue:
             call.add_done_callback(lambda _: self._in_flight.release())
             calls.append(call)
         return calls
+
+    async def use_up(self, seq_ids: Iterable[int]) -> errors.PacelineError | None:
+        """Use up seq_ids with which nothing was sent, and those that are still free, in order.
+
+        Return the error of the first that cannot be used up now; it and those after it stay free. Only for the holder
+        of `turn`.
+        """
+        self._free.update(seq_ids)
+        for seq_id in sorted(self._free):
+            if (error := await self._fill(seq_id)) is not None:
+                return error
+        return None
+
+    async def _fill(self, seq_id: int) -> errors.PacelineError | None:
+        """Use up a free seq_id; return the error if it may still be free. The same call again is without effect."""
+        empty = pb.ForwardBackwardRequest(run_id=self._run_id, seq_id=seq_id, attachment=self._attachment)
+        transport = self._transport
+        try:
+            await transport.call_beside(transport.trainer.ForwardBackward, empty, "training")
+        except errors.PacelineError as error:
+            is_free = errors.is_not_accepted(error) or is_unread(error) or isinstance(error, errors.SeqIdGap)
+            if is_free or errors.is_outcome_unknown(error):
+                return error
+        self._free.discard(seq_id)
+        return None
 
     async def _attempt(
         self,
@@ -143,6 +183,10 @@ class CommandQueue:
             async with deadline:
                 self._deadlines[deadline] = request.seq_id
                 return await method(request, metadata=metadata)
+        except grpc.aio.AioRpcError as failure:
+            if errors.is_outcome_unknown(error := error_from_rpc(failure)):
+                self._doubts[request.seq_id] = error
+            raise
         except TimeoutError:
             raise errors.TimedOut(
                 f"neither this command nor one before it was answered within {timeout:g} s (Timeouts.training); give "
@@ -159,21 +203,26 @@ class CommandQueue:
                 deadline.reschedule(until)
 
     async def _counted(self, answer: asyncio.Task[Reply], seq_id: int) -> Reply:
-        """Wait for an answer. If the command was refused unread, have its seq_id used up by a command that is refused.
+        """Wait for an answer, and use up the seq_id if the command was not accepted.
 
-        Otherwise later commands would wait for it. If it was used up after all, the second command has no effect.
+        If an earlier attempt may have arrived, its error is raised in place of one that says that nothing was executed.
         """
         try:
             reply = await answer
         except errors.PacelineError as error:
+            doubt = self._doubts.pop(seq_id, None)
             if not errors.is_outcome_unknown(error):
                 self._extend_deadlines(seq_id)
-            if is_unread(error):
-                empty = pb.ForwardBackwardRequest(run_id=self._run_id, seq_id=seq_id, attachment=self._attachment)
-                transport = self._transport
-                with suppress(errors.PacelineError):
-                    await transport.call_beside(transport.trainer.ForwardBackward, empty, "training")
+            if doubt is not None and errors.is_not_accepted(error):
+                doubt.add_note(f"It was sent again, and turned away: {error}")
+                raise doubt from error
+            if errors.is_not_accepted(error) or is_unread(error):
+                self._free.add(seq_id)
+                await self._fill(seq_id)
+            elif isinstance(error, errors.SeqIdGap):
+                error.add_note("To continue, attach to the run again with ServiceClient.get_training_client.")
             raise
+        self._doubts.pop(seq_id, None)
         self._extend_deadlines(seq_id)
         return reply
 

@@ -38,9 +38,8 @@ def put_custom_loss(
     """Issue the forward and the backward pass of a client-side loss.
 
     The seq_ids of both are reserved at once, and later commands are not sent before the backward pass is. If the
-    forward pass or `loss_fn` fails, the seq_ids of the backward pass are used for forward-only passes over one
-    position, which leave weights and gradient unchanged, so that the run can continue. The data is copied: `loss_fn`
-    runs after the forward pass, when the caller may have changed its arrays.
+    forward pass or `loss_fn` fails, the seq_ids of the backward pass are used up, so that the run can continue. The
+    data is copied: `loss_fn` runs after the forward pass, when the caller may have changed its arrays.
     """
     if not callable(loss_fn):
         raise errors.InvalidArgument.of_type(loss_fn, "a function of the data and the log-probabilities", "loss_fn")
@@ -62,8 +61,8 @@ def put_custom_loss(
                 calls = await queue.send(method, forward.requests, seq_ids[:count])
                 logprobs = [output["logprobs"] for output in forward.merge(await outcomes(calls)).loss_fn_outputs]
                 loss, metrics, weights = await worker.run(copy_context().run, evaluate, own, logprobs, loss_fn)
-            except Exception as error:
-                await _use_up_seq_ids(queue, method, forward, seq_ids[count:], error)
+            except Exception:
+                await queue.use_up(seq_ids[count:])
                 raise
             finally:
                 hold.is_over = True
@@ -160,24 +159,3 @@ def _backward(forward: Batch, weights: Sequence[Array]) -> Batch:
             datum.loss_inputs["weights"].data = next(rows).tobytes()
         backward.requests.append(own)
     return backward
-
-
-async def _use_up_seq_ids(
-    queue: CommandQueue, method: Method, forward: Batch, seq_ids: range, error: Exception
-) -> None:
-    requests = [_first_position(forward.requests[0]) for _ in seq_ids]
-    for outcome in await outcomes(await queue.send(method, requests, seq_ids)):
-        if isinstance(outcome, errors.Unavailable):
-            error.add_note(
-                f"The backward pass's seq_ids could not be used either ({outcome}); attach to the run again."
-            )
-
-
-def _first_position(request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardRequest:
-    filler = pb.ForwardBackwardRequest(run_id=request.run_id, loss_fn=request.loss_fn, forward_only=True)
-    datum = filler.data.add()
-    datum.CopyFrom(request.data[0])
-    for tensor in (datum.model_input, *datum.loss_inputs.values()):
-        tensor.data = tensor.data[: len(tensor.data) // max(1, tensor.shape[0])]
-        tensor.shape[0] = 1
-    return filler

@@ -56,10 +56,11 @@ class TrainingClient(Connected):
     the answer itself, not a future; to overlap commands, use the futures. Arguments are copied when a command is
     issued and may be modified afterwards.
 
-    A refused command (any error other than Unavailable, Overloaded or SeqIdGap) counts as executed, and later commands
-    continue. A command that ends in Unavailable or TimedOut may or may not have been executed; if it was not, later
-    commands end in SeqIdGap: attach to the run again with `ServiceClient.get_training_client`. Errors of all commands:
-    RunNotFound, RunStateLost, ClientSuperseded (another client attached later and trains the run), SeqIdExpired.
+    Later commands continue after a refused one, also after one that was turned away on its way (Overloaded,
+    InvalidApiKey). A command that ends in Unavailable or TimedOut may or may not have been executed; if it was not,
+    later commands end in SeqIdGap: attach to the run again with `ServiceClient.get_training_client`. Errors of all
+    commands: RunNotFound, RunStateLost, ClientSuperseded (another client attached later and trains the run),
+    SeqIdExpired, SeqIdGap.
     """
 
     def __init__(self, transport: Transport, run: Run, attachment: int) -> None:

@@ -44,10 +44,15 @@ async def test_commands_of_several_threads_leave_no_gap(server, training):
 
 @pytest.mark.parametrize(
     "refusal",
-    [errors.MessageTooLarge("is too long"), errors.UnreadableMessage("is cut"), errors.OutOfRange("has too many")],
+    [
+        errors.MessageTooLarge("is too long"),
+        errors.UnreadableMessage("is cut"),
+        errors.OutOfRange("has too many"),
+        errors.InvalidApiKey("is not known"),
+    ],
     ids=lambda refusal: type(refusal).__name__,
 )
-async def test_commands_after_one_that_was_refused_unread_execute(server, refusal):
+async def test_commands_after_one_that_was_not_accepted_execute(server, refusal):
     server.trainer.refusals[2] = [refusal]
     async with ServiceClient(server.address, retry=QUICK, max_in_flight=2) as client:
         training = await client.get_training_client_async(server.trainer.run_id)
@@ -57,6 +62,55 @@ async def test_commands_after_one_that_was_refused_unread_execute(server, refusa
         for future in futures:
             await future
         assert (await training.optim_step_async()).step == 1
+
+
+@pytest.mark.parametrize("denial", [errors.InvalidApiKey("is not known"), errors.Overloaded("full")], ids=repr)
+async def test_commands_execute_again_once_the_service_no_longer_turns_them_away(server, denial):
+    async with ServiceClient(server.address, retry=RetryPolicy(budget=0.0)) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        await training.forward_backward(make_data())
+        gradient = server.trainer.gradient.copy()
+        server.trainer.denial = denial
+        for future in [training.forward_backward(make_data()) for _ in range(3)]:
+            with pytest.raises(type(denial)):
+                await future
+        with pytest.raises(type(denial)):
+            await training.publish_weights()
+        server.trainer.denial = None
+        await training.forward_backward(make_data())
+        np.testing.assert_allclose(server.trainer.gradient, 2 * gradient)
+        assert (await training.optim_step()).step == 1
+    assert "PublishWeights" not in server.trainer.executed
+
+
+async def test_a_command_that_is_turned_away_after_its_answer_was_lost_may_have_executed_and_does_once(
+    server, training
+):
+    server.trainer.replies_to_drop[1] = 1
+    server.trainer.refusals[1] = [None, errors.InvalidApiKey("is not known")]
+    with pytest.raises(errors.UpstreamUnavailable) as caught:
+        await training.forward_backward(make_data())
+    assert "turned away" in caught.value.__notes__[0]
+    assert (await training.optim_step()).step == 1
+    assert server.trainer.executed == ["ForwardBackward", "OptimStep"]
+    assert server.trainer.arrivals == [1, 1, 2]
+
+
+async def test_a_command_that_may_not_have_arrived_is_not_passed_over(server):
+    server.trainer.gap_seconds = 0.1
+    async with ServiceClient(server.address, retry=RetryPolicy(budget=0.0)) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        server.trainer.refusals[1] = [errors.EngineUnavailable("starting")]
+        with pytest.raises(errors.EngineUnavailable):
+            await training.forward_backward(make_data())
+        for _ in range(2):
+            with pytest.raises(errors.SeqIdGap) as caught:
+                await training.optim_step()
+            assert "attach to the run again" in caught.value.__notes__[-1]
+        assert not server.trainer.executed
+        again = await client.get_training_client_async(server.trainer.run_id)
+        await again.forward_backward(make_data())
+        assert (await again.optim_step()).step == 1
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("mine")], ids=repr)

@@ -168,6 +168,18 @@ async def test_a_custom_loss_that_raises_changes_nothing_and_the_run_goes_on(ser
     assert sorted(server.trainer.arrivals) == [1, 2, 3, 4, 5, 6]
 
 
+async def test_a_custom_loss_that_raises_while_the_service_turns_commands_away_leaves_no_gap(server, training):
+    def loss_fn(data, logprobs):
+        server.trainer.denial = errors.InvalidApiKey("is not known")
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        await training.forward_backward_custom(make_data(1100, length=2), loss_fn)
+    server.trainer.denial = None
+    await training.forward_backward(make_data())
+    assert (await training.optim_step()).step == 1
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "error"),
     [

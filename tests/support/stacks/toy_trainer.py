@@ -55,7 +55,10 @@ class ToyTrainer(TrainerServiceServicer):
         self.executed: list[str] = []
         self.answers: dict[int, tuple[bytes, object]] = {}
         self.replies_to_drop: Counter[int] = Counter()
-        self.refusals: dict[int, list[errors.PacelineError]] = {}
+        self.refusals: dict[int, list[errors.PacelineError | None]] = {}
+        """How each arrival of a command is refused; None for not at all."""
+        self.denial: errors.PacelineError | None = None
+        """With which every command is turned away."""
         self.load_may_end = asyncio.Event()
         self.load_may_end.set()
         self.load_began = asyncio.Event()
@@ -108,8 +111,10 @@ class ToyTrainer(TrainerServiceServicer):
         seq_id, payload = request.seq_id, request.SerializeToString(deterministic=True)
         self.arrivals.append(seq_id)
         self.requests.append(request)
-        if refusals := self.refusals.get(seq_id):
-            raise refusals.pop(0)
+        if (refusals := self.refusals.get(seq_id)) and (refusal := refusals.pop(0)) is not None:
+            raise refusal
+        if self.denial is not None:
+            raise self.denial
         if 0 < request.attachment < len(self.attachments):
             raise errors.ClientSuperseded("another client attached", field="attachment")
         async with self._turn:
