@@ -35,15 +35,20 @@ def main() -> None:
         start, first = perf_counter(), 0.0
         tokens: list[int] = []
         params = SamplingParams(max_tokens=options.max_tokens, temperature=0.7)
+        ended = "nothing"
         # Leaving this loop early, by break or Ctrl-C, cancels the request, and the sampler stops working on it.
-        for delta in sampling.sample_stream(prompt, sampling_params=params):
-            first = first or perf_counter() - start
-            shown = len(tokenizer.decode(tokens, skip_special_tokens=True))
-            tokens += delta.tokens
-            print(tokenizer.decode(tokens, skip_special_tokens=True)[shown:], end="", flush=True)
+        try:
+            for delta in sampling.sample_stream(prompt, sampling_params=params):
+                first = first or perf_counter() - start
+                shown = len(tokenizer.decode(tokens, skip_special_tokens=True))
+                tokens += delta.tokens
+                print(tokenizer.decode(tokens, skip_special_tokens=True)[shown:], end="", flush=True)
+                if delta.stop_reason:
+                    ended = delta.stop_reason.name.lower()
+        except KeyboardInterrupt:
+            ended = "Ctrl-C"
 
         seconds = perf_counter() - start
-        ended = delta.stop_reason.name.lower() if delta.stop_reason else "nothing"
         print(f"\n\n{len(tokens)} tokens in {seconds:.2f} s, the first after {1e3 * first:.0f} ms; "
               f"ended by {ended}")  # fmt: skip
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support.models.tiny_models import make_tokenizer
 from support.patience import PATIENCE
 from support.stacks.toy_services import toy_server
 from support.stacks.toy_trainer import make_data
@@ -126,6 +127,31 @@ async def test_ctrl_c_ends_the_wait_and_what_is_lost_is_named(server):
         with suppress(ProcessLookupError):  # it has ended
             process.kill()
     assert "LoadCheckpoint 1" in said.decode()
+
+
+async def test_ctrl_c_ends_the_example_that_streams_and_its_request(server, tmp_path):
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    files = (path for path in (tmp_path / "tokenizer").iterdir() if path.is_file())
+    server.trainer.tokenizer_files = {path.name: path.read_bytes() for path in files}
+    server.sampler.silent = True
+    body = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    body += "import runpy; runpy.run_path('examples/stream_tokens.py', run_name='__main__')\n"
+    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+    own = {"PYTHONPATH": str(ROOT), "PACELINE_ADDRESS": server.address, "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, **own}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", body, cwd=ROOT, env=environment, **pipes)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await server.sampler.entered.wait()
+            process.send_signal(signal.SIGINT)
+            out, said = await process.communicate()
+            await server.sampler.stream_ended.wait()
+    finally:
+        with suppress(ProcessLookupError):  # it has ended
+            process.kill()
+    assert (process.returncode, "Traceback" in said.decode()) == (0, False), said.decode()
+    assert "0 tokens in" in out.decode()
+    assert "ended by Ctrl-C" in out.decode()
 
 
 async def test_a_failure_that_nobody_asked_for_is_told(server):

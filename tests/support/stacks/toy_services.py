@@ -119,6 +119,7 @@ class ToyServer:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", 32 << 20),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
         )
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
         add_TrainerServiceServicer_to_server(self.trainer, self._server)

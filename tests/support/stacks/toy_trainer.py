@@ -68,6 +68,7 @@ class ToyTrainer(TrainerServiceServicer):
         self.attachments: list[str] = []
         self.requests: list[object] = []
         self.metadata: dict[str, str | bytes] = {}
+        self.tokenizer_files: dict[str, bytes] = {}
         self._turn = asyncio.Condition()
 
     async def CreateRun(self, request, context):
@@ -88,6 +89,9 @@ class ToyTrainer(TrainerServiceServicer):
         if request.request_id not in self.attachments:
             self.attachments.append(request.request_id)
         return pb.AttachRunResponse(run=run, attachment=len(self.attachments))
+
+    async def GetTokenizer(self, request, context):
+        return pb.GetTokenizerResponse(files=self.tokenizer_files)
 
     async def ListRuns(self, request, context):
         number = int(request.page_token or 0)
