@@ -177,7 +177,7 @@ class AtroposTrainer:
             except errors.PacelineError as error:
                 if _is_refusal(error) and place >= len(calls):
                     metrics["skipped_sequences"] += len(calls[index])
-                    message = f"step {pulled.step}: {len(calls[index])} sequences were refused again and are left out"
+                    message = f"step {pulled.step}: {len(calls[index])} sequence(s) were refused again and are left out"
                     self._say(f"{message}: {error}")
                     continue
                 failures.append(error)

@@ -71,8 +71,7 @@ def trained(trainer):
 
 async def test_an_interrupted_step_is_finished_as_it_began_and_the_next_has_the_new_options(server, tmp_path):
     batches, trainer = [[group(*SEQUENCES)], [group(*SEQUENCES)]], server.trainer
-    trainer.gap_seconds = 0.1
-    trainer.refusals[3] = [errors.EngineUnavailable("restarts")]
+    trainer.refusals = {seq_id: [errors.EngineUnavailable("restarts")] for seq_id in (3, 4)}
     with pytest.raises(errors.PacelineError):
         await Command(server, tmp_path, batches).step()
     assert trained(trainer) == [[[0, 1, 1, 1]], [[0, 2, 2, 2]]]
@@ -114,7 +113,7 @@ async def test_what_is_refused_again_is_left_out_of_the_step_and_said(server, tm
     again = Command(server, tmp_path, batches)
     await again.step()
     assert trained(trainer) == [[[0, 1, 1, 1]], [[0, 3, 3, 3]], "step"]
-    assert "1 sequences were refused again and are left out: data[0].model_input" in again.said[0]
+    assert "1 sequence(s) were refused again and are left out: data[0].model_input" in again.said[0]
     assert again.metrics[0]["skipped_sequences"] == 1
     await again.step()
     assert trained(trainer)[-5:] == [*([[tokens[:-1]] for tokens in SEQUENCES]), "step"]
