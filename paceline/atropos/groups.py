@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.client.batching import MAX_DATUMS
 from paceline.types import Datum
 from paceline.types.training import Array
 
@@ -146,7 +147,7 @@ def micro_batches(sequences: Sequence[ScoredSequence], size: int) -> list[list[S
     room = 0
     for sequence in sequences:
         cost = _BYTES_PER_TOKEN * len(sequence.counted)
-        if not calls or len(calls[-1]) == size or cost > room:
+        if not calls or len(calls[-1]) == min(size, MAX_DATUMS) or cost > room:
             calls.append([])
             room = _MAX_BYTES
         calls[-1].append(sequence)

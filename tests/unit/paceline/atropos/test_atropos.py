@@ -95,6 +95,8 @@ def test_micro_batches_are_the_same_each_time_and_each_is_one_command():
     long["tokens"], long["masks"] = [[1] * 60_001] * 2, [[-100] + [1] * 60_000] * 2
     long["inference_logprobs"] = [[-1.0] * 60_001] * 2
     assert [len(call) for call in micro_batches(make_batch([long], 10**6).sequences, 8)] == [1, 1]
+    many = make_batch([group((1.0,) * 1500)], 64).sequences
+    assert [len(call) for call in micro_batches(many, 2000)] == [1024, 476]
 
 
 def test_alignment_is_between_trained_tokens_alone():
