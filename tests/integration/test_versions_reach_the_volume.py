@@ -243,7 +243,13 @@ async def test_a_whole_model_is_found_again_although_a_crash_cut_off_its_compari
     def publish():
         run.next_version = 1  # as after a crash that kept the answer from the journal
         return trainer.publisher.publish(
-            run, seq_id=1, durable=True, policy=AckPolicy.NONE, ack_seconds=1, progress=CommandProgress(), room=ExitStack()
+            run,
+            seq_id=1,
+            durable=True,
+            policy=AckPolicy.NONE,
+            ack_seconds=1,
+            progress=CommandProgress(),
+            room=ExitStack(),
         )
 
     made = (await publish()).model

@@ -143,9 +143,7 @@ def answer_to_record(
     """Return the journal record of an answer, with the run's facts and the version that the command made."""
     failure = Failure.of(answer) if isinstance(answer, errors.PacelineError) else None
     reply = None if isinstance(answer, errors.PacelineError) else answer.SerializeToString()
-    return AnswerRecord(
-        command.seq_id, command.digest, command.method, reply, failure, facts, version, version_sha256
-    )
+    return AnswerRecord(command.seq_id, command.digest, command.method, reply, failure, facts, version, version_sha256)
 
 
 def answer_from_record(record: AnswerRecord) -> Answer | None:

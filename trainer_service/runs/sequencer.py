@@ -251,7 +251,7 @@ class PendingCommands:
 
 
 def _unsynced() -> errors.EngineUnavailable:
-    message = "the run's journal cannot be synced; the command executes once it is durable: send it again for its answer"
+    message = "the run's journal cannot be synced; the command executes once it is durable: send it again"
     return errors.EngineUnavailable(message)
 
 

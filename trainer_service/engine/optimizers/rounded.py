@@ -27,7 +27,8 @@ class _Part:
 class RoundedOptimizer(Optimizer[OptimizerParams]):
     """Applies another optimizer to bfloat16 weights with float32 gradients, some of the weights at a time.
 
-    A few weights may be float32; they are stepped in place. The order of the weights determines which numbers from `generator` each of them gets.
+    A few weights may be float32; they are stepped in place. The order of the weights determines which numbers from
+    `generator` each of them gets.
     """
 
     def __init__(self, parameters: Parameters, params: OptimizerParams, generator: torch.Generator) -> None:

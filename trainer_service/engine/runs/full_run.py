@@ -38,7 +38,7 @@ class FullRun(EngineRun):
     model_path: str
     """Where the model was loaded from."""
     masters: dict[str, nn.Parameter]
-    """float32 weights of which the parameters of the same names are rounded copies; the other parameters are weights."""
+    """float32 weights of which the parameters of these names are rounded copies; the other parameters are weights."""
 
     @property
     def weights(self) -> Mapping[str, nn.Parameter]:
