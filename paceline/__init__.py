@@ -12,6 +12,12 @@ All errors are classes of `paceline.errors`. Generated gRPC stubs, for calls wit
 `paceline.<area>.v1`.
 """
 
+import os
+
+# In a forked process gRPC's own handlers would start its threads again, which crash the process if a call is in flight.
+# A client refuses to be used there anyway. gRPC reads this when it is imported.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 from paceline import errors
 from paceline.client import (
     Account,

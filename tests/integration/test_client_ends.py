@@ -391,8 +391,26 @@ async def test_a_forked_process_is_refused_at_once_and_its_parent_goes_on(server
     assert (status, out, server.trainer.steps) == (0, "refused 3", 1), said
 
 
+async def test_forked_processes_live_while_calls_of_their_parent_are_in_flight(server):
+    body = """
+import time
+sampling, ended = client.create_sampling_client(), set()
+for _ in range(30):
+    waiting = [sampling.sample([1]) for _ in range(20)]
+    child = os.fork()
+    if not child:
+        time.sleep(0.05)  # in which threads of gRPC would crash it
+        os._exit(0)
+    ended.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    for call in waiting:
+        call.result()
+print(ended)
+"""
+    status, out, said = await run(server, body)
+    assert (status, out) == (0, "{0}\n"), said
+
+
 async def test_a_forked_process_does_not_wait_for_a_call_of_its_parent(server):
-    # The call waits to be sent again, because gRPC itself may crash in the child of a fork while it sends or receives.
     server.trainer.refusals[1] = [errors.EngineUnavailable("starting", retry_after=200)]
     body = """
 import asyncio, signal
