@@ -28,6 +28,7 @@ _WANTED = {
     FieldDescriptor.CPPTYPE_UINT32: f"an integer from 0 to {(1 << 32) - 1}",
     FieldDescriptor.CPPTYPE_UINT64: f"an integer from 0 to {(1 << 64) - 1}",
 }
+_UNSIGNED = {_WANTED[FieldDescriptor.CPPTYPE_UINT32], _WANTED[FieldDescriptor.CPPTYPE_UINT64]}
 
 
 def make(cls: Callable[P, M], place: str = "", /, *args: P.args, **fields: P.kwargs) -> M:
@@ -59,7 +60,9 @@ def _check(cls: type[Message], name: str, value: Any, place: str = "") -> None:
             if isinstance(problem, TypeError) or wanted == _DICT:
                 raise errors.InvalidArgument.of_type(held, wanted, where) from problem
             if isinstance(held, Integral):
-                raise errors.OutOfRange(f"is out of range; give {wanted}", field=where) from problem
+                is_negative = held < 0 and wanted in _UNSIGNED  # the most that fits into the message would not help
+                message = "is negative; give 0 or more" if is_negative else f"is out of range; give {wanted}"
+                raise errors.OutOfRange(message, field=where) from problem
             raise errors.InvalidArgument(f"cannot be sent: {problem}; give {wanted}", field=where) from problem
 
 
