@@ -101,7 +101,7 @@ async def test_a_negative_number_is_out_of_range(client, training):
         "lora.layers[1]": lambda: client.create_lora_training_client(layers=[0, -1]),
     }
     for field, call in calls.items():
-        with pytest.raises(errors.OutOfRange, match="is negative; give 0 or more$") as caught:
+        with pytest.raises(errors.OutOfRange, match=r"is negative; give 0 or more$") as caught:
             await asyncio.to_thread(call)
         assert caught.value.field == field
     for save in (training.save_state, training.save_weights_for_sampler):

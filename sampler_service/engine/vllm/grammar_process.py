@@ -132,7 +132,7 @@ class GrammarProcess:
             raise EngineUnavailable("the process that checks constraints ended; try again") from error
 
     def _start(self) -> _Worker:
-        context = utils.get_mp_context()  # type: ignore[attr-defined]
+        context = utils.get_mp_context()  # type: ignore[attr-defined, no-untyped-call]
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(self._config, theirs), name="Grammars", daemon=True)
         process.start()
