@@ -1,4 +1,4 @@
-"""Benchmarks, one folder per subject. `make help` lists them; `python -m bench.SUBJECT` takes each one's options."""
+"""Benchmarks, one folder per subject. `python -m bench.SUBJECT` takes each one's options; `make help` lists most."""
 
 import sys
 from pathlib import Path

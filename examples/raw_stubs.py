@@ -37,8 +37,13 @@ def float32(*values: float) -> tensor_pb2.Tensor:
 
 def main() -> None:
     """Call both services through the gateway."""
+    with grpc.insecure_channel(os.environ.get("PACELINE_ADDRESS", "localhost:50050")) as channel:
+        train_and_sample(channel)
+
+
+def train_and_sample(channel: grpc.Channel) -> None:
+    """Take one step, publish, and stream from the version."""
     key = (("authorization", f"Bearer {os.environ['PACELINE_API_KEY']}"),)
-    channel = grpc.insecure_channel(os.environ.get("PACELINE_ADDRESS", "localhost:50050"))
     training, sampling = TrainerServiceStub(channel), SamplerServiceStub(channel)
 
     # Create a run, the adapter that is trained. The request_id makes the call safe to repeat.
@@ -87,7 +92,6 @@ def main() -> None:
         print(f"tokens {list(part.tokens)} from version {part.model.version}")
 
     training.DeleteRun(trainer.DeleteRunRequest(run_id=run_id), metadata=key, timeout=60)
-    channel.close()
 
 
 if __name__ == "__main__":

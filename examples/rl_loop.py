@@ -6,6 +6,8 @@ The model completes fact sheets ("Country: Peru\nCapital:") and gets 1 for exact
 else (see tasks.py). Each step samples a group of completions per prompt from the newest version, turns each group's
 rewards into advantages, takes one optimizer step and publishes the next version.
 
+The run stays, with its checkpoints: `ServiceClient.delete_run` deletes it.
+
 Needs a running gateway: `make up` in another terminal prints the two variables to export. `make demo` does all of it.
 """
 

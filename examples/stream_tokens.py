@@ -32,7 +32,7 @@ def main() -> None:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer.encode(text, add_special_tokens=False)
 
-        start, first = perf_counter(), 0.0
+        start, first, shown, answer = perf_counter(), 0.0, 0, ""
         tokens: list[int] = []
         params = SamplingParams(max_tokens=options.max_tokens, temperature=0.7)
         ended = "nothing"
@@ -40,16 +40,18 @@ def main() -> None:
         try:
             for delta in sampling.sample_stream(prompt, sampling_params=params):
                 first = first or perf_counter() - start
-                shown = len(tokenizer.decode(tokens, skip_special_tokens=True))
                 tokens += delta.tokens
-                print(tokenizer.decode(tokens, skip_special_tokens=True)[shown:], end="", flush=True)
+                answer = str(tokenizer.decode(tokens, skip_special_tokens=True))
+                if not answer.endswith("\N{REPLACEMENT CHARACTER}"):  # else the rest of a character has yet to come
+                    print(answer[shown:], end="", flush=True)
+                    shown = len(answer)
                 if delta.stop_reason:
                     ended = delta.stop_reason.name.lower()
         except KeyboardInterrupt:
             ended = "Ctrl-C"
 
         seconds = perf_counter() - start
-        print(f"\n\n{len(tokens)} tokens in {seconds:.2f} s, the first after {1e3 * first:.0f} ms; "
+        print(f"{answer[shown:]}\n\n{len(tokens)} tokens in {seconds:.2f} s, the first after {1e3 * first:.0f} ms; "
               f"ended by {ended}")  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -97,8 +98,8 @@ def _compare(cluster: Cluster, rounds: int, count: int) -> None:
     }
     for arm in arms.values():
         arm()  # warm
-    seconds = {name: [_timed(arm) / count for _ in range(1)] for name, arm in arms.items()}
-    for _ in range(rounds - 1):
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
         for name, arm in arms.items():
             seconds[name].append(_timed(arm) / count)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -127,19 +128,17 @@ def _heartbeats(cluster: Cluster) -> None:
         future = client.post("/create_model", json=made).json()
         client.post("/retrieve_future", json=future)
         ready, over = threading.Event(), threading.Event()
-        load = threading.Thread(
-            target=lambda: asyncio.run(_load(base, headers, session, future["model_id"], ready, over))
-        )
-        load.start()
-        ready.wait()
         times = []
-        for _ in range(BEATS):
-            start = time.perf_counter()
-            client.post("/session_heartbeat", json={"session_id": session}).raise_for_status()
-            times.append(1e3 * (time.perf_counter() - start))
-            time.sleep(0.01)
-        over.set()
-        load.join()
+        with ThreadPoolExecutor(1) as threads:
+            load = threads.submit(asyncio.run, _load(base, headers, session, future["model_id"], ready, over))
+            ready.wait()
+            for _ in range(BEATS):
+                start = time.perf_counter()
+                client.post("/session_heartbeat", json={"session_id": session}).raise_for_status()
+                times.append(1e3 * (time.perf_counter() - start))
+                time.sleep(0.01)
+            over.set()
+            load.result()
     times.sort()
     p50, p99 = times[len(times) // 2], times[int(0.99 * len(times))]
     print(f"heartbeat with {WAITING} futures waiting and {SAMPLES} samples in flight: p50 {p50:.2f}, p99 {p99:.2f} ms")
@@ -149,7 +148,16 @@ def _heartbeats(cluster: Cluster) -> None:
 async def _load(
     base: str, headers: dict[str, str], session: str, model_id: str, ready: threading.Event, over: threading.Event
 ) -> None:
-    """Keep futures waiting and samples in flight until `over` is set."""
+    """Keep futures waiting and samples in flight until `over` is set. Raises AssertionError if a future ends before."""
+    try:
+        await _keep_busy(base, headers, session, model_id, ready, over)
+    finally:
+        ready.set()
+
+
+async def _keep_busy(
+    base: str, headers: dict[str, str], session: str, model_id: str, ready: threading.Event, over: threading.Event
+) -> None:
     limits = httpx.Limits(max_connections=WAITING + SAMPLES + 64)
     async with httpx.AsyncClient(base_url=base, headers=headers, timeout=90, limits=limits) as client:
         sampler = await client.post(
@@ -163,10 +171,8 @@ async def _load(
         waits = []
         for seq_id in range(2, WAITING + 2):  # number 1 is never sent
             body = {"model_id": model_id, "seq_id": seq_id, "adam_params": {}}
-            posted = (await client.post("/optim_step", json=body)).json()
-            waits.append(
-                asyncio.create_task(client.post("/retrieve_future", json={"request_id": posted["request_id"]}))
-            )
+            posted = (await client.post("/optim_step", json=body)).raise_for_status().json()
+            waits.append(asyncio.create_task(_poll(client, posted["request_id"])))
         for seq_id in range(SAMPLES):
             body = {
                 "sampling_session_id": sampler_id,
@@ -174,13 +180,22 @@ async def _load(
                 "prompt": {"chunks": [{"tokens": PROMPT}]},
                 "sampling_params": {"max_tokens": 256, "stop": []},
             }
-            await client.post("/asample", json=body)
+            (await client.post("/asample", json=body)).raise_for_status()
         ready.set()
         await asyncio.to_thread(over.wait)
+        assert not any(wait.done() for wait in waits), "a future ended while heartbeats were timed"
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
         await client.post(f"/sessions/{session}/finish", json={})
+
+
+async def _poll(client: httpx.AsyncClient, request_id: str) -> None:
+    """Ask for a result again and again until there is one."""
+    is_waiting = True
+    while is_waiting:
+        answer = await client.post("/retrieve_future", json={"request_id": request_id})
+        is_waiting = answer.raise_for_status().json().get("type") == "try_again"
 
 
 def _address(cluster: Cluster) -> str:

@@ -33,7 +33,7 @@ from typing import Protocol
 import numpy as np
 from make_model import default_directory, make_model
 
-from bench.budgets import budget
+from bench.budgets import budget, p99
 from bench.publish.ours import ADAPTER_WAYS, MODEL_WAYS, Ours
 from bench.publish.stock import Stock
 from bench.publish.times import Times
@@ -149,11 +149,6 @@ def report(figures: Mapping[str, Figures], sizes: Mapping[str, int], memcpy: flo
 def ratio(other: Figures, ours: Figures, name: str) -> float:
     """Return how many times faster we are at the median."""
     return float(np.median(other.of(name)) / np.median(ours.of(name)))
-
-
-def p99(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    """Return the 99th percentile; for few values, the largest."""
-    return float(np.percentile(values, 99, method="higher"))
 
 
 async def measure(

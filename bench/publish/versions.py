@@ -29,7 +29,7 @@ from support.ports import free_port
 from support.stacks.cluster import Cluster, ServiceProcess
 
 import paceline
-from bench.budgets import budget
+from bench.budgets import budget, p99
 from paceline import AdamParams, Datum
 from paceline.codec import tensor_to_proto
 from paceline.rpc.channel import open_channel
@@ -132,13 +132,8 @@ def report(arms: Arms, megabytes: float) -> None:
         print(f"{name:10}{len(arm.loads):8}{np.median(arm.loads):10.1f}{p99(arm.loads):8.1f}"
               f"{np.median(arm.firsts):18.1f}{p99(arm.firsts):8.1f}{len(arm.failures):8}")  # fmt: skip
     for name, arm in arms.items():
-        budget(f"{name} versions not found", arm.failures.count("VERSION_NOT_FOUND"), 0, at_most=True)
+        budget(f"{name} failures {sorted(set(arm.failures))}", len(arm.failures), 0, at_most=True)
         budget(f"{name} reload, p99 ms", p99(arm.loads), P99_MILLISECONDS, at_most=True)
-
-
-def p99(values: Sequence[float]) -> float:
-    """Return the 99th percentile; for few values, the largest."""
-    return float(np.percentile(values, 99, method="higher"))
 
 
 def main() -> None:

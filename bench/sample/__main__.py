@@ -90,7 +90,9 @@ def ratio(rows: Mapping[str, list[float]], over: str, under: str) -> float:
 async def stream(options: Options) -> None:
     """Compare how tokens travel from a fast engine to the client."""
     model = make_tiny_llama(options.scratch / "tiny")
-    place = replace(options.place, model=model)
+    # Stored in float32, which "auto" means to the service; vLLM would round it to bfloat16.
+    dtype = "float32" if options.place.dtype == "auto" else options.place.dtype
+    place = replace(options.place, model=model, dtype=dtype)
     load = Load(options.streams, 16, options.tokens, 0, VOCAB_SIZE)
     async with serve_rpc(place) as ours, serve_sse(place) as (text, everything):
         arms: Arms = {RPC: (ours, False), SSE_TEXT: (text, False), SSE_ALL: (everything, False)}

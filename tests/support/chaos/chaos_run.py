@@ -172,65 +172,65 @@ class Chaos:
                 client.found.append(f"seed {client.seed}: the run is lost and was not damaged: {client.lost}")
         return fallen
 
-    async def _compare(self, theirs: Client, channel: grpc.aio.Channel, *, to_the_end: bool = True) -> list[str]:
+    async def _compare(self, disturbed: Client, channel: grpc.aio.Channel, *, to_the_end: bool = True) -> list[str]:
         """Train the same run without faults; return the differences."""
-        refused = {seq_id for seq_id, answer in theirs.answers.items() if answer in NOT_EXECUTED}
-        self.notes.update(theirs.answers[seq_id] for seq_id in refused)
-        ours = Client(channel, theirs.seed, theirs.token, skipped=frozenset(refused))
-        await ours.create()
-        found = list(theirs.found)
+        refused = {seq_id for seq_id, answer in disturbed.answers.items() if answer in NOT_EXECUTED}
+        self.notes.update(disturbed.answers[seq_id] for seq_id in refused)
+        reference = Client(channel, disturbed.seed, disturbed.token, skipped=frozenset(refused))
+        await reference.create()
+        found = list(disturbed.found)
 
         async def published(_: Client, seq_id: int) -> None:
-            found.extend(await self._check_samples(theirs, ours, seq_id))
+            found.extend(await self._check_samples(disturbed, reference, seq_id))
 
-        last = theirs.seq_id if to_the_end else theirs.last_before_damage
-        await ours.train(lambda client: client.seq_id >= last, published)
-        for seq_id, answer in ours.answers.items():
-            given = theirs.answers.get(seq_id, "")
+        last = disturbed.seq_id if to_the_end else disturbed.last_before_damage
+        await reference.train(lambda client: client.seq_id >= last, published)
+        for seq_id, answer in reference.answers.items():
+            given = disturbed.answers.get(seq_id, "")
             if seq_id not in refused and not self._is_same_answer(given, answer, refused):
-                found.append(f"seed {theirs.seed} command {seq_id}: {given} and not {answer}")
-        published_versions = {version for version, _ in theirs.versions.values()}
+                found.append(f"seed {disturbed.seed} command {seq_id}: {given} and not {answer}")
+        published_versions = {version for version, _ in disturbed.versions.values()}
         found += [
-            f"seed {theirs.seed}: a sample names version {completion.version}, which no command published"
-            for completion in theirs.completions
+            f"seed {disturbed.seed}: a sample names version {completion.version}, which no command published"
+            for completion in disturbed.completions
             if completion.version not in published_versions
         ]
         found += [
-            f"seed {theirs.seed} command {seq_id}: published other weights"
-            for seq_id in theirs.versions.keys() & ours.versions.keys()
-            if not self.joint_passes and theirs.versions[seq_id][1] != ours.versions[seq_id][1]
+            f"seed {disturbed.seed} command {seq_id}: published other weights"
+            for seq_id in disturbed.versions.keys() & reference.versions.keys()
+            if not self.joint_passes and disturbed.versions[seq_id][1] != reference.versions[seq_id][1]
         ]
-        if to_the_end and not theirs.lost:
-            one, other = await theirs.finish(self.volume), await ours.finish(self.volume)
+        if to_the_end and not disturbed.lost:
+            one, other = await disturbed.finish(self.volume), await reference.finish(self.volume)
             found += [
-                f"seed {theirs.seed}: only one of the runs has {name}" for name in sorted(one.keys() ^ other.keys())
+                f"seed {disturbed.seed}: only one of the runs has {name}" for name in sorted(one.keys() ^ other.keys())
             ]
             found += [
-                f"seed {theirs.seed}: {name} differs"
+                f"seed {disturbed.seed}: {name} differs"
                 for name in sorted(one.keys() & other.keys())
                 if not self._is_same(one[name], other[name])
             ]
         return found
 
-    async def _check_samples(self, theirs: Client, ours: Client, seq_id: int) -> list[str]:
+    async def _check_samples(self, disturbed: Client, reference: Client, seq_id: int) -> list[str]:
         """Compare a version's samples with the scores of PEFT on a file with the same weights."""
-        if seq_id not in theirs.versions or self.joint_passes:
+        if seq_id not in disturbed.versions or self.joint_passes:
             return []
-        version, sha256 = theirs.versions[seq_id]
-        completions = [completion for completion in theirs.completions if completion.version == version]
+        version, sha256 = disturbed.versions[seq_id]
+        completions = [completion for completion in disturbed.completions if completion.version == version]
         found = [
-            f"seed {theirs.seed}: a sample names version {version} and other bytes"
+            f"seed {disturbed.seed}: a sample names version {version} and other bytes"
             for completion in completions
             if completion.sha256 != sha256
         ]
-        directory = self.volume / "runs" / ours.run_id / "versions" / str(ours.versions[seq_id][0])
+        directory = self.volume / "runs" / reference.run_id / "versions" / str(reference.versions[seq_id][0])
         while completions and not directory.exists():  # noqa: ASYNC110 - it is copied there without a notification
             await asyncio.sleep(0.01)
         self._samples_compared += len(completions)
         for completion in completions:
             scores = await asyncio.to_thread(self.scorer.score, directory, completion.prompt, completion.tokens)
             if not np.abs(scores - completion.logprobs).max() <= LOGPROB_TOLERANCE:  # so that NaN is found
-                found.append(f"seed {theirs.seed}: a sample that names version {version} is not from it")
+                found.append(f"seed {disturbed.seed}: a sample that names version {version} is not from it")
         return found
 
     def _is_same_answer(self, one: str, other: str, refused: set[int]) -> bool:

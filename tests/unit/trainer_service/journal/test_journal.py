@@ -13,7 +13,7 @@ from time import sleep
 import google_crc32c
 import msgspec
 import pytest
-from support.chaos.journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, blocked, leave_runs, refusal  # noqa: F401 - a fixture
+from support.stacks.journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, blocked, leave_runs, refusal  # noqa: F401 - a fixture
 
 from paceline import errors, layout
 from paceline.trainer.v1 import trainer_service_pb2 as pb

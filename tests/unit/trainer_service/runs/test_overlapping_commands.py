@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from support.chaos.journaled import JournaledRun, leave_runs, refusal  # noqa: F401 - a fixture
+from support.stacks.journaled import JournaledRun, leave_runs, refusal  # noqa: F401 - a fixture
 
 from paceline import errors
 from trainer_service.engine.protocol import EngineDiedError

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from support.chaos.journaled import Executor
+from support.stacks.journaled import Executor
 
 from paceline import errors, layout
 from paceline.layout import CheckpointPath

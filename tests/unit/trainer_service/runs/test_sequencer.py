@@ -6,8 +6,8 @@ import weakref
 from datetime import UTC, datetime
 
 import pytest
-from support.chaos.journaled import JournaledRun, blocked, leave_runs, refusal  # noqa: F401 - a fixture
 from support.patience import PATIENCE
+from support.stacks.journaled import JournaledRun, blocked, leave_runs, refusal  # noqa: F401 - a fixture
 
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
