@@ -192,10 +192,10 @@ async def _keep_busy(
 
 async def _poll(client: httpx.AsyncClient, request_id: str) -> None:
     """Ask for a result again and again until there is one."""
-    is_waiting = True
-    while is_waiting:
-        answer = await client.post("/retrieve_future", json={"request_id": request_id})
-        is_waiting = answer.raise_for_status().json().get("type") == "try_again"
+    waiting = httpx.codes.REQUEST_TIMEOUT
+    while (answer := await client.post("/retrieve_future", json={"request_id": request_id})).status_code == waiting:
+        pass
+    answer.raise_for_status()
 
 
 def _address(cluster: Cluster) -> str:
