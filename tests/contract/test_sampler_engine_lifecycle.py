@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import psutil
@@ -19,7 +23,7 @@ from paceline.layout import WEIGHTS_FILE
 from paceline.types import StopReason
 from sampler_service.engine.factory import create_engine
 from sampler_service.engine.protocol import TextEndpoint, TextRequest
-from sampler_service.engine.vllm.engine import engine_args
+from sampler_service.engine.vllm.engine import SOCKETS_VARIABLE, engine_args
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -81,6 +85,20 @@ async def test_an_engine_that_ends_just_as_vllm_kills_it_is_stopped(model_path, 
     assert llm.engine_core.resources.output_queue_task.done()
     with pytest.raises(EngineUnavailable):
         await engine.check_health()
+
+
+@pytest.mark.parametrize("length", [1, 40], ids=["short", "too long for a directory"])
+async def test_sockets_of_a_stopped_vllm_are_removed_if_they_have_a_directory(
+    length, model_path, vllm_here, monkeypatch
+):
+    with TemporaryDirectory(prefix="v" * length, dir="/tmp") as directory:
+        monkeypatch.setenv(SOCKETS_VARIABLE, directory)
+        engine = create_engine("vllm", options_for(model_path))
+        await engine.start()
+        assert any(stat.S_ISSOCK(path.stat().st_mode) for path in Path(directory).rglob("*"))  # noqa: ASYNC240
+        await engine.stop()
+        assert any(Path(directory).iterdir()) is (length > 1)  # noqa: ASYNC240
+        assert os.environ[SOCKETS_VARIABLE] == directory
 
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -15,6 +16,7 @@ from uuid import uuid4
 import psutil
 import torch
 import vllm
+import vllm.envs
 from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -26,6 +28,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from paceline.errors import EngineUnavailable, InvalidArgument, InvalidShape
 from paceline.log import get_logger
+from paceline.own_directory import OwnDirectory
 from paceline.types import ModelInfo, TopkLogprobs
 from paceline.types.training import Array
 from paceline.weight_sharing import clear
@@ -72,6 +75,11 @@ MAX_TOPK = 1024
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+
+_LONGEST_SOCKET_PATH = 107
+"""Most bytes in the path of a Unix socket under Linux."""
+
 CPU_BLOCK_SIZE = 32
 """Tokens per block of the KV cache on CPUs: the smallest that vLLM accepts, so that short prompts are shared too."""
 
@@ -86,6 +94,8 @@ class Started:
     info: ModelInfo
     linear: LinearShapes
     grammars: GrammarProcess
+    sockets: OwnDirectory | None
+    """Directory of vLLM's sockets; None if it has none of its own."""
     slots: Slots = field(default_factory=Slots)
     served_modules: set[frozenset[str]] = field(default_factory=set)
     """Sets of modules on which vLLM is known to serve adapters."""
@@ -141,8 +151,9 @@ class VllmEngine:
             if model.is_moe and config.lora_config is not None:
                 # Otherwise vLLM prepares experts for adapters too, and computes them with Triton in every request.
                 config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
-        llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
-        self._started = Started(llm, _tap(llm, self._options), info, linear, GrammarProcess(config))
+        with _own_sockets() as sockets:
+            llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
+        self._started = Started(llm, _tap(llm, self._options), info, linear, GrammarProcess(config), sockets)
         direct = self._options.apply == "direct"
         sizes: list[int] = await llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
         if direct and config.parallel_config.distributed_executor_backend is UniProcExecutor:
@@ -152,11 +163,13 @@ class VllmEngine:
     async def stop(self) -> None:
         if self._started is None:
             return
-        llm, grammars = self._started.llm, self._started.grammars
+        started, llm = self._started, self._started.llm
         await llm.abort(sorted(self._open))
         self._started = None
-        grammars.close()
+        started.grammars.close()
         _shut_down(llm)
+        if started.sockets is not None:
+            started.sockets.close()
         if self._options.base_dir is not None:
             clear(self._options.base_dir)
 
@@ -376,6 +389,31 @@ def _set_cpu_args(args: AsyncEngineArgs, options: EngineOptions) -> None:
         # The worker needs its own process only to bind its threads to cores. Without one, starting takes half as long
         # and steps do not wait for messages.
         args.distributed_executor_backend = UniProcExecutor
+
+
+@contextmanager
+def _own_sockets() -> Iterator[OwnDirectory | None]:
+    """Have vLLM put the sockets of an engine, which it leaves behind, into a directory that is removed with it.
+
+    If the path of vLLM's directory for sockets is too long for another directory in it, yield None.
+    """
+    directory = OwnDirectory(Path(vllm.envs.VLLM_RPC_BASE_PATH), "paceline-vllm")
+    if len(f"{directory.path}/{uuid4()}") > _LONGEST_SOCKET_PATH:
+        directory.close()
+        yield None
+        return
+    before = os.environ.get(SOCKETS_VARIABLE)
+    os.environ[SOCKETS_VARIABLE] = str(directory.path)
+    try:
+        yield directory
+    except BaseException:
+        directory.close()
+        raise
+    finally:
+        if before is None:
+            del os.environ[SOCKETS_VARIABLE]
+        else:
+            os.environ[SOCKETS_VARIABLE] = before
 
 
 def _shut_down(llm: AsyncLLM) -> None:
