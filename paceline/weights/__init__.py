@@ -22,13 +22,23 @@ from paceline.weights.manifest import (
     write_sums,
 )
 from paceline.weights.safetensors import check_finite, read_header, read_tensor_entries
-from paceline.weights.wire import ChunkWriter, Part, Piece, add_fetch_version, fetch_version, read_parts, read_replies
+from paceline.weights.wire import (
+    ChunkWriter,
+    Part,
+    Piece,
+    absent,
+    add_fetch_version,
+    fetch_version,
+    read_parts,
+    read_replies,
+)
 
 __all__ = [
     "AdapterConfig",
     "ChunkWriter",
     "Part",
     "Piece",
+    "absent",
     "add_fetch_version",
     "check_finite",
     "crc32c_of",

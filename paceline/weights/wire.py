@@ -21,6 +21,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from paceline import errors
+from paceline.types import ModelRef
 from paceline.weights.v1 import weight_service_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
@@ -57,6 +58,13 @@ class Piece:
 Part = pb.FetchVersionResponse | Piece
 """A reply that holds a manifest or a path, or a chunk."""
 FetchVersion = Callable[[pb.FetchVersionRequest, Any], AsyncIterator[bytes]]
+
+
+def absent(ref: ModelRef) -> errors.NotFound:
+    """Return the error for weights that do not exist, with which trainer and samplers answer alike."""
+    if ref.checkpoint:
+        return errors.CheckpointNotFound("no such checkpoint", field="model.checkpoint")
+    return errors.VersionNotFound("no such version, or no longer kept", field="model.version.version")
 
 
 def write_piece(file: FileIO, offset: int, size: int) -> bytes:

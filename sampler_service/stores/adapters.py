@@ -16,7 +16,7 @@ from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weights import check_finite
+from paceline.weights import absent, check_finite
 from sampler_service.engine.protocol import Adapter, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.base import (
@@ -35,7 +35,6 @@ from sampler_service.transports.base import (
     ReplacedError,
     StagedAdapter,
     VersionKey,
-    absent,
     arriving_within,
     check_owner,
     is_for,

@@ -20,11 +20,12 @@ from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weight_sharing import SOCKET, WriteReply, WriteRequest, decode_request
+from paceline.weights import absent
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.engine.protocol import Adapter, LoadTimes, WritableEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.base import Lease, LoadedVersion, SharedFetches, SingleModelStore, VersionResolver
-from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey, absent, arriving_within, check_owner
+from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey, arriving_within, check_owner
 
 _DRAIN_SECONDS = 45.0
 """How long the first write waits for requests to the base model to end; less than a writer waits for its turn."""

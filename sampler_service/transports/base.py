@@ -15,7 +15,7 @@ from paceline.base_weights import check_same_base
 from paceline.codec.models import served_model_from_proto
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weights import hash_file, is_model, verify_adapter, verify_model, weights_file
+from paceline.weights import absent, hash_file, is_model, verify_adapter, verify_model, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 
 Files = Mapping[str, tuple[int, ...]]
@@ -221,13 +221,6 @@ def check_owner(owner: str, ref: ModelRef, tenant: str) -> None:
 def is_for(owner: str, tenant: str) -> bool:
     """Return whether a tenant may see an owner's weights."""
     return tenant in {PEER_TENANT, owner}
-
-
-def absent(ref: ModelRef) -> errors.NotFound:
-    """Return the error for weights that do not exist."""
-    if ref.checkpoint:
-        return errors.CheckpointNotFound("no such checkpoint", field="model.checkpoint")
-    return errors.VersionNotFound("no such version, or no longer kept", field="model.version.version")
 
 
 def foreign(ref: ModelRef) -> errors.NotFound:

@@ -10,9 +10,9 @@ from pathlib import Path
 from paceline import errors
 from paceline.layout import CheckpointPath, Volume, opened
 from paceline.types import ModelRef
-from paceline.weights import is_model, read_manifest, verify_adapter, verify_model
+from paceline.weights import absent, is_model, read_manifest, verify_adapter, verify_model
 from paceline.weights.v1 import weight_service_pb2 as pb
-from sampler_service.transports.base import ManifestRules, StagedAdapter, absent, check_is, files_of, foreign
+from sampler_service.transports.base import ManifestRules, StagedAdapter, check_is, files_of, foreign
 from sampler_service.transports.trainer_link import TrainerLink
 
 _POLL_SECONDS = 0.01

@@ -155,9 +155,7 @@ class WeightServicer(WeightServiceServicer):
             with suppress(FileNotFoundError), layout.opened(directory) as opened:
                 manifest = self._publisher.staged_manifest(directory) or weights.read_manifest(opened)
                 return manifest, weights.read_replies(opened / weights.weights_file(manifest))
-        if ref.checkpoint:
-            raise errors.CheckpointNotFound("no such checkpoint", field="model.checkpoint")
-        raise errors.VersionNotFound("no such version, or no longer kept", field="model.version.version")
+        raise weights.absent(ref)
 
     def _find(self, ref: ModelRef, identity: Identity) -> Path:
         if ref.is_base:
