@@ -4,7 +4,8 @@
     python -m bench.hostile.fuzz 100000 --seed 3
     python -m bench.hostile.fuzz 1 --seed 3 --first 4711    repeat one case
 
-Every case is determined by the seed and its number. The sampler has the engine hf; the model is tiny and random.
+Every case is determined by the seed, its number, and how far the hostile tenant's runs have come. The sampler has the
+engine hf; the model is tiny and random.
 """
 
 from __future__ import annotations

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import grpc
-import numpy as np
 import pytest
 from support.fuzz.fuzz_cases import methods, path_of
 from support.fuzz.fuzz_run import ENOUGH_CASES, SETTINGS, Fuzz, all_refused, is_flat
+from support.fuzz.valid_requests import ABOUT_NOTHING, Owned, valid_request
 from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import Cluster
 
 import paceline
 from gateway.admission import ACCESS, Access
 from gateway.keys import add_key
-from paceline import codec, errors
+from paceline import errors
 from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import error_from_rpc
-from paceline.types import AdamParams, ModelRef
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
-
-_CONVERSATION = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
-_TOKENS = codec.tensor_to_proto(np.arange(1, 5, dtype=np.int32))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +36,7 @@ def owned(cluster):
         state = training.save_state("a").result().path
         sampler = training.save_weights_for_sampler("a").result().path
         training.publish_weights().result()
-        yield {"run_id": training.run_id, "state": state, "sampler": sampler}
+        yield Owned(training.run_id, state, sampler)
 
 
 @pytest.fixture(scope="module")
@@ -49,45 +45,7 @@ def stranger(cluster):
     return add_key(cluster.state / "keys.json", "stranger", "stranger")
 
 
-_ABOUT_NOTHING = frozenset(
-    {"GetServerInfo", "GetTokenizer", "RenderConversations", "GetCapabilities", "GetUsage", "WhoAmI"}
-)
-"""Methods whose requests name nothing that a tenant owns."""
 _LISTS = frozenset({"ListRuns", "ListCheckpoints", "ListVersions"})
-
-
-def _about(method, owned):
-    """Return a valid request for what another tenant owns. A new method fails here until it has an entry."""
-    version = codec.model_ref_to_proto(ModelRef(run_id=owned["run_id"], version=1))
-    run = {"run_id": owned["run_id"]}
-    command = {**run, "seq_id": 1}
-    fields = {
-        "CreateRun": {"request_id": "stranger", "like_checkpoint": owned["state"]},
-        "GetRun": run,
-        "AttachRun": {**run, "request_id": "stranger"},
-        "DeleteRun": run,
-        "ForwardBackward": command,
-        "OptimStep": {**command, "adamw": codec.optimizer_to_proto(AdamParams()).adamw},
-        "SaveCheckpoint": {**command, "name": "b", "kind": 1},
-        "LoadCheckpoint": {**command, "path": owned["state"]},
-        "PublishWeights": command,
-        "ListRuns": {},
-        "ListCheckpoints": run,
-        "ListVersions": run,
-        "DeleteCheckpoint": {"path": owned["state"]},
-        "DownloadCheckpoint": {"path": owned["state"]},
-        "SetCheckpointTtl": {"path": owned["sampler"], "ttl_seconds": 1},
-        "Sample": {"model": version, "prompt": _TOKENS, "params": {"max_tokens": 1}},
-        "SampleStream": {"model": version, "prompt": _TOKENS, "params": {"max_tokens": 1}},
-        "ComputeLogprobs": {"model": version, "tokens": _TOKENS},
-        "CompleteText": {"model": version, "endpoint": 2, "body": b'{"prompt": [1], "max_tokens": 1}'},
-        "LoadVersion": {"model": version},
-        "UnloadVersion": {"model": version},
-        "FetchVersion": {"model": version},
-        **{name: {} for name in _ABOUT_NOTHING},
-        "RenderConversations": {"conversations": [_CONVERSATION]},
-    }[method.name]
-    return method.input_type._concrete_class(**fields)
 
 
 def _call(address, method, message, *metadata):
@@ -125,16 +83,16 @@ def test_anothers_things_look_absent(cluster, owned, stranger, method):
     if ACCESS[path_of(method)] is Access.NOBODY:
         with pytest.raises(errors.MethodNotAllowed):
             _call(cluster.address, method, weights_pb.FetchVersionRequest(), _bearer(stranger))
-    elif method.name in _ABOUT_NOTHING | _LISTS:
+    elif method.name in ABOUT_NOTHING | _LISTS:
         try:
-            replies = _call(cluster.address, method, _about(method, owned), _bearer(stranger))
+            replies = _call(cluster.address, method, valid_request(method, owned), _bearer(stranger))
         except errors.NotFound:
             replies = b""
-        assert owned["run_id"].encode() not in replies
+        assert owned.run_id.encode() not in replies
     else:
         with pytest.raises(errors.NotFound) as absent:
-            _call(cluster.address, method, _about(method, owned), _bearer(stranger))
-        assert owned["run_id"] not in str(absent.value)
+            _call(cluster.address, method, valid_request(method, owned), _bearer(stranger))
+        assert owned.run_id not in str(absent.value)
 
 
 async def test_fuzzed_calls_change_nothing(cluster):

@@ -1,4 +1,4 @@
-"""Hostile calls built from the contracts' descriptors: the same seed and number give the same call."""
+"""Hostile calls built from the contracts' descriptors, some of them nearly valid."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from paceline.rpc.bounds import is_map
+from support.fuzz.valid_requests import WITHOUT_VALID, Owned, valid_request
 
 _PROTO = Path(__file__).resolve().parents[3] / "proto"
 _MAX_DEPTH = 6
-_ENDS = frozenset({"DeleteRun"})
-"""Methods that are rare, because they end what the other calls name."""
-_RARITY = 0.05
+ENDS = ("DeleteRun", "DeleteCheckpoint", "SetCheckpointTtl")
+"""Methods that end what they name: each has a run of its own, so that the others find theirs."""
+_VALID = 0.2
+"""Share of the cases that start from a valid request."""
+_AHEAD = (1, 1, 1, 1, 1, 1, 0, -1, 2, 3)
+"""How far the seq_ids of valid commands are from the last one of the run."""
+_ATTACHMENTS = (0, 0, 0, 0, 0, 0, 1, 2)
+_AMOUNTS = frozenset({"max_tokens", "min_tokens", "num_samples"})
+"""Fields that take only values that are small or refused, since the work grows with them."""
 _TEXTS = [
     "",
     "x",
@@ -79,23 +86,57 @@ class Case:
 
 
 class CaseMaker:
-    """Makes cases; `names` are existing runs and checkpoints, of the caller and of others."""
+    """Makes cases about what the caller owns.
 
-    def __init__(self, seed: int, names: list[str]) -> None:
-        self._seed = seed
+    A case depends on the seed, on its number, and on where the run is: most commands continue it. `spares` has what
+    each of `ENDS` names instead.
+    """
+
+    def __init__(self, seed: int, owned: Owned, spares: dict[str, Owned]) -> None:
+        self._seed, self._owned, self._spares = seed, owned, spares
         self._methods = methods()
-        self._texts = [*_TEXTS, *names, *names, *names]
+        self._texts: list[str] = []
 
     def make(self, number: int) -> Case:
         """Make the case with this number."""
         rng = random.Random(f"{self._seed}:{number}")
         method = self._methods[number % len(self._methods)]
-        if method.name in _ENDS and rng.random() > _RARITY:
-            method = rng.choice(self._methods)
-        count = rng.choice([0, 1, 1, 2, 4]) if method.client_streaming else rng.choice([0] + [1] * 30)
-        messages = [self._message(rng, method.input_type) for _ in range(count)]
+        owned = self._spares.get(method.name, self._owned)
+        self._texts = [*_TEXTS, *owned.names * 3]
+        is_valid = method.name not in WITHOUT_VALID and rng.random() < _VALID
+        if is_valid:
+            messages = [self._nearly_valid(rng, method, owned)]
+        else:
+            count = rng.choice([0, 1, 1, 2, 4]) if method.client_streaming else rng.choice([0] + [1] * 30)
+            messages = [self._message(rng, method.input_type) for _ in range(count)]
         metadata = [rng.choice(_METADATA) for _ in range(rng.randint(1, 8))] if rng.random() < 0.1 else []
         return Case(number, method, messages, metadata, rng.random() < 0.02)
+
+    def _nearly_valid(self, rng: random.Random, method: MethodDescriptor, owned: Owned) -> bytes:
+        """Return a valid request of which at most two fields are changed."""
+        message = valid_request(method, owned, max(0, owned.last_seq_id + rng.choice(_AHEAD)))
+        if "attachment" in method.input_type.fields_by_name:
+            message.attachment = rng.choice(_ATTACHMENTS)
+        for _ in range(rng.choice((0, 0, 0, 0, 1, 1, 2))):
+            self._change(rng, message, 0)
+        return message.SerializeToString()
+
+    def _change(self, rng: random.Random, message: Message, depth: int) -> None:
+        """Change or clear a field, perhaps of a message within."""
+        inner = [
+            one
+            for field, value in message.ListFields()
+            if field.message_type is not None and not is_map(field)
+            for one in (value if field.is_repeated else [value])
+        ]
+        if inner and rng.random() < 0.5:
+            self._change(rng, rng.choice(inner), depth + 1)
+        elif fields := message.DESCRIPTOR.fields:
+            field = rng.choice(fields)
+            if field.name not in _AMOUNTS and rng.random() < 0.3:
+                message.ClearField(field.name)
+            else:
+                self._set(rng, message, field, depth)
 
     def _message(self, rng: random.Random, descriptor: Descriptor) -> bytes:
         kind = rng.random()
@@ -156,7 +197,7 @@ class CaseMaker:
             return rng.choice([*_FLOATS, rng.random()])
         if kind == FieldDescriptor.CPPTYPE_ENUM:
             return rng.choice([0, 1, 2, 3, 4, 77, -1])
-        number = rng.choice([*_NUMBERS, *range(1, 12)])
+        number = rng.choice([0, 1, 4, 2**32 - 1] if field.name in _AMOUNTS else [*_NUMBERS, *range(1, 12)])
         bits = 32 if kind in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_UINT32) else 64
         if kind in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64):
             return rng.choice([1, -1]) * (number % 2 ** (bits - 1))

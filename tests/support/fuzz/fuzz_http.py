@@ -19,6 +19,7 @@ from gateway.http.services import Services
 from gateway.proxy import Router, Upstream
 from gateway.settings import GatewaySettings
 from paceline.waiting_bytes import WaitingBytes
+from support.fuzz.valid_http import FORWARD_BACKWARD, HttpOwned, valid_bodies
 
 _FIELDS = {
     "/api/v1/forward_backward": ("model_id", "seq_id", "data"),
@@ -35,9 +36,17 @@ _FIELDS = {
 """The fields of bodies that a route reads itself, without a model of FastAPI's."""
 _WAITS = frozenset({"/api/v1/retrieve_future"})
 """Routes that are left out, because a request may wait half a minute for a result."""
-_ENDS = frozenset({"/api/v1/sessions/{session_id}/finish", "/api/v1/unload_model"})
-"""Routes that are rare, because they end what the other requests name."""
-_RARITY = 0.05
+ENDS = (
+    "/api/v1/sessions/{session_id}/finish",
+    "/api/v1/unload_model",
+    "/api/v1/training_runs/{model_id}/checkpoints/{folder}/{name}",
+)
+"""Routes that end what they name: each has a session of its own, so that the others find theirs."""
+_VALID = 0.5
+"""Share of the requests to a route that start from a valid one, if there is one."""
+_AHEAD = (1, 1, 1, 1, 1, 1, 0, -1, 2, 3)
+_AMOUNTS = frozenset({"max_tokens", "n", "num_samples", "batch_size", "rank"})
+"""Fields that take only values that are small or refused, since the work grows with them."""
 _METHODS = ("GET", "POST", "PUT", "DELETE")
 _TEXTS = ("", "x", "\0", "ä" * 40, "../../etc/passwd", "%2e%2e%2f", "😀", "a" * 5000, "run-", "tinker://a/weights/b",
           "paceline://", "-1", "1e999", "run-" + "0" * 32 + "@1", "a@b@c")  # fmt: skip
@@ -99,19 +108,27 @@ class HttpCase:
 class HttpCaseMaker:
     """Makes requests, some of them about the caller's own objects."""
 
-    def __init__(self, seed: int, routes: list[HttpRoute], names: list[str]) -> None:
-        self._seed, self._routes, self._names = seed, routes, names
-        self._weights = [_RARITY if route.path in _ENDS else 1.0 for route in routes]
+    def __init__(self, seed: int, routes: list[HttpRoute], owned: HttpOwned, spares: dict[str, HttpOwned]) -> None:
+        """`spares` has what each of `ENDS` names instead of what is `owned`."""
+        self._seed, self._owned, self._spares = seed, owned, spares
+        # More batches than other commands, because a step needs a gradient.
+        self._routes = [*routes, *[route for route in routes if route.path == FORWARD_BACKWARD] * 6]
+        self._names: list[str] = []
 
     def make(self, number: int) -> HttpCase:
         """Make the request with this number."""
         rng = random.Random(f"{self._seed}/http/{number}")
-        if rng.random() < 0.15:
+        self._names = self._owned.names
+        if rng.random() < 0.1:
             return self._forward_backward(rng, number)
-        if rng.random() < 0.05:
+        if rng.random() < 0.03:
             return self._train(rng, number)
-        [route] = rng.choices(self._routes, self._weights)
-        method = rng.choice(_METHODS) if rng.random() < 0.05 else route.method
+        route = rng.choice(self._routes)
+        owned = self._spares.get(route.path, self._owned)
+        self._names = owned.names
+        if rng.random() < _VALID:
+            return self._nearly_valid(rng, number, route, owned)
+        method = rng.choice(_METHODS) if rng.random() < 0.05 and route.path not in ENDS else route.method
         path = self._path(rng, route)
         if method in {"GET", "DELETE"}:
             return HttpCase(number, str(route), method, path, {}, b"")
@@ -125,6 +142,37 @@ class HttpCaseMaker:
         kind = rng.choice(("text/plain", "x", "")) if rng.random() < 0.1 else _JSON
         headers = {"Content-Type": kind} if kind else {}
         return HttpCase(number, str(route), method, path, headers, content)
+
+    def _nearly_valid(self, rng: random.Random, number: int, route: HttpRoute, owned: HttpOwned) -> HttpCase:
+        """Make a valid request of whose body at most two values are changed."""
+        path = _PART.sub(lambda part: _quoted(owned.part(part[1]) or self._text(rng)), route.path)
+        seq_id = max(0, owned.run.last_seq_id + rng.choice(_AHEAD))
+        body = valid_bodies(owned, number, seq_id).get(route.path) if route.method == "POST" else None
+        changes, headers = rng.choice((0, 0, 0, 0, 1, 1, 2)), {"Content-Type": _JSON}
+        if isinstance(body, bytes):
+            content, headers = _damaged(rng, body) if changes else body, {}
+        elif body is None:
+            content, headers = b"", {}
+        else:
+            for _ in range(changes):
+                self._change(rng, body)
+            content = json.dumps(body).encode("utf-8", "surrogatepass")
+        return HttpCase(number, str(route), route.method, path, headers, content)
+
+    def _change(self, rng: random.Random, body: dict[str, Any]) -> None:
+        """Replace or remove a value, perhaps of an object within."""
+        inner = [one for value in body.values() for one in (value if isinstance(value, list) else [value])]
+        inner = [one for one in inner if isinstance(one, dict) and one]
+        if inner and rng.random() < 0.5:
+            self._change(rng, rng.choice(inner))
+        elif body:
+            name = rng.choice(list(body))
+            if name in _AMOUNTS:
+                body[name] = rng.choice((0, 1, 4, -1, 2**70, 0.5, "x", None, [1]))
+            elif rng.random() < 0.3:
+                del body[name]
+            else:
+                body[name] = self._value(rng, 0)
 
     def _path(self, rng: random.Random, route: HttpRoute) -> str:
         path = _PART.sub(lambda part: _quoted(self._part(rng, part[1])), route.path)
@@ -161,8 +209,7 @@ class HttpCaseMaker:
             headers["Content-Encoding"] = rng.choice(("zstd", "gzip", "identity", "x"))
             if rng.random() < 0.7:
                 content = zstandard.compress(content * rng.choice((1, 1, 2000)))
-        path = "/api/v1/forward_backward"
-        return HttpCase(number, f"POST {path}", "POST", path, headers, content)
+        return HttpCase(number, f"POST {FORWARD_BACKWARD}", "POST", FORWARD_BACKWARD, headers, content)
 
     def _value(self, rng: random.Random, depth: int) -> Any:
         kind = rng.randrange(8 if depth < _MAX_DEPTH else 5)

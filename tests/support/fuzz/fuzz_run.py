@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import re
 import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -20,8 +23,11 @@ from paceline import errors, types
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import DETAILS_KEY
-from support.fuzz.fuzz_cases import Case, CaseMaker, path_of
+from support.fuzz.fuzz_cases import ENDS, Case, CaseMaker, methods, path_of
+from support.fuzz.fuzz_http import ENDS as HTTP_ENDS
 from support.fuzz.fuzz_http import HttpCase, HttpCaseMaker, http_routes
+from support.fuzz.valid_http import HttpOwned, valid_bodies
+from support.fuzz.valid_requests import CONVERSATION, WITHOUT_VALID, Owned
 from support.stacks.cluster import Cluster
 
 SETTINGS = {
@@ -38,20 +44,18 @@ _SECONDS_ALONE = 60.0
 _MAX_HANGING = 5
 _WAITS = frozenset({"/paceline.weights.v1.WeightService/WatchVersions"})
 """Methods whose calls last until the caller leaves."""
+_FOLLOW_SECONDS = 0.2
+_RETRIEVE, _CANCEL = "/api/v1/retrieve_future", "/api/v1/cancel_future"
+_FUTURE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+_COMPLETES_TEXT = re.compile("completions$|/generate$")
+"""Routes that end in CompleteText, which the engine hf does not serve."""
+_NOTHING = HttpOwned("", "", "", "", "", Owned("", "", ""))
 _PAUSE_SECONDS = 1.0
 """Between two runs of the canary, so that most of the time is left to the cases."""
 ENOUGH_CASES = 20_000
-"""From this number of cases on, each of `_REACHED` accepts some."""
-_REACHED = (
-    "/paceline.gateway.v1.GatewayService/",
-    "/paceline.sampler.v1.SamplerService/",
-    "/paceline.trainer.v1.TrainerService/",
-    "GET /api/v1/",
-    "POST /api/v1/",
-    "GET /v1/",
-    "GET /weights/",
-)
-"""How the methods and routes of each service and of each HTTP API begin."""
+"""From this number of cases on, each method and each route that has a valid request accepts some."""
+_REACHED = ("GET /api/v1/", "GET /v1/", "GET /weights/")
+"""How the routes begin of each HTTP API that is not posted to."""
 _ALARMS = ("uncaught", "engine died")
 """What the services log about exceptions that nobody foresaw, and about the end of an engine."""
 _HTTP_SECONDS = 60.0
@@ -114,18 +118,23 @@ class Fuzz:
         key = add_key(self.cluster.state / "keys.json", tenant, tenant)
         expected = await asyncio.to_thread(train, self.cluster)
         engines = self._engines()
-        maker = CaseMaker(self.seed, await self._own_names(key))
         credential = (self.cluster.state / "credential").read_text().strip()
         trainer = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_TRAINER"]
         sampler = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_SAMPLERS"]
-        http = HttpCaseMaker(self.seed, await http_routes(), await self._http_names(key))
         unanswered: list[Case] = []
         async with (
+            paceline.ServiceClient(self.cluster.address, key) as service,
             self._http(key) as edge,
             open_channel(self.cluster.address) as front,
             open_channel(trainer) as t,
             open_channel(sampler) as s,
         ):
+            owned, http_owned = await _own(service), await self._http_own(edge, service)
+            maker = CaseMaker(self.seed, owned, {name: await _own(service) for name in ENDS})
+            spares = {route: await self._http_own(edge, service) for route in HTTP_ENDS}
+            http = HttpCaseMaker(self.seed, await http_routes(), http_owned, spares)
+            # The trainer imports what renders on first use, and keeps it: a quarter of a GiB.
+            await asyncio.to_thread(service.render_conversations, [json.loads(CONVERSATION)])
             channels = _Channels(front, t, s, tenant, key, credential)
             numbers = iter(range(first, first + cases))
 
@@ -140,14 +149,19 @@ class Fuzz:
                     if number % max(1, cases // 10) == 0:
                         outcome.memory.append(self.memory())
 
+            following = asyncio.create_task(_follow(service, owned, http_owned.run))
             over = threading.Event()
             canary = asyncio.create_task(asyncio.to_thread(self._train_until, over, expected, outcome))
             try:
                 await asyncio.gather(*(work() for _ in range(_IN_FLIGHT)))
             finally:
                 over.set()
+                following.cancel()
             await canary
             await self._repeat(channels, unanswered, outcome)
+            for run in await service.list_runs_async():
+                with suppress(errors.RunNotFound):
+                    await service.delete_run_async(run.run_id, delete_checkpoints=True)
         outcome.memory.append(self.memory())
         self._check_services(engines, outcome)
         return outcome
@@ -200,23 +214,32 @@ class Fuzz:
         address = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]
         return URL(f"http://{address}{path}", encoded=True)
 
-    async def _http_names(self, key: str) -> list[str]:
-        """Make a session, a model, a checkpoint and a sampler; return their names."""
-        async with self._http(key) as edge:
+    async def _http_own(self, edge: aiohttp.ClientSession, service: paceline.ServiceClient) -> HttpOwned:
+        """Make a session, a model, a checkpoint and a sampler, and a session of MetaClaw's API."""
 
-            async def post(name: str, body: dict[str, object]) -> dict[str, str]:
-                async with edge.post(self._url(f"/api/v1/{name}"), json=body) as answer:
-                    return await answer.json()
+        async def post(route: str, /, **body: object) -> dict[str, str]:
+            async with edge.post(self._url(route), json=body) as answer:
+                return await answer.json()
 
-            session = (await post("create_session", {}))["session_id"]
-            body = {"session_id": session, "model_seq_id": 0, "base_model": "model", "lora_config": {"rank": 2}}
-            future = await post("create_model", body)
-            await post("retrieve_future", future)
-            model = future["model_id"]
-            await post("retrieve_future", await post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
-            body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "model"}
-            sampler = (await post("create_sampling_session", body))["sampling_session_id"]
-        return [session, model, f"tinker://{model}/weights/a", sampler, "model"]
+        async def result(route: str, /, **body: object) -> dict[str, str]:
+            future = await post(route, **body)
+            while (found := await post(_RETRIEVE, request_id=future["request_id"])).get("type") == "try_again":
+                pass
+            return found
+
+        before = {run.run_id for run in await service.list_runs_async()}
+        session = (await post("/api/v1/create_session"))["session_id"]
+        of_session = {"session_id": session, "base_model": "model"}
+        made = await result("/api/v1/create_model", **of_session, model_seq_id=0, lora_config={"rank": 2})
+        [run_id] = {run.run_id for run in await service.list_runs_async()} - before
+        of_model = {"model_id": made["model_id"]}
+        state = (await result("/api/v1/save_weights", **of_model, seq_id=1, path="a"))["path"]
+        await result("/api/v1/save_weights_for_sampler", **of_model, seq_id=2, sampling_session_seq_id=1)
+        sampler = await post("/api/v1/create_sampling_session", **of_session, sampling_session_seq_id=0)
+        metaclaw = (await post("/v1/lora/create", rank=2))["session_id"]
+        saved = await post("/v1/checkpoint/save", session_id=metaclaw, name="a")
+        run = Owned(run_id, state, "", last_seq_id=2)
+        return HttpOwned(session, made["model_id"], sampler["sampling_session_id"], metaclaw, saved["path"], run)
 
     async def _request(self, edge: aiohttp.ClientSession, case: HttpCase, outcome: Outcome) -> None:
         """Send a request; note a failure on an unexpected 5xx status, or on an error without an explanation in JSON."""
@@ -235,18 +258,24 @@ class Fuzz:
             outcome.failures.append(f"http case {case.number}, {case.method} {case.path[:80]}: {error!r}")
             return
         outcome.codes[f"HTTP {status}"] += 1
-        outcome.accepted[case.route] += status < 400
+        future = _future(text) if status < 400 and case.method == "POST" and case.path != _CANCEL else None
+        is_accepted = status < 400 if future is None else await self._succeeds(edge, case, future, outcome)
+        outcome.accepted[case.route] += is_accepted
         is_known = status < 500 or status in {503, 504}
         if not is_known or (status >= 400 and "detail" not in text):
             text = f"{case.method} {case.path[:80]}: {status} {text[:200]}"
             outcome.failures.append(f"http case {case.number}, {text}")
 
-    async def _own_names(self, key: str) -> list[str]:
-        async with paceline.ServiceClient(self.cluster.address, key) as service:
-            training = await service.create_lora_training_client_async(rank=2)
-            state = (await training.save_state_async("a")).path
-            sampler = (await training.save_weights_for_sampler_async("a")).path
-            return [training.run_id, state, sampler]
+    async def _succeeds(self, edge: aiohttp.ClientSession, case: HttpCase, future: str, outcome: Outcome) -> bool:
+        """Return whether what a request began succeeds soon; note a failure of the server's."""
+        try:
+            async with edge.post(self._url(_RETRIEVE), json={"request_id": future}, timeout=_FUTURE_TIMEOUT) as answer:
+                found = await answer.read()
+        except TimeoutError:
+            return False
+        if found.startswith(b'{"error":') and b"INTERNAL" in found:
+            outcome.failures.append(f"http case {case.number}, {case.method} {case.path[:80]}: {found[:300]!r}")
+        return answer.status < 400 and not found.startswith((b'{"error":', b'{"type":"try_again"'))
 
     async def _call(self, channels: _Channels, case: Case, outcome: Outcome, seconds: float) -> str:
         """Make a call; return the name of its status."""
@@ -291,6 +320,30 @@ class Fuzz:
         return total
 
 
+async def _follow(service: paceline.ServiceClient, *owned: Owned) -> None:
+    """Keep track of where the runs are, until cancelled."""
+    while True:
+        for one in owned:
+            run = await service.get_run_async(one.run_id)
+            one.last_seq_id, one.version = run.last_seq_id, max(1, run.latest_version)
+        await asyncio.sleep(_FOLLOW_SECONDS)
+
+
+async def _own(service: paceline.ServiceClient) -> Owned:
+    """Make a run with checkpoints and a version."""
+    training = await service.create_lora_training_client_async(rank=2)
+    state = (await training.save_state_async("a")).path
+    sampler = (await training.save_weights_for_sampler_async("a")).path
+    await training.publish_weights_async()
+    return Owned(training.run_id, state, sampler, last_seq_id=3)
+
+
+def _future(text: str) -> str | None:
+    """Return the id of the future that an answer names, or None."""
+    answer = json.loads(text) if text.startswith("{") else None
+    return answer.get("request_id") if isinstance(answer, dict) else None
+
+
 def train(cluster: Cluster) -> list[float]:
     """Train a run of the canary and delete it; return the losses and the gradients' norms."""
     rng = np.random.default_rng(0)
@@ -309,7 +362,10 @@ def train(cluster: Cluster) -> list[float]:
 
 def all_refused(accepted: Counter[str]) -> list[str]:
     """Return what has to accept some of ENOUGH_CASES calls, and accepted none: nothing behind it was reached."""
-    return [name for name in _REACHED if not any(accepted[key] for key in accepted if key.startswith(name))]
+    called = [path_of(method) for method in methods() if method.name not in WITHOUT_VALID | {"CompleteText"}]
+    called += [f"POST {route}" for route in valid_bodies(_NOTHING, 0, 0) if not _COMPLETES_TEXT.search(route)]
+    never = [name for name in called if not accepted[name]]
+    return never + [name for name in _REACHED if not any(accepted[key] for key in accepted if key.startswith(name))]
 
 
 def is_flat(memory: list[int]) -> bool:
