@@ -57,7 +57,8 @@ class Catalog(Connected):
             bodies = [json.dumps(_as_object(conversation)).encode() for conversation in conversations]
 
         async def call(request: pb.RenderConversationsRequest) -> pb.RenderConversationsResponse:
-            return await self.transport.call(self.transport.trainer.RenderConversations, request, "training")
+            rendering = self.transport.call(self.transport.trainer.RenderConversations, request, "training")
+            return await self.transport.submit(rendering)
 
         return [
             [codec.datum_from_proto(datum, "conversations") for datum in rendered.data]

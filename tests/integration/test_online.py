@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -147,6 +148,8 @@ def test_the_loss_is_on_responses_alone_and_examples_are_as_they_would_be_sample
     ]
     with paceline.ServiceClient(adapters.address, adapters.api_key) as service:
         ((datum,),) = service.render_conversations([{"messages": messages}])
+        ((again,),) = asyncio.run(service.render_conversations_async([{"messages": messages}]))
+        assert again == datum, "also when it is awaited in a loop of the caller's"
         tokenizer = service.create_lora_training_client(rank=1).get_tokenizer()
     plain = [{"role": each["role"], "content": each["content"]} for each in messages]
     prompt = tokenizer.apply_chat_template(plain[:-1], add_generation_prompt=True, return_dict=False)
