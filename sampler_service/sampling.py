@@ -68,6 +68,8 @@ class Sampler:
         self._limits = limits
         self._admission = admission
         self._queue = queue
+        self._checks = TenantQueue(1)
+        """For constraints that are not known: one is checked at a time."""
         self._metrics = metrics
         self._check_agreement = check_agreement
         self._max_versions = max_versions
@@ -135,7 +137,8 @@ class Sampler:
                 self._metrics.tokens.inc(len(seen))
                 _check_numbers(seen, lease.served, is_constrained=not _CONSTRAINING.isdisjoint(body))
 
-            request = TextRequest(endpoint, body, lease.adapter, tenant, place, see, ended=lease.release)
+            turn = partial(self._checks.places, tenant, 1)
+            request = TextRequest(endpoint, body, lease.adapter, tenant, place, see, lease.release, turn)
             async with aclosing(self._engine.complete_text(request)) as parts:
                 async for part in parts:
                     yield lease.served, part
@@ -160,6 +163,7 @@ class Sampler:
         each = request.params.max_tokens or self._limits.model.max_context_length - prompt
         demand = Demand(computed, prompt + computed * each)
         with self._admission.admit(tenant, demand, self._engine.num_running()):
+            await self._engine.check_constraint(request.params, partial(self._checks.places, tenant, 1))
             async with (
                 self._registry.lease(request.ref, tenant) as lease,
                 self._queue.places(tenant, computed) as places,

@@ -63,6 +63,8 @@ class CommandQueue:
         """The last error after which a command in flight may have arrived, by seq_id."""
         self._free: set[int] = set()
         """Seq_ids to use up."""
+        self._gaps: dict[int, int] = {}
+        """Commands refused because an earlier one did not arrive, and that one's seq_id. If it is free, so are they."""
 
     def issue(self, name: str, count: int, work: Callable[[range], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
         """Reserve the next `count` seq_ids for `work`, which must use all of them, and start it.
@@ -129,7 +131,7 @@ class CommandQueue:
         Raises the error because of which the seq_id of an earlier command could not be used up; nothing is sent then.
         """
         if (error := await self.use_up(())) is not None:
-            self._free.update(seq_ids)
+            self._set_free(seq_ids)
             raise error
         calls = []
         for request, seq_id in zip(requests, seq_ids, strict=True):
@@ -147,11 +149,17 @@ class CommandQueue:
         Return the error of the first that cannot be used up now; it and those after it stay free. Only for the holder
         of `turn`.
         """
-        self._free.update(seq_ids)
+        self._set_free(seq_ids)
         for seq_id in sorted(self._free):
             if (error := await self._fill(seq_id)) is not None:
                 return error
         return None
+
+    def _set_free(self, seq_ids: Iterable[int]) -> None:
+        self._free.update(seq_ids)
+        for seq_id in sorted(seq_id for seq_id, missing in self._gaps.items() if missing in self._free):
+            self._free.add(seq_id)
+            del self._gaps[seq_id]
 
     async def _fill(self, seq_id: int) -> errors.PacelineError | None:
         """Use up a free seq_id; return the error if it may still be free. The same call again is without effect."""
@@ -217,10 +225,15 @@ class CommandQueue:
                 doubt.add_note(f"It was sent again, and turned away: {error}")
                 raise doubt from error
             if errors.is_not_accepted(error) or is_unread(error):
-                self._free.add(seq_id)
+                self._set_free([seq_id])
                 await self._fill(seq_id)
             elif isinstance(error, errors.SeqIdGap):
-                error.add_note("To continue, attach to the run again with ServiceClient.get_training_client.")
+                if doubt is None:
+                    self._gaps[seq_id] = int(error.metadata.get("missing", seq_id - 1))
+                    self._set_free(())
+                error.add_note(
+                    "If later commands end so too, attach to the run again with ServiceClient.get_training_client."
+                )
             raise
         self._doubts.pop(seq_id, None)
         self._extend_deadlines(seq_id)

@@ -105,9 +105,11 @@ def evaluate(
 def _call(loss_fn: LossFn, data: list[Datum], leaves: list[torch.Tensor]) -> object:
     try:
         return loss_fn(data, leaves)
-    except Exception:
-        raise
-    except BaseException as error:  # SystemExit would end the thread of all clients, and every later call would wait
+    except BaseException as error:
+        # SystemExit would end the thread of all clients, and StopIteration cannot be the error of a future: every later
+        # call would wait.
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
         raise errors.InvalidArgument(f"raised {error!r}", field="loss_fn") from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -151,6 +151,10 @@ manager that waits for the request's places in the engine and holds them. Raises
 refuses the request."""
 
 
+Turn = Callable[[], AbstractAsyncContextManager[object]]
+"""Makes a context manager that waits until a tenant may use what can serve only one at a time, and holds it."""
+
+
 @dataclass(frozen=True, slots=True)
 class TextRequest:
     """One call of OpenAI's API."""
@@ -166,6 +170,8 @@ class TextRequest:
     """Called with the log-probabilities of sampled tokens; raises if the tokens must not be passed on."""
     ended: Callable[[], None] = lambda: None
     """Called once all tokens are sampled, perhaps long before a slow reader has them."""
+    turn: Turn = nullcontext
+    """For checking a constraint that is not known."""
 
 
 class SamplerEngine(Protocol):
@@ -206,6 +212,14 @@ class SamplerEngine(Protocol):
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         """Unload an adapter that no request uses. Unknown adapters are ignored."""
+        ...
+
+    async def check_constraint(self, params: SamplingParams, turn: Turn) -> None:
+        """Check `json_schema` or `regex` before the request takes places in the engine; this can take seconds.
+
+        A constraint that is not known waits for its `turn`. Raises InvalidArgument if no grammar can be built,
+        Unsupported if the engine has no structured outputs, EngineUnavailable.
+        """
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:

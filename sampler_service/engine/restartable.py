@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.base_weights import base_weights_sha256
 from paceline.errors import ChecksumMismatch, EngineUnavailable, ModelNotLoadable
 from paceline.log import get_logger
-from paceline.types import ModelInfo
+from paceline.types import ModelInfo, SamplingParams
 from paceline.types.training import Array
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import (
@@ -24,6 +24,7 @@ from sampler_service.engine.protocol import (
     Slots,
     TextRequest,
     TokenDelta,
+    Turn,
 )
 
 _log = get_logger(__name__)
@@ -115,6 +116,9 @@ class RestartableEngine:
             await engine.remove_adapter(adapter)
         except EngineUnavailable:
             self._note_death_of(engine)
+
+    async def check_constraint(self, params: SamplingParams, turn: Turn) -> None:
+        await self._engine.check_constraint(params, turn)
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         return self._engine.generate(request)

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+import xgrammar
 from support.models.formulas import log_softmax
 from support.models.tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
 from support.stacks.sampler_contract import PROMPT, ask, complete, deltas_of, one
@@ -48,6 +49,18 @@ async def test_an_engine_enforces_a_constraint_or_refuses_it_by_name(engine, fie
     for completion in await complete(engine, request):
         text = text_of(completion)
         assert set(json.loads(text)) == {"rider", "watts"} if field == "json_schema" else re.fullmatch(REGEX, text)
+
+
+@with_structured_outputs
+@pytest.mark.parametrize("field", ["json_schema", "regex"])
+async def test_the_process_that_serves_everyone_converts_no_constraint(engine, monkeypatch, field):
+    def convert(*_, **__):
+        raise AssertionError("converted here")
+
+    for name in ("from_json_schema", "from_regex"):
+        monkeypatch.setattr(xgrammar.Grammar, name, convert)
+    given = {"json_schema": SCHEMA, "regex": REGEX}[field]
+    assert text_of(await one(engine, ask(max_tokens=100, seed=5, **{field: given})))
 
 
 @with_structured_outputs

@@ -83,6 +83,21 @@ async def test_commands_execute_again_once_the_service_no_longer_turns_them_away
     assert "PublishWeights" not in server.trainer.executed
 
 
+async def test_commands_that_waited_for_one_that_was_turned_away_leave_no_gap_either(server):
+    server.trainer.gap_seconds = 0.1
+    server.trainer.refusals[2] = [errors.Overloaded("full"), errors.Overloaded("full")]
+    async with ServiceClient(server.address, retry=RetryPolicy(budget=0.0)) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        await training.forward_backward(make_data())
+        turned_away, *waiting = [training.forward_backward(make_data()) for _ in range(3)]
+        with pytest.raises(errors.Overloaded):
+            await turned_away
+        for future in waiting:
+            with pytest.raises(errors.SeqIdGap):
+                await future
+        assert (await training.optim_step()).step == 1
+
+
 async def test_a_command_that_is_turned_away_after_its_answer_was_lost_may_have_executed_and_does_once(
     server, training
 ):

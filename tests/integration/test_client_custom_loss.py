@@ -201,7 +201,7 @@ async def test_a_custom_loss_without_a_usable_gradient_is_refused(server, traini
     assert not server.trainer.gradient.any()
 
 
-@pytest.mark.parametrize("end", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize("end", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration()])
 async def test_a_custom_loss_that_ends_its_thread_is_refused_and_the_client_goes_on(server, training, end):
     def loss_fn(data, logprobs):
         raise end

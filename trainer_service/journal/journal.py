@@ -140,8 +140,8 @@ class RunJournal:
     def append(self, record: Record, *, sync: bool) -> asyncio.Future[None]:
         """Append a record. The future resolves when the record is written and, with `sync`, durable.
 
-        A command's future raises DiskFull if there is no room, or Internal; then neither it nor any later command was
-        written.
+        A command's future raises DiskFull if there is no room, and EngineUnavailable if writing fails otherwise; then
+        neither it nor any later command was written.
         """
         written = asyncio.get_running_loop().create_future()
         written.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -318,7 +318,7 @@ class RunJournal:
     def _reason(error: OSError) -> errors.PacelineError:
         if isinstance(layout.translate_os_error(error), errors.DiskFull):
             return _full()
-        return errors.Internal(f"the journal cannot be written: {error.strerror}")
+        return errors.EngineUnavailable(f"the run's journal cannot be written ({error.strerror}); send it again")
 
     def _rotate(self) -> None:
         segment, end = self._segment, None

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from paceline.errors import EngineUnavailable, Unsupported
-from paceline.types import ModelInfo, StopReason, TopkLogprobs
+from paceline.types import ModelInfo, SamplingParams, StopReason, TopkLogprobs
 from paceline.types.training import Array
 from sampler_service.engine.coalescer import Coalescer, ReaderGroup
 from sampler_service.engine.hf.adapters import AdapterBank
 from sampler_service.engine.hf.batch import Batcher, Job
 from sampler_service.engine.hf.sampling import sequence_logprobs
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.protocol import Adapter, GenerationRequest, LoadTimes, Slots, TextRequest, TokenDelta
+from sampler_service.engine.protocol import Adapter, GenerationRequest, LoadTimes, Slots, TextRequest, TokenDelta, Turn
 from sampler_service.engine.request_checks import check_loaded, check_tokens, completion_budget, refuse_constraint
 
 
@@ -93,6 +93,10 @@ class HfEngine:
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._live().bank.remove, adapter)
+
+    async def check_constraint(self, params: SamplingParams, turn: Turn) -> None:
+        del turn
+        refuse_constraint(params)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         info = self._live().info

@@ -21,7 +21,7 @@ from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -29,7 +29,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from paceline.errors import EngineUnavailable, InvalidArgument, InvalidShape
 from paceline.log import get_logger
 from paceline.own_directory import OwnDirectory
-from paceline.types import ModelInfo, TopkLogprobs
+from paceline.types import ModelInfo, SamplingParams, TopkLogprobs
 from paceline.types.training import Array
 from paceline.weight_sharing import clear
 from sampler_service.engine.coalescer import Coalescer, ReaderGroup
@@ -43,11 +43,12 @@ from sampler_service.engine.protocol import (
     Slots,
     TextRequest,
     TokenDelta,
+    Turn,
 )
 from sampler_service.engine.request_checks import check_loaded, check_tokens, completion_budget
 from sampler_service.engine.vllm.cpu import mid_step_loads
 from sampler_service.engine.vllm.cpu.kv_cache import clear_new_blocks
-from sampler_service.engine.vllm.grammar import check_grammar
+from sampler_service.engine.vllm.grammar import check_constraints_once, check_grammar
 from sampler_service.engine.vllm.grammar_process import GrammarProcess
 from sampler_service.engine.vllm.params import (
     lora_request,
@@ -127,6 +128,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         _prepare_environment()
+        check_constraints_once()
         # Slow work here runs in threads, because models are also loaded while the service is running.
         config = await asyncio.to_thread(engine_args(self._options).create_engine_config)
         if config.use_v2_model_runner:
@@ -195,6 +197,9 @@ class VllmEngine:
         self._adapters.discard(adapter.adapter_id)
         with translated():
             await self._live().llm.remove_lora(adapter.adapter_id)
+
+    async def check_constraint(self, params: SamplingParams, turn: Turn) -> None:
+        await check_grammar(params, self._live().grammars, turn)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         engine = self._live()
@@ -303,7 +308,7 @@ def _tap(llm: AsyncLLM, options: EngineOptions) -> TokenTap | None:
 
 @asynccontextmanager
 async def _generate(
-    llm: AsyncLLM, request: GenerationRequest, params: SamplingParams, tokens: Coalescer
+    llm: AsyncLLM, request: GenerationRequest, params: VllmSamplingParams, tokens: Coalescer
 ) -> AsyncIterator[None]:
     """Start a request whose tokens go into the coalescer. Leaving early frees it before the engine's next step."""
     prompt = prompt_input(request.prompt, request.tenant)

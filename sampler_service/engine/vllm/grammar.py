@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 
+from vllm import SamplingParams as VllmSamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output import backend_xgrammar
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from paceline.errors import InvalidArgument
 from paceline.types import SamplingParams
+from sampler_service.engine.protocol import Turn
 from sampler_service.engine.request_checks import check_constraint, check_tag
 from sampler_service.engine.vllm.grammar_process import GrammarProcess
 
@@ -20,7 +25,21 @@ def structured_outputs(params: SamplingParams) -> StructuredOutputsParams | None
     return StructuredOutputsParams(regex=params.regex) if params.regex else None
 
 
-async def check_constraint_of(constraint: StructuredOutputsParams | None, grammars: GrammarProcess) -> None:
+def check_constraints_once() -> None:
+    """Have vLLM not convert constraints that `GrammarProcess` has built: it would at every request, in the event loop.
+
+    Every request is checked here first. vLLM's check also turns a choice into a grammar, which is quick.
+    """
+
+    def check(sampling_params: VllmSamplingParams) -> None:
+        constraint = sampling_params.structured_outputs
+        if constraint is not None and constraint.choice:
+            validate_xgrammar_grammar(sampling_params)
+
+    backend_xgrammar.validate_xgrammar_grammar = check
+
+
+async def check_constraint_of(constraint: StructuredOutputsParams | None, grammars: GrammarProcess, turn: Turn) -> None:
     """Refuse a constraint in vLLM's parameters that is not supported here.
 
     Raises InvalidArgument, OutOfRange, EngineUnavailable.
@@ -39,21 +58,21 @@ async def check_constraint_of(constraint: StructuredOutputsParams | None, gramma
         check_constraint(given)
     else:
         raise InvalidArgument("takes json, regex, choice or json_object", field="structured_outputs")
-    await _check_enforced(constraint, "structured_outputs", grammars)
+    await _check_enforced(constraint, "structured_outputs", grammars, turn)
 
 
-async def check_grammar(params: SamplingParams, grammars: GrammarProcess) -> None:
-    """Refuse a constraint from which no grammar can be built. Raises InvalidArgument, EngineUnavailable.
-
-    vLLM checks this too, but in the event loop and only after the prompt was scored.
-    """
+async def check_grammar(params: SamplingParams, grammars: GrammarProcess, turn: Turn = nullcontext) -> None:
+    """Refuse a constraint from which no grammar can be built. Raises InvalidArgument, EngineUnavailable."""
     constraint = structured_outputs(params)
     if constraint is not None:
-        await _check_enforced(constraint, "params.json_schema" if params.json_schema else "params.regex", grammars)
+        field = "params.json_schema" if params.json_schema else "params.regex"
+        await _check_enforced(constraint, field, grammars, turn)
 
 
-async def _check_enforced(constraint: StructuredOutputsParams, field: str, grammars: GrammarProcess) -> None:
-    if refusal := await grammars.refusal(constraint):
+async def _check_enforced(
+    constraint: StructuredOutputsParams, field: str, grammars: GrammarProcess, turn: Turn
+) -> None:
+    if refusal := await grammars.refusal(constraint, turn):
         raise InvalidArgument(f"cannot be enforced: {_reason(refusal)}", field=field)
 
 

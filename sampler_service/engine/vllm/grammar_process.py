@@ -17,6 +17,7 @@ import resource
 import signal
 import traceback
 from collections import OrderedDict
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing.connection import Connection
@@ -32,20 +33,18 @@ from vllm.v1.engine import utils
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
+from paceline.background import Background
 from paceline.errors import EngineUnavailable
 from paceline.log import get_logger
+from sampler_service.engine.protocol import Turn
 
 _log = get_logger(__name__)
 
 MEMORY = 1 << 30
 """Bytes that building a grammar may take. A schema of the greatest length takes about a third of it."""
 
-CONVERT_SECONDS, BUILD_SECONDS = 0.5, 5.0
-"""CPU time for the conversion of a constraint to a grammar, and for building the grammar for the vocabulary.
-
-The first is short because vLLM converts again in the service's event loop, at every request. A schema of the greatest
-length takes about a fifth of either.
-"""
+BUILD_SECONDS = 5.0
+"""CPU time for building a grammar. A schema of the greatest length takes about a fifth of it."""
 
 HANG_SECONDS = 120.0
 """Time after which a fork that does not compute is ended too."""
@@ -84,11 +83,11 @@ class GrammarProcess:
         self._config = config
         self._worker: _Worker | None = None
         self._free = asyncio.Lock()
-        self._asking: asyncio.Task[str] | None = None
+        self._asking = Background("a grammar was not built")
         self._answers: OrderedDict[bytes, str] = OrderedDict()
 
-    async def refusal(self, constraint: StructuredOutputsParams) -> str:
-        """Return why no grammar can be built; empty if one can.
+    async def refusal(self, constraint: StructuredOutputsParams, turn: Turn = nullcontext) -> str:
+        """Return why no grammar can be built; empty if one can. A constraint that is not known waits for its `turn`.
 
         Raises EngineUnavailable if the process ended, which no constraint causes. It is replaced at the next call.
         """
@@ -97,28 +96,25 @@ class GrammarProcess:
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]
-        await self._free.acquire()
-        # Continues if the caller is cancelled: its answer must be read before the next question is asked.
-        self._asking = asyncio.create_task(self._ask(key, message))
-        self._asking.add_done_callback(self._asked)
-        return await asyncio.shield(self._asking)
+        async with AsyncExitStack() as place:
+            await place.enter_async_context(turn())
+            await place.enter_async_context(self._free)
+            # Continues if the caller is cancelled: its answer must be read before the next question is asked.
+            asking = self._ask(key, message, place.pop_all())
+        return await self._asking.run(asking)
 
     def close(self) -> None:
         """End the process; a call in progress raises EngineUnavailable."""
         if self._worker is not None:
             self._worker.process.kill()
 
-    async def _ask(self, key: bytes, message: bytes) -> str:
-        if key not in self._answers:  # it may have been asked while this call waited
-            self._answers[key] = await asyncio.to_thread(self._exchange, message)
-            if len(self._answers) > _MOST_ANSWERS:
-                self._answers.popitem(last=False)
-        return self._answers[key]
-
-    def _asked(self, asking: asyncio.Task[str]) -> None:
-        self._free.release()
-        if not asking.cancelled():
-            asking.exception()  # the caller raises it, unless it was cancelled
+    async def _ask(self, key: bytes, message: bytes, place: AsyncExitStack) -> str:
+        async with place:
+            if key not in self._answers:  # it may have been asked while this call waited
+                self._answers[key] = await asyncio.to_thread(self._exchange, message)
+                if len(self._answers) > _MOST_ANSWERS:
+                    self._answers.popitem(last=False)
+            return self._answers[key]
 
     def _exchange(self, message: bytes) -> str:
         try:
@@ -199,9 +195,8 @@ def _build(backend: XgrammarBackend, message: bytes) -> str:
     """Convert a constraint to a grammar and build it for the vocabulary; return why that fails, or nothing."""
     constraint = StructuredOutputsParams(**json.loads(message))
     try:
-        signal.setitimer(signal.ITIMER_PROF, CONVERT_SECONDS)
-        validate_xgrammar_grammar(SamplingParams(structured_outputs=constraint))
         signal.setitimer(signal.ITIMER_PROF, BUILD_SECONDS)
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=constraint))
         backend.compile_grammar(*get_structured_output_key(constraint))
     except Exception as error:
         is_out_of_memory = isinstance(error, MemoryError) or "bad_alloc" in f"{error} {error.__cause__}"

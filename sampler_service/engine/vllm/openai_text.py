@@ -33,7 +33,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 from paceline import errors
 from paceline.types import ModelInfo
-from sampler_service.engine.protocol import TextEndpoint, TextRequest
+from sampler_service.engine.protocol import TextEndpoint, TextRequest, Turn
 from sampler_service.engine.request_checks import check_tokens
 from sampler_service.engine.vllm.grammar import check_constraint_of
 from sampler_service.engine.vllm.grammar_process import GrammarProcess
@@ -83,7 +83,7 @@ class TextServer:
         body = {**request.body, "model": self._info.name}
         token = _CALL.set(call)
         try:
-            answer = await self._answer(request.endpoint, body)
+            answer = await self._answer(request.endpoint, body, request.turn)
         except (
             VLLMValidationError,
             ValidationError,
@@ -110,11 +110,11 @@ class TextServer:
         if call.failure is not None:
             raise call.failure
 
-    async def _answer(self, endpoint: TextEndpoint, body: dict[str, Any]) -> Any:
+    async def _answer(self, endpoint: TextEndpoint, body: dict[str, Any], turn: Turn) -> Any:
         if endpoint is TextEndpoint.CHAT_COMPLETIONS:
             request = ChatCompletionRequest.model_validate(body)
             # With tools, the layer converts a constraint itself, before it makes one of both and samples.
-            await check_constraint_of(request.extract_structured_outputs(), self._grammars)
+            await check_constraint_of(request.extract_structured_outputs(), self._grammars, turn)
             return await self._chat.create_chat_completion(request)
         return await self._completion.create_completion(CompletionRequest.model_validate(body))
 
@@ -192,7 +192,7 @@ class _Engine:
         request, tokens = call.request, prompt.get("prompt_token_ids") or []
         try:
             check_tokens(self._info, tokens, "prompt", room=1)
-            await check_constraint_of(params.structured_outputs, self._grammars)
+            await check_constraint_of(params.structured_outputs, self._grammars, request.turn)
             params.logprobs = params.logprobs or 0  # at least of sampled tokens, so that NaN is detected
             lora = lora_request(request.adapter) if request.adapter else None
             prompt["cache_salt"] = request.tenant or None

@@ -163,7 +163,7 @@ def make_full_run(
 
 def _round_as(base: PreTrainedModel, model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Give a float32 model the dtypes of `base`, which may have adapters; return the weights that were rounded."""
-    tensors = (*base.named_parameters(), *base.named_buffers())
+    tensors = (*base.named_parameters(), *base.named_buffers(remove_duplicate=False))
     dtypes = {name.replace(".base_layer.", "."): tensor.dtype for name, tensor in tensors}
     masters = {
         name: nn.Parameter(parameter.detach())

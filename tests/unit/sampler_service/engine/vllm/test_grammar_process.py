@@ -36,7 +36,13 @@ async def grammars(tmp_path_factory, vllm_here):
     grammars.close()
 
 
-async def test_a_constraint_that_takes_too_much_is_refused_and_later_ones_are_built(grammars):
+@pytest.fixture(scope="module")
+def of_others(vllm_here):
+    """Processes of engines that other tests of this process keep."""
+    return set(descendants("Grammars"))
+
+
+async def test_a_constraint_that_takes_too_much_is_refused_and_later_ones_are_built(of_others, grammars):
     assert await grammars.refusal(counted(1000)) == TOO_MUCH
     assert await grammars.refusal(FINE) == ""
     assert "not closed" in await grammars.refusal(StructuredOutputsParams(regex="(ab"))
@@ -59,9 +65,9 @@ async def test_a_caller_that_leaves_takes_no_answer_of_others(grammars):
     assert await grammars.refusal(StructuredOutputsParams(regex="[a-f]{7}")) == ""
 
 
-async def test_a_process_that_ended_is_replaced_and_what_it_answered_is_known(grammars):
+async def test_a_process_that_ended_is_replaced_and_what_it_answered_is_known(grammars, of_others):
     await grammars.refusal(FINE)
-    (process,) = descendants("Grammars")
+    (process,) = set(descendants("Grammars")) - of_others
     process.kill()
     process.wait()
     assert await grammars.refusal(FINE) == ""
