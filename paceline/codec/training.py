@@ -43,15 +43,15 @@ _FROM_WIRE: dict[int, str] = {wire: name for name, wire in _TO_WIRE.items()}
 _ONE, _ONE_OR_TWO = range(1, 2), range(1, 3)
 
 
-def tensor_to_proto(array: Array, field: str = "") -> tensor_pb2.Tensor:
-    """Encode an array of any shape; `field` is its place in the request, for errors.
+def tensor_to_proto(array: Array, field: str = "", dtypes: Collection[str] = _TO_WIRE) -> tensor_pb2.Tensor:
+    """Encode an array of any shape; for errors, `field` is its place in the request, which takes one of `dtypes`.
 
     Raises InvalidDtype for a dtype that the wire format does not have.
     """
     wire = _TO_WIRE.get(array.dtype.name)
     if wire is None:
         raise errors.InvalidDtype(
-            f"dtype {array.dtype.name} cannot be sent; use one of {', '.join(sorted(_TO_WIRE))}", field=field
+            f"dtype {array.dtype.name} cannot be sent; give {' or '.join(sorted(dtypes))}", field=field
         )
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return tensor_pb2.Tensor(dtype=wire, shape=array.shape, data=little.tobytes())
@@ -98,9 +98,11 @@ def token_ids_from_proto(tensor: tensor_pb2.Tensor, field: str) -> Array:
 def datum_to_proto(datum: Datum, field: str = "data") -> datum_pb2.Datum:
     """Encode a datum; `field` is its place in the request, for errors."""
     inputs = {
-        name: tensor_to_proto(values, f"{field}.loss_inputs[{name}]") for name, values in datum.loss_inputs.items()
+        name: tensor_to_proto(values, f"{field}.loss_inputs[{name}]", _dtypes(name))
+        for name, values in datum.loss_inputs.items()
     }
-    return datum_pb2.Datum(model_input=tensor_to_proto(datum.model_input, f"{field}.model_input"), loss_inputs=inputs)
+    model_input = tensor_to_proto(datum.model_input, f"{field}.model_input", INTEGERS)
+    return datum_pb2.Datum(model_input=model_input, loss_inputs=inputs)
 
 
 def datum_from_proto(message: datum_pb2.Datum, field: str) -> Datum:

@@ -41,6 +41,9 @@ LOSS_INPUTS = (
 )
 """Loss inputs that the trainer's losses read. A client-side loss may read others."""
 
+_CONVERTED_KINDS = frozenset({"ff", "bf", "bu"})
+"""Kinds of numpy dtypes, from and to, between which arrays are converted: floats, bool, unsigned integers."""
+
 _ENCODE = "give token ids or numbers: encode it with the model's tokenizer, `get_tokenizer().encode(text)`"
 
 
@@ -59,9 +62,10 @@ class Datum(ComparedByValue):
     """One training sequence of N tokens, already shifted.
 
     Position i of `model_input` predicts `loss_inputs["target_tokens"][i]`. Lists of Python numbers and torch tensors
-    are converted: `target_tokens` to int64, masks to uint8, all other loss inputs to float32. Numpy arrays keep their
-    dtype, except in `from_completion`; the server refuses unsupported ones. Errors: InvalidDtype for text and for
-    fractions where integers are required, InvalidShape, OutOfRange, InvalidArgument.
+    are converted: `target_tokens` to int64, masks to uint8, all other loss inputs to float32. So are numpy arrays of
+    bools for masks, and of bools and floats for inputs in float32. Other numpy arrays keep their dtype, except in
+    `from_completion`; the server refuses unsupported ones. Errors: InvalidDtype for text and for fractions where
+    integers are required, InvalidShape, OutOfRange, InvalidArgument.
     """
 
     model_input: Array
@@ -284,13 +288,17 @@ def same(one: Any, other: Any) -> bool:
 
 
 def as_array(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
-    """Convert numbers to an array: numpy arrays are returned unchanged, everything else is converted to `dtype`.
+    """Convert numbers to an array of `dtype`.
+
+    Numpy arrays of integers keep their dtype: tokens have two, and a loss of one's own may read integers. So do those
+    that `dtype` would not hold, such as floats where integers are required.
 
     Raises InvalidDtype for text, other non-numbers, and fractions where integers are required, InvalidShape for rows
     of different lengths, OutOfRange for integers that do not fit `dtype`.
     """
     if isinstance(values, np.ndarray):
-        return values
+        is_converted = values.dtype.kind + dtype.kind in _CONVERTED_KINDS
+        return values.astype(dtype, copy=False) if is_converted else values
     if isinstance(values, str | bytes):
         raise InvalidDtype(f"is text; {_ENCODE}", field=field)
     try:

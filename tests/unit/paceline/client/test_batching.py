@@ -104,11 +104,24 @@ def test_an_empty_batch_is_refused():
     assert caught.value.field == "data"
 
 
-def test_a_dtype_that_cannot_be_sent_is_refused_by_the_name_of_its_field():
-    wrong = Datum(np.arange(3, dtype=np.int32), {"advantages": np.zeros(3, np.complex64)})
-    with pytest.raises(errors.InvalidDtype) as caught:
+@pytest.mark.parametrize(
+    ("name", "dtype", "wanted"),
+    [
+        ("model_input", np.float64, "int32 or int64"),
+        ("loss_inputs[target_tokens]", np.float64, "int32 or int64"),
+        ("loss_inputs[mask]", np.float64, "uint8"),
+        ("loss_inputs[advantages]", np.complex64, "float32"),
+    ],
+)
+def test_a_dtype_that_cannot_be_sent_is_refused_with_the_field_and_what_it_takes(name, dtype, wanted):
+    wrong = datum_of(3)
+    if name == "model_input":
+        wrong.model_input = np.zeros(3, dtype)
+    else:
+        wrong = Datum(wrong.model_input, {name[len("loss_inputs[") : -1]: np.zeros(3, dtype)})
+    with pytest.raises(errors.InvalidDtype, match=rf"dtype {np.dtype(dtype)} cannot be sent; give {wanted}$") as caught:
         make_batch("run", [datum_of(3), wrong], ForwardBackwardSpec("ppo"))
-    assert caught.value.field == "data[1].loss_inputs[advantages]"
+    assert caught.value.field == f"data[1].{name}"
 
 
 def test_a_setting_that_is_no_number_is_refused_by_the_name_of_its_field():

@@ -53,6 +53,27 @@ def test_tensors_of_torch_become_what_the_server_takes():
     assert completion == Datum.from_completion([1], [2, 3], advantages=[0.5, 1.5])
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, bool])
+def test_arrays_of_floats_and_bools_become_what_the_server_takes(dtype):
+    made = Datum([1, 2], {"target_tokens": [2, 3], "weights": np.array([1, 0], dtype)})
+    assert made == Datum([1, 2], {"target_tokens": [2, 3], "weights": [1.0, 0.0]})
+
+
+def test_an_array_of_bools_is_a_mask():
+    masks = {"mask": [True, False], "sequence_ratio_mask": [False, True]}
+    arrays = {name: np.array(mask) for name, mask in masks.items()}
+    assert Datum([1, 2], arrays) == Datum([1, 2], masks)
+    assert Datum([1, 2], arrays).loss_inputs["mask"].dtype == np.uint8
+
+
+def test_other_arrays_keep_their_dtype_and_are_not_copied():
+    tokens, rewards, weights = np.array([1, 2], np.int64), np.array([3, 4]), np.ones(2, np.float32)
+    made = Datum(tokens, {"target_tokens": tokens, "rewards": rewards, "weights": weights})
+    assert made.model_input is made.loss_inputs["target_tokens"] is tokens
+    assert made.loss_inputs["rewards"] is rewards
+    assert made.loss_inputs["weights"] is weights
+
+
 @pytest.mark.parametrize(
     ("make", "error", "field"),
     [
