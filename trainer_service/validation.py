@@ -131,15 +131,17 @@ def _check_datum(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo)
 
 def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[str]) -> None:
     known = {*spec.required, *spec.optional}
+    missing = [name for name in required if name not in datum.loss_inputs]
     for name in datum.loss_inputs:
         if name not in known:
             message = f"{spec.name} has no such input; it accepts {', '.join(sorted(known))}"
+            if missing:  # more likely the cause: the input may be a client's default for a datum without these
+                message += f"; it needs {' and '.join(missing)}, which the datum lacks"
             raise errors.UnknownField(message, field=f"{field}.loss_inputs[{name}]")
-    for name in required:
-        if name not in datum.loss_inputs:
-            raise errors.MissingField(
-                f"{spec.name} needs it; send one value per token", field=f"{field}.loss_inputs[{name}]"
-            )
+    for name in missing:
+        raise errors.MissingField(
+            f"{spec.name} needs it; send one value per token", field=f"{field}.loss_inputs[{name}]"
+        )
 
 
 def _check_shapes(datum: Datum, field: str, spec: LossSpec) -> None:
