@@ -23,12 +23,13 @@ _WANTED = {
     FieldDescriptor.CPPTYPE_BOOL: "a bool",
     FieldDescriptor.CPPTYPE_FLOAT: "a number",
     FieldDescriptor.CPPTYPE_DOUBLE: "a number",
-    FieldDescriptor.CPPTYPE_INT32: f"an integer from {-1 << 31} to {(1 << 31) - 1}",
-    FieldDescriptor.CPPTYPE_INT64: f"an integer from {-1 << 63} to {(1 << 63) - 1}",
-    FieldDescriptor.CPPTYPE_UINT32: f"an integer from 0 to {(1 << 32) - 1}",
-    FieldDescriptor.CPPTYPE_UINT64: f"an integer from 0 to {(1 << 64) - 1}",
+    FieldDescriptor.CPPTYPE_INT32: "an integer",
+    FieldDescriptor.CPPTYPE_INT64: "an integer",
+    FieldDescriptor.CPPTYPE_UINT32: "an integer",
+    FieldDescriptor.CPPTYPE_UINT64: "an integer",
 }
-_UNSIGNED = {_WANTED[FieldDescriptor.CPPTYPE_UINT32], _WANTED[FieldDescriptor.CPPTYPE_UINT64]}
+_MOST = {FieldDescriptor.CPPTYPE_UINT32: (1 << 32) - 1, FieldDescriptor.CPPTYPE_UINT64: (1 << 64) - 1}
+"""The largest numbers of the unsigned types."""
 
 
 def make(cls: Callable[P, M], place: str = "", /, *args: P.args, **fields: P.kwargs) -> M:
@@ -60,10 +61,16 @@ def _check(cls: type[Message], name: str, value: Any, place: str = "") -> None:
             if isinstance(problem, TypeError) or wanted == _DICT:
                 raise errors.InvalidArgument.of_type(held, wanted, where) from problem
             if isinstance(held, Integral):
-                is_negative = held < 0 and wanted in _UNSIGNED  # the most that fits into the message would not help
-                message = "is negative; give 0 or more" if is_negative else f"is out of range; give {wanted}"
-                raise errors.OutOfRange(message, field=where) from problem
+                raise errors.OutOfRange(_out_of_range(field, int(held), wanted), field=where) from problem
             raise errors.InvalidArgument(f"cannot be sent: {problem}; give {wanted}", field=where) from problem
+
+
+def _out_of_range(field: FieldDescriptor, number: int, wanted: str) -> str:
+    """Say what is wrong with a number. The service may require more than its message, for instance 1 or more."""
+    most = _MOST.get(field.cpp_type)
+    if most is None:
+        return f"is out of range; give {wanted}"
+    return "must not be negative" if number < 0 else f"is too large; give at most {most}"
 
 
 def _parts(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Any, Any, str]]:
