@@ -47,7 +47,10 @@ class PacelineFuture(Generic[T]):
         if not self._future.done():
             check_may_wait()
             self._check_is_not_held()
-        self._future.exception(timeout)  # returns the call's own error, so that what it raises is no answer
+        try:
+            self._future.exception(timeout)  # returns the call's own error, so that what it raises is no answer
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {timeout:g} s; the call goes on") from None
         self._mark_retrieved()
         return self._future.result()
 
