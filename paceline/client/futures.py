@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from paceline import errors
 from paceline.client.loop_thread import OWNER, check_may_wait
@@ -94,6 +94,13 @@ class PacelineFuture(Generic[T]):
         except Exception:  # the command's; a task that stops waiting gets CancelledError, which is no Exception
             self._mark_retrieved()
             raise
+
+    if not TYPE_CHECKING:  # to a type checker, every attribute would exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = "" if name.startswith("_") else "; call .result() or await it for the answer"
+            message = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
+            raise AttributeError(message, name=name, obj=self)
 
     def __del__(self) -> None:
         if (command := self._command) is not None:  # this was the last reference, so the answer cannot be retrieved

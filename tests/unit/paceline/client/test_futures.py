@@ -1,9 +1,12 @@
 """Futures: what they say of themselves, and to those that wait too short or forget to wait."""
 
+import pickle
 from concurrent.futures import Future
+from copy import copy
 
 import pytest
 
+from paceline import errors
 from paceline.client.futures import PacelineFuture
 
 
@@ -15,3 +18,18 @@ def test_a_wait_that_ends_too_early_says_after_how_long_and_that_the_call_goes_o
     answer.set_exception(TimeoutError("the call's own"))
     with pytest.raises(TimeoutError, match="^the call's own$"):
         future.result(timeout=0)
+
+
+def test_an_attribute_of_the_answer_is_told_to_wait_for_the_answer():
+    future = PacelineFuture(Future())
+    with pytest.raises(AttributeError, match=r"no attribute 'sequences'; call \.result\(\) or await it for the answer$"):
+        _ = future.sequences
+    assert not hasattr(future, "sequences")
+    with pytest.raises(AttributeError, match=r"no attribute '__array__'$"):
+        _ = future.__array__
+
+
+def test_a_future_cannot_be_copied_or_pickled_and_says_so():
+    for send in (copy, pickle.dumps):
+        with pytest.raises(errors.Unsupported, match="send its result"):
+            send(PacelineFuture(Future()))
