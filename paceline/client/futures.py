@@ -81,6 +81,10 @@ class PacelineFuture(Generic[T]):
 
         self._future.add_done_callback(call)
 
+    def __repr__(self) -> str:
+        state = "done" if self._future.done() else "pending"
+        return f"<{type(self).__name__} {state}{f': {self._command.name}' if self._command else ''}>"
+
     def __await__(self) -> Generator[Any, None, T]:
         if not self._future.done():
             OWNER.check()

@@ -47,6 +47,9 @@ class SamplingClient(Connected):
         self._wire_model = codec.model_ref_to_proto(model)
         self._metadata: Metadata = () if model.is_base else ((ROUTE_KEY, str(model)),)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.model}>"
+
     def __reduce__(self) -> tuple[Callable[[Connection, ModelRef], SamplingClient], tuple[Connection, ModelRef]]:
         """Pickle the connection settings and the weights' reference; the copy opens its own connection."""
         return _restore, (self.transport.connection, self.model)

@@ -58,6 +58,9 @@ class ServiceClient(Catalog):
         tls = make_tls(tls_ca, tls_cert, tls_key)
         super().__init__(Transport(make_connection(address, api_key, tls, timeouts, retry, max_in_flight)))
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.transport.connection.address}>"
+
     def __reduce__(self) -> tuple[Callable[..., ServiceClient], tuple[type[ServiceClient], Connection]]:
         """Pickle the connection settings; the copy opens its own connection."""
         return _restore, (type(self), self.transport.connection)

@@ -69,6 +69,9 @@ class TrainingClient(Connected):
         self._base_model = run.base_model
         self._queue = CommandQueue(transport, run.run_id, run.last_seq_id, attachment)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.run_id}>"
+
     def __reduce__(self) -> NoReturn:
         raise errors.Unsupported(
             "a training client cannot be sent to another process, since one client at a time trains a run; call "

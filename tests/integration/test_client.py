@@ -313,6 +313,26 @@ async def test_the_older_of_two_clients_on_a_run_is_told_so_and_shares_no_step(s
     assert server.trainer.executed == ["ForwardBackward", "OptimStep"]
 
 
+async def test_clients_and_futures_say_what_they_belong_to_but_not_the_key(server):
+    run_id = server.trainer.run_id
+    async with ServiceClient(server.address, "a-secret-key") as client:
+        training = await client.get_training_client_async(run_id)
+        assert repr(client) == f"<ServiceClient of {server.address}>"
+        assert repr(training) == f"<TrainingClient of {run_id}>"
+        assert repr(client.create_sampling_client()) == "<SamplingClient of base>"
+        assert repr(client.create_sampling_client(run_id=run_id)) == f"<SamplingClient of {run_id}@newest>"
+        server.trainer.load_may_end.clear()
+        loaded = training.load_state("paceline://somewhere")
+        pending = repr(loaded)
+        server.trainer.load_may_end.set()
+        await loaded
+        assert pending == f"<PacelineFuture pending: LoadCheckpoint 1 of {run_id}>"
+        assert repr(loaded) == f"<PacelineFuture done: LoadCheckpoint 1 of {run_id}>"
+        sampled = client.create_sampling_client().sample([1], 1, SHORT)
+        await sampled
+        assert repr(sampled) == "<PacelineFuture done>"
+
+
 async def test_a_task_that_gives_up_waiting_leaves_the_command_to_its_end(server, training):
     server.trainer.load_may_end.clear()
     loaded = training.load_state("paceline://somewhere")
