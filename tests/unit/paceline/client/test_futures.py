@@ -16,13 +16,13 @@ def test_a_wait_that_ends_too_early_says_after_how_long_and_that_the_call_goes_o
     with pytest.raises(TimeoutError, match=r"^no answer within 0 s; the call goes on$"):
         future.result(timeout=0)
     answer.set_exception(TimeoutError("the call's own"))
-    with pytest.raises(TimeoutError, match="^the call's own$"):
+    with pytest.raises(TimeoutError, match=r"^the call's own$"):
         future.result(timeout=0)
 
 
 def test_an_attribute_of_the_answer_is_told_to_wait_for_the_answer():
     future = PacelineFuture(Future())
-    with pytest.raises(AttributeError, match=r"no attribute 'sequences'; call \.result\(\) or await it for the answer$"):
+    with pytest.raises(AttributeError, match=r"'sequences'; call \.result\(\) or await it for the answer$"):
         _ = future.sequences
     assert not hasattr(future, "sequences")
     with pytest.raises(AttributeError, match=r"no attribute '__array__'$"):
