@@ -92,7 +92,7 @@ class CommandExecutor:
         if command.refusal is not None:
             raise command.refusal
         if run.state is RunState.LOST and command.method != "LoadCheckpoint":
-            raise run.lost_error()
+            raise run.lost_error(await self._newest_state(run))
         return await self._methods[command.method](run, command, self._decode(command), progress)
 
     def _decode(self, command: Command) -> Any:
@@ -146,7 +146,6 @@ class CommandExecutor:
         if checkpoint is None:
             checkpoint = await self._write_checkpoint(run, path, command.seq_id, request, progress)
         if path.kind is CheckpointKind.STATE:
-            run.latest_state_checkpoint = checkpoint.path
             await self._registry.persist_if_possible(run)
         _log.info("checkpoint saved", path=checkpoint.path, bytes=checkpoint.size_bytes)
         return pb.SaveCheckpointResponse(checkpoint=checkpoint_to_proto(checkpoint))
@@ -223,7 +222,10 @@ class CommandExecutor:
         run.step, run.in_engine, run.state = loaded.step, True, RunState.READY
         await self._registry.persist_if_possible(run)
         _log.info("checkpoint loaded", path=str(path), run=run.run_id, with_optimizer=with_optimizer)
-        return pb.LoadCheckpointResponse(run=run_to_proto(run.public()))
+        return pb.LoadCheckpointResponse(run=run_to_proto(run.public(await self._newest_state(run))))
+
+    async def _newest_state(self, run: RunRecord) -> str:
+        return (await asyncio.to_thread(self._checkpoints.newest_state, run.run_id)).path
 
     async def _publish_weights(
         self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest, progress: CommandProgress

@@ -14,11 +14,10 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 
-from paceline import errors, weights
+from paceline import errors
 from paceline.base_weights import check_same_base
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
-from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, RunState
 from trainer_service.backoff import backoff
@@ -238,14 +237,13 @@ class Recovery:
         """Convert a lost run's newest snapshot to a checkpoint, unless its newest state checkpoint is as recent."""
         try:
             snapshot = await asyncio.to_thread(run.snapshots.newest)
-            if snapshot is None or snapshot.seq_id <= self._seq_id_of_checkpoint(run):
-                return
-            run.latest_state_checkpoint = await self._save_checkpoint(run, snapshot)
-            await self._registry.persist(run)
+            newest = await asyncio.to_thread(self._checkpoints.newest_state, run.run_id)
+            if snapshot is not None and snapshot.seq_id > newest.seq_id:
+                await self._save_checkpoint(run, snapshot)
         except (errors.PacelineError, OSError) as error:
             _log.warning("a lost run's snapshot is not offered as a checkpoint", run=run.run_id, error=str(error))
 
-    async def _save_checkpoint(self, run: RunRecord, snapshot: Snapshot) -> str:
+    async def _save_checkpoint(self, run: RunRecord, snapshot: Snapshot) -> None:
         async def write(staging: Path) -> None:
             await asyncio.to_thread(_copy_state, snapshot.directory, staging)
 
@@ -262,17 +260,6 @@ class Recovery:
             overwrite=False,
         )
         _log.warning("a lost run's newest snapshot is offered as a checkpoint", run=run.run_id, path=made.path)
-        return made.path
-
-    def _seq_id_of_checkpoint(self, run: RunRecord) -> int:
-        """Return the seq_id recorded in the run's newest state checkpoint; -1 if there is none or it is damaged."""
-        if not run.latest_state_checkpoint:
-            return -1
-        path = CheckpointPath.parse(run.latest_state_checkpoint)
-        try:
-            return int(weights.read_manifest(self._checkpoints.find(path, Identity(run.tenant))).seq_id)
-        except (FileNotFoundError, errors.CheckpointNotFound, errors.ChecksumMismatch):
-            return -1
 
 
 def _changes_state(command: Command, before: AnswerRecord) -> bool:

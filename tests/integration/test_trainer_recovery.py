@@ -1,6 +1,7 @@
 """A trainer whose engine or machine fails waits, retries, and loses nothing."""
 
 import resource
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -77,6 +78,32 @@ def test_a_trainer_that_was_stopped_replays_nothing_and_continues_where_it_was(t
         update = stopped.send("OptimStep", pb.OptimStepRequest, adamw=ADAMW)
         assert (update.step, update.grad_norm) == (expected.step, expected.grad_norm)
         assert stopped.publish().version == 2
+
+
+def test_a_run_names_its_newest_state_checkpoint_that_exists_also_after_a_restart_and_once_it_is_lost(trainer):
+    assert trainer.start()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        assert run.get().latest_state_checkpoint == ""
+        older, newer = run.save("older").path, run.save("newer").path
+        assert run.get().latest_state_checkpoint == newer
+        run.call("DeleteCheckpoint", pb.DeleteCheckpointRequest(path=newer))
+        assert run.get().latest_state_checkpoint == older
+        run.step()
+        trainer.kill()
+        assert trainer.start()
+        assert run.step().step == 2
+        (listed,) = run.call("ListRuns", pb.ListRunsRequest()).runs
+        assert listed.latest_state_checkpoint == run.get().latest_state_checkpoint == older
+        trainer.kill()
+        shutil.rmtree(trainer.volume / "runs" / run.run_id / "journal")
+        assert trainer.start()
+        for expected in (older, ""):
+            with pytest.raises(errors.RunStateLost) as caught:
+                run.forward_backward()
+            assert caught.value.metadata["checkpoint"] == run.get().latest_state_checkpoint == expected
+            if expected:
+                run.call("DeleteCheckpoint", pb.DeleteCheckpointRequest(path=expected))
 
 
 def test_an_engine_that_cannot_be_started_is_tried_again_and_the_service_is_not_ready_meanwhile(trainer):

@@ -50,6 +50,17 @@ class FileHeader:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class StateCheckpoint:
+    """A state checkpoint and the seq_id of the command that made it."""
+
+    path: str
+    seq_id: int
+
+
+NO_CHECKPOINT = StateCheckpoint("", -1)
+
+
 class CheckpointStore:
     """Saves, finds, lists and deletes checkpoints. Every path is parsed and validated before it is used."""
 
@@ -182,6 +193,26 @@ class CheckpointStore:
             except OSError as error:  # perhaps another tenant's
                 _log.error("checkpoint cannot be read", path=str(path), error=str(error))
         return found
+
+    def newest_state(self, run_id: str) -> StateCheckpoint:
+        """Return a run's newest state checkpoint, in the order of its commands, or NO_CHECKPOINT.
+
+        One whose manifest is damaged does not count. Reads a file per checkpoint: do not call on the event loop.
+        """
+        newest = NO_CHECKPOINT
+        for path in self._volume.checkpoints(run_id):
+            if path.kind is not CheckpointKind.STATE:
+                continue
+            try:
+                seq_id = _read_whole(self._volume.checkpoint(path), summarize).seq_id
+            except (FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
+                continue  # deleted meanwhile, or damaged
+            except OSError as error:
+                _log.error("checkpoint cannot be read", path=str(path), error=str(error))
+                continue
+            if seq_id > newest.seq_id:
+                newest = StateCheckpoint(str(path), seq_id)
+        return newest
 
     @uninterrupted
     async def delete(self, path: CheckpointPath, identity: Identity) -> None:

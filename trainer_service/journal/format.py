@@ -59,7 +59,6 @@ class Facts(msgspec.Struct, frozen=True):
     step: int = 0
     latest_version: int = 0
     next_version: int = 1
-    latest_state_checkpoint: str = ""
 
     def at(self, place: Facts) -> Facts:
         """Return these facts with the `step` and `next_version` of a place in the run's order."""

@@ -113,20 +113,20 @@ class TrainerServicer(TrainerServiceServicer):
             parameters,
             request.user_metadata,
         )
-        return pb.CreateRunResponse(run=run_to_proto(record.public()))
+        return pb.CreateRunResponse(run=await self._public(record))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
-        return pb.GetRunResponse(run=run_to_proto(self._run(request.run_id).public()))
+        return pb.GetRunResponse(run=await self._public(self._run(request.run_id)))
 
     async def AttachRun(self, request: pb.AttachRunRequest, context: Context) -> pb.AttachRunResponse:
         run = self._run(request.run_id)
         attachment = await self._lifecycle.attach(run, request.request_id)
-        return pb.AttachRunResponse(run=run_to_proto(run.public()), attachment=attachment)
+        return pb.AttachRunResponse(run=await self._public(run), attachment=attachment)
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         mine = self._registry.owned_by(current_identity())
         page, token = page_of(mine, lambda run: run.list_key, request.page_size, request.page_token)
-        return pb.ListRunsResponse(runs=[run_to_proto(run.public()) for run in page], next_page_token=token)
+        return pb.ListRunsResponse(runs=[await self._public(run) for run in page], next_page_token=token)
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
         await self._lifecycle.delete_run(self._run(request.run_id), delete_checkpoints=request.delete_checkpoints)
@@ -195,6 +195,12 @@ class TrainerServicer(TrainerServiceServicer):
     def _run(self, run_id: str) -> RunRecord:
         return self._registry.get(run_id, current_identity())
 
+    async def _public(self, run: RunRecord) -> pb.Run:
+        return run_to_proto(run.public(await self._newest_state(run)))
+
+    async def _newest_state(self, run: RunRecord) -> str:
+        return (await asyncio.to_thread(self._checkpoints.newest_state, run.run_id)).path
+
     async def _in_order(self, request: _RunCommand) -> Message:
         """Execute a run's command at its turn.
 
@@ -206,7 +212,7 @@ class TrainerServicer(TrainerServiceServicer):
         if run.state is RunState.LOST:
             run.sequencer.check_client(command)
             if command.method != "LoadCheckpoint":
-                raise run.lost_error()
+                raise run.lost_error(await self._newest_state(run))
             await run.sequencer.rebase(command.seq_id)
         return await run.sequencer.execute(command, partial(self._commands.check, run))
 

@@ -61,7 +61,6 @@ class RunRecord:
     """Number of the next version to publish."""
     version_limit: int = 0
     """Version numbers up to this one may be in use; a run whose journal is lost continues above it."""
-    latest_state_checkpoint: str = ""
     attachment: int = 0
     """Number of the newest client that attached; 0 if none did."""
     attached: dict[str, int] = field(default_factory=dict)
@@ -93,12 +92,11 @@ class RunRecord:
 
     def facts(self) -> Facts:
         """Return the facts that the journal keeps with each answer."""
-        return Facts(self.step, self.latest_version, self.next_version, self.latest_state_checkpoint)
+        return Facts(self.step, self.latest_version, self.next_version)
 
     def apply(self, facts: Facts) -> None:
         """Set the run's facts to those of a journal."""
         self.step, self.latest_version, self.next_version = facts.step, facts.latest_version, facts.next_version
-        self.latest_state_checkpoint = facts.latest_state_checkpoint
 
     def state_bytes(self, kind: CheckpointKind) -> int:
         """Return a checkpoint's maximum bytes: float32 weights; for a state also gradient and two moments of each."""
@@ -108,8 +106,11 @@ class RunRecord:
         """Set the facts that depend on the place in the run's order; the others stay."""
         self.step, self.next_version = facts.step, facts.next_version
 
-    def public(self) -> Run:
-        """Return the run as clients see it: never in the earlier states that a replay passes through."""
+    def public(self, latest_state_checkpoint: str) -> Run:
+        """Return the run as clients see it: never in the earlier states that a replay passes through.
+
+        `latest_state_checkpoint` is the path of its newest state checkpoint; empty if there is none.
+        """
         facts = self.facts_before_replay or self.facts()
         return Run(
             run_id=self.run_id,
@@ -119,7 +120,7 @@ class RunRecord:
             last_seq_id=self.sequencer.last_seq_id,
             latest_version=facts.latest_version,
             state=self.state,
-            latest_state_checkpoint=facts.latest_state_checkpoint,
+            latest_state_checkpoint=latest_state_checkpoint,
             create_time=self.create_time,
             trainable_parameters=self.trainable_parameters,
             user_metadata=self.user_metadata,
@@ -145,13 +146,11 @@ class RunRecord:
             "attachment": self.attachment,
             "attached": self.attached,
             "version_limit": self.version_limit,
-            "latest_state_checkpoint": self.latest_state_checkpoint,
             "last_seq_id": self.sequencer.last_seq_id,
         }
 
-    def lost_error(self) -> errors.RunStateLost:
-        """Return the error that a run without state answers."""
-        checkpoint = self.latest_state_checkpoint
+    def lost_error(self, checkpoint: str) -> errors.RunStateLost:
+        """Return the error that a run without state answers; `checkpoint` is its newest state checkpoint's path."""
         remedy = f"load {checkpoint} with its optimizer and continue from there" if checkpoint else "create a new run"
         return errors.RunStateLost(
             f"the run's state was lost and its journal cannot be replayed; {remedy}",
@@ -164,6 +163,7 @@ class RunRecord:
         """Restore a run whose state is not in the engine."""
         parameters = _pop_parameters(facts)
         del facts["last_seq_id"]  # the journal is authoritative
+        facts.pop("latest_state_checkpoint", None)  # in older files; the checkpoints themselves are authoritative
         sequencer.attach(facts.get("attachment", 0))
         if newest := facts.pop("attached_by", ""):  # in files that record only the newest client
             facts["attached"] = {newest: facts["attachment"]}

@@ -332,7 +332,7 @@ async def test_a_journal_without_its_segments_or_with_a_command_missing_is_damag
 
 
 def test_a_record_comes_back_as_it_was():
-    records = [command(1), AnswerRecord(1, b"d", "OptimStep", b"reply", None, Facts(3, 2, 4, "paceline://x"))]
+    records = [command(1), AnswerRecord(1, b"d", "OptimStep", b"reply", None, Facts(3, 2, 4))]
     assert decode_records(encode_records(records)) == records
 
 
