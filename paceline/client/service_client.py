@@ -209,7 +209,12 @@ class ServiceClient(Catalog):
         return await self.get_training_client_async((await self.transport.submit(call)).run.run_id)
 
     async def _from_state(self, path: str, *, with_optimizer: bool) -> TrainingClient:
-        client = await self._create_run(pb.CreateRunRequest(like_checkpoint=str(CheckpointPath.parse(path))))
+        try:
+            client = await self._create_run(pb.CreateRunRequest(like_checkpoint=str(CheckpointPath.parse(path))))
+        except errors.PacelineError as error:
+            if error.field == "like_checkpoint":
+                error.field = "path"  # the argument's name
+            raise
         try:
             await (client.load_state_with_optimizer(path) if with_optimizer else client.load_state(path))
         except errors.PacelineError:

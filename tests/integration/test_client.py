@@ -296,6 +296,14 @@ async def test_a_run_made_from_a_checkpoint_has_its_configuration_and_weights(se
     assert server.trainer.executed == ["LoadCheckpoint", "ForwardBackward"]
 
 
+@pytest.mark.parametrize("create", ["from_state", "from_state_with_optimizer"])
+async def test_a_run_from_a_checkpoint_that_is_gone_is_refused_by_the_arguments_name(server, client, create):
+    path = f"paceline://{server.trainer.run_id}/state/gone"
+    with pytest.raises(errors.CheckpointNotFound) as caught:
+        await getattr(client, f"create_training_client_{create}_async")(path)
+    assert str(caught.value) == "path: no such checkpoint"
+
+
 async def test_an_attached_client_continues_the_numbering(server, client, training):
     await training.forward_backward(make_data())
     again = await client.get_training_client_async(training.run_id)

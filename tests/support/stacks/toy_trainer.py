@@ -76,6 +76,8 @@ class ToyTrainer(TrainerServiceServicer):
         self.requests.append(request)
         if len(self.created) == 1:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        if request.like_checkpoint.endswith("/gone"):
+            raise errors.CheckpointNotFound("no such checkpoint", field="like_checkpoint")
         return pb.CreateRunResponse(run=codec.run_to_proto(self._run()))
 
     async def GetRun(self, request, context):
