@@ -215,9 +215,11 @@ class CommandExecutor:
             await self._engine.create_run(run.run_id, run.parameters)
         try:
             loaded = await self._engine.load_state(run.run_id, directory, with_optimizer=with_optimizer)
-        except errors.PacelineError:
+        except errors.PacelineError as error:
             if is_new:
                 await self._engine.delete_run(run.run_id)
+            if isinstance(error, errors.CheckpointMismatch):
+                error.field = "path"  # the engine gets a directory, and does not know how it was named
             raise
         run.step, run.in_engine, run.state = loaded.step, True, RunState.READY
         await self._registry.persist_if_possible(run)

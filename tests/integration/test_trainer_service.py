@@ -620,6 +620,17 @@ async def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on(caller, clust
     np.testing.assert_array_equal(await caller.logprobs(), before)
 
 
+async def test_a_checkpoint_of_another_rank_is_refused_by_name_with_the_remedy_and_the_run_goes_on(caller):
+    await caller.create_run(rank=3)
+    checkpoint = await caller.save("narrow")
+    await caller.create_run(rank=4)
+    for with_optimizer in (False, True):
+        with pytest.raises(errors.CheckpointMismatch, match=r"rank is 3 .* 4 in the run; .*_from_state") as caught:
+            await caller.load(checkpoint.path, with_optimizer=with_optimizer)
+        assert caught.value.field == "path"
+    assert (await caller.train()).step == 1
+
+
 async def test_an_adapter_made_by_peft_is_imported_and_trained_further(caller, cluster, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(cluster.state / "model", dtype=torch.float32)
     made = get_peft_model(base, PeftLoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False))

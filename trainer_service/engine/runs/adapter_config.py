@@ -71,7 +71,11 @@ def check_adapter_config(lora: LoraConfig, config: Mapping[str, Any]) -> None:
     theirs = _DEFAULTS | dict(config)
     for field, mine in ours.items():
         if theirs.get(field) != mine:
-            raise CheckpointMismatch(f"{field} is {theirs.get(field)} in the checkpoint and {mine} in the run.")
+            name = "rank" if field == "r" else field
+            raise CheckpointMismatch(
+                f"the {name} is {theirs.get(field)} in the checkpoint and {mine} in the run; load it into a run that "
+                f"has its {name}, such as one made from it (create_training_client_from_state)"
+            )
     if (start := theirs["init_lora_weights"]) not in _PLAIN_STARTS:
         raise CheckpointMismatch(
             f"init_lora_weights is {start}, which changes more than the adapter; convert it to a plain LoRA with PEFT."
