@@ -209,7 +209,9 @@ def progress_bar(console: Console) -> Progress:
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=32, help="optimizer steps")
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step")

@@ -23,7 +23,9 @@ EXAMPLES = [
 def main() -> None:
     """Train, then sample from the result."""
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW")

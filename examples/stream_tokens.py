@@ -17,7 +17,9 @@ from paceline import SamplingParams
 def main() -> None:
     """Stream one completion of the base model."""
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "question", nargs="?", default="Why is the sky blue? Answer in one sentence.", help="what to ask"

@@ -12,13 +12,16 @@ from paceline.atropos.options import add_arguments, read_options
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="paceline", description="Fine-tune language models on your own machines.")
+    parser = argparse.ArgumentParser(
+        prog="paceline", description="Fine-tune language models on your own machines.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser(
         "up",
         help="run trainer, sampler and gateway on this machine until Ctrl-C",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     # Without a default, which the help would print.
     up.add_argument(
@@ -50,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "atropos",
         help="train from an Atropos API server",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     add_arguments(atropos)
     given = parser.parse_args(arguments)

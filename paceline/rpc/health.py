@@ -44,7 +44,9 @@ def wait_until_serving(address: str, service: str, give_up: Callable[[], bool]) 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command-line interface."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.rpc.health", description="Probe a service's health port.")
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.rpc.health", description="Probe a service's health port.", allow_abbrev=False
+    )
     parser.add_argument("address", help="host:port of the health port, which is plaintext")
     parser.add_argument("service", nargs="?", default="", help="full name of a gRPC service; none means the process")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for the answer")

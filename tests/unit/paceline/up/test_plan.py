@@ -140,6 +140,17 @@ def test_the_help_says_that_a_model_is_required(capsys):
     assert f"(default: {UpOptions('tiny').max_lora_rank})" in told
 
 
+@pytest.mark.parametrize(
+    "given", [["up", "--model", "absent", "--engin", "hf"], ["atropos", "--run-nam", "policy"]], ids=["up", "atropos"]
+)
+def test_an_option_cut_short_is_refused_by_name(given, capsys, monkeypatch):
+    monkeypatch.setenv("PACELINE_ADDRESS", "refused")  # so that nothing would be called
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == 2
+    assert f"unrecognized arguments: {given[-2]}" in capsys.readouterr().err
+
+
 def test_both_services_compute_in_float32_on_a_cpu(tmp_path):
     planned = environments({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
     assert planned["trainer"]["PACELINE_TRAINER_DTYPE"] == "float32"
