@@ -25,6 +25,9 @@ MAX_SECONDS = 10 * 365 * 86400.0
 _WITHOUT_PORT = re.compile(r"[^:/]*:?|\[[^]]*\]:?|[0-9a-fA-F:]*::[0-9a-fA-F:]*")
 """A name or an IPv4 address alone, an IPv6 address in brackets alone, or one without brackets."""
 
+_PORT = re.compile(r"(?:[^:/]+|\[[^]]*\]|(?:dns|ipv[46]):.*):([0-9]+)")
+"""A host:port with a number as port, which gRPC takes modulo 65536."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -176,6 +179,9 @@ def _find_address(given: str | None) -> str:
     if _WITHOUT_PORT.fullmatch(address):
         message = f"is {address}, without a port; give host:port. A gateway's gRPC port is {DEFAULT_PORT} by default"
         raise errors.InvalidArgument(message, field=source)
+    port = _PORT.fullmatch(address)
+    if port and not 1 <= int(port[1]) <= 65535:
+        raise errors.InvalidArgument(f"is {address}; give a port from 1 to 65535", field=source)
     return address
 
 

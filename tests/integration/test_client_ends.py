@@ -520,6 +520,19 @@ async def test_an_address_without_a_port_is_refused_at_once_with_the_default(mon
     assert caught.value.field == "PACELINE_ADDRESS"
 
 
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:99999", "localhost:0", "gateway.example:65536", "[::1]:70000", "dns:///gateway.example:99999"]
+)
+async def test_an_address_with_a_port_that_cannot_be_is_refused_at_once(monkeypatch, address):
+    with pytest.raises(errors.InvalidArgument, match="port from 1 to 65535") as caught:
+        ServiceClient(address)
+    assert caught.value.field == "address"
+    monkeypatch.setenv("PACELINE_ADDRESS", address)
+    with pytest.raises(errors.InvalidArgument) as caught:
+        ServiceClient()
+    assert caught.value.field == "PACELINE_ADDRESS"
+
+
 @pytest.mark.parametrize("address", ["[::1]:50050", "dns:///gateway.example:50050", "unix:/run/gateway.socket"])
 async def test_other_addresses_that_grpc_knows_are_taken(address):
     ServiceClient(address).close()
