@@ -178,7 +178,10 @@ def _make_staging(directory: Path) -> Path:
         raise FileExistsError(f"{directory} already exists; name a new directory, or an empty one")
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = directory.with_name(f".{directory.name}.{uuid4().hex}")
-    staging.mkdir()
+    try:
+        staging.mkdir()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(directory)) from None  # the caller does not know staging's name
     return staging
 
 

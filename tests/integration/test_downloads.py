@@ -50,6 +50,12 @@ def test_what_is_there_is_not_overwritten(service, training, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_directory_that_cannot_be_made_is_named_as_it_was_given(service, training):
+    path = training.save_state("a").result().path
+    with pytest.raises(OSError, match=r"'/proc/new'$"):
+        service.download_checkpoint(path, "/proc/new")
+
+
 @pytest.mark.parametrize(
     ("save", "name"),
     [
