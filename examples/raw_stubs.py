@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import uuid
 
 import grpc
@@ -37,13 +38,16 @@ def float32(*values: float) -> tensor_pb2.Tensor:
 
 def main() -> None:
     """Call both services through the gateway."""
+    api_key = os.environ.get("PACELINE_API_KEY")
+    if not api_key:
+        sys.exit("PACELINE_API_KEY is not set; set it to the API key, as `make up` prints it")
     with grpc.insecure_channel(os.environ.get("PACELINE_ADDRESS", "localhost:50050")) as channel:
-        train_and_sample(channel)
+        train_and_sample(channel, api_key)
 
 
-def train_and_sample(channel: grpc.Channel) -> None:
+def train_and_sample(channel: grpc.Channel, api_key: str) -> None:
     """Take one step, publish, and stream from the version."""
-    key = (("authorization", f"Bearer {os.environ['PACELINE_API_KEY']}"),)
+    key = (("authorization", f"Bearer {api_key}"),)
     training, sampling = TrainerServiceStub(channel), SamplerServiceStub(channel)
 
     # Create a run, the adapter that is trained. The request_id makes the call safe to repeat.

@@ -217,6 +217,16 @@ def test_the_examples_run(forked_engines, cluster, tmp_path, example, arguments,
     assert re.search(last_line, run_python(cluster, tmp_path, str(ROOT / "examples" / example), *arguments))
 
 
+def test_the_example_without_the_client_names_the_variable_that_is_missing():
+    environment = {name: value for name, value in os.environ.items() if name != "PACELINE_API_KEY"}
+    example = str(ROOT / "examples" / "raw_stubs.py")
+    done = subprocess.run(
+        [sys.executable, example], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch("PACELINE_API_KEY is not set; .*\n", done.stderr)
+
+
 @stream_alone
 def test_the_readmes_ten_lines_run_as_printed(cluster, tmp_path):
     _, _, rest = (ROOT / "README.md").read_text().partition("```python\n")
