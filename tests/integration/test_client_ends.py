@@ -521,7 +521,8 @@ async def test_an_address_without_a_port_is_refused_at_once_with_the_default(mon
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1:99999", "localhost:0", "gateway.example:65536", "[::1]:70000", "dns:///gateway.example:99999"]
+    "address",
+    ["127.0.0.1:99999", "localhost:0", "gateway.example:65536", "[::1]:70000", "dns:///gateway.example:99999"],
 )
 async def test_an_address_with_a_port_that_cannot_be_is_refused_at_once(monkeypatch, address):
     with pytest.raises(errors.InvalidArgument, match="port from 1 to 65535") as caught:
