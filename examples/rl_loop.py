@@ -63,7 +63,9 @@ def main() -> None:
                 try:
                     reports.append(loop.step([next(draw) for _ in range(options.prompts)]))
                 except paceline.errors.RunStateLost as lost:
-                    # The trainer lost the run's state. Continue from the last checkpoint.
+                    # The trainer lost the run's state. Continue from the last checkpoint, if there is one.
+                    if not lost.metadata["checkpoint"]:
+                        raise
                     training.load_state_with_optimizer(lost.metadata["checkpoint"]).result()
                     loop.publish()
                     continue
