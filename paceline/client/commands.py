@@ -64,7 +64,13 @@ class CommandQueue:
         self._free: set[int] = set()
         """Seq_ids to use up."""
         self._gaps: dict[int, int] = {}
-        """Commands refused because an earlier one did not arrive, and that one's seq_id. If it is free, so are they."""
+        """Commands refused because an earlier one had not arrived, and its seq_id. Once it is free, or answered, they
+        are free."""
+        self._filling: asyncio.Task[errors.PacelineError | None] | None = None
+        self._failure: errors.PacelineError | None = None
+        """Why free seq_ids could not be used up when that was last tried for a command."""
+        self._failed_before = 0
+        """Commands before this one had been issued by then, and end with the same error."""
 
     def issue(self, name: str, count: int, work: Callable[[range], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
         """Reserve the next `count` seq_ids for `work`, which must use all of them, and start it.
@@ -130,9 +136,11 @@ class CommandQueue:
 
         Raises the error because of which the seq_id of an earlier command could not be used up; nothing is sent then.
         """
-        if (error := await self.use_up(())) is not None:
+        if self._failure is None or seq_ids[0] >= self._failed_before:
+            self._failure, self._failed_before = await self._use_up(), self._next
+        if self._failure is not None:
             self._set_free(seq_ids)
-            raise error
+            raise self._failure
         calls = []
         for request, seq_id in zip(requests, seq_ids, strict=True):
             request.seq_id, request.attachment = seq_id, self._attachment
@@ -143,22 +151,38 @@ class CommandQueue:
             calls.append(call)
         return calls
 
-    async def use_up(self, seq_ids: Iterable[int]) -> errors.PacelineError | None:
-        """Use up seq_ids with which nothing was sent, and those that are still free, in order.
-
-        Return the error of the first that cannot be used up now; it and those after it stay free. Only for the holder
-        of `turn`.
-        """
+    def give_back(self, seq_ids: Iterable[int]) -> None:
+        """Have seq_ids used up with which nothing was executed. Commands that were sent may be waiting for them."""
         self._set_free(seq_ids)
-        for seq_id in sorted(self._free):
+        self._start_filling()
+
+    async def _use_up(self) -> errors.PacelineError | None:
+        """Use up free seq_ids, in order; return the error of the first that cannot be. It and those after it stay."""
+        return await asyncio.shield(self._start_filling()) if self._free else None
+
+    def _start_filling(self) -> asyncio.Task[errors.PacelineError | None]:
+        if self._filling is None or self._filling.done():
+            self._filling = self._transport.start_task(self._fill_all())
+        return self._filling
+
+    async def _fill_all(self) -> errors.PacelineError | None:
+        while self._free:
+            seq_id = min(self._free)
             if (error := await self._fill(seq_id)) is not None:
+                error.add_note(f"The command was not sent, because seq_id {seq_id} before it could not be used up.")
                 return error
         return None
 
     def _set_free(self, seq_ids: Iterable[int]) -> None:
-        self._free.update(seq_ids)
-        for seq_id in sorted(seq_id for seq_id, missing in self._gaps.items() if missing in self._free):
+        for seq_id in seq_ids:
             self._free.add(seq_id)
+            self._free_those_behind(seq_id)
+
+    def _free_those_behind(self, missing: int) -> None:
+        """Free the commands that were refused because a command had not arrived, which is free or answered by now."""
+        behind = [seq_id for seq_id, earlier in self._gaps.items() if earlier == missing]
+        self._free.update(behind)
+        for seq_id in behind:
             del self._gaps[seq_id]
 
     async def _fill(self, seq_id: int) -> errors.PacelineError | None:
@@ -172,6 +196,7 @@ class CommandQueue:
             if is_free or errors.is_outcome_unknown(error):
                 return error
         self._free.discard(seq_id)
+        self._free_those_behind(seq_id)
         return None
 
     async def _attempt(
@@ -225,17 +250,20 @@ class CommandQueue:
                 doubt.add_note(f"It was sent again, and turned away: {error}")
                 raise doubt from error
             if errors.is_not_accepted(error) or is_unread(error):
-                self._set_free([seq_id])
-                await self._fill(seq_id)
+                self.give_back([seq_id])
             elif isinstance(error, errors.SeqIdGap):
-                if doubt is None:
-                    self._gaps[seq_id] = int(error.metadata.get("missing", seq_id - 1))
-                    self._set_free(())
+                if doubt is None and (missing := int(error.metadata.get("missing", 0))):
+                    self._gaps[seq_id] = missing
+                    if missing in self._free:
+                        self._free_those_behind(missing)
                 error.add_note(
                     "If later commands end so too, attach to the run again with ServiceClient.get_training_client."
                 )
+            elif not errors.is_outcome_unknown(error):
+                self._free_those_behind(seq_id)
             raise
         self._doubts.pop(seq_id, None)
+        self._free_those_behind(seq_id)
         self._extend_deadlines(seq_id)
         return reply
 

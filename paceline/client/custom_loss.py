@@ -62,7 +62,7 @@ def put_custom_loss(
                 logprobs = [output["logprobs"] for output in forward.merge(await outcomes(calls)).loss_fn_outputs]
                 loss, metrics, weights = await worker.run(copy_context().run, evaluate, own, logprobs, loss_fn)
             except Exception:
-                await queue.use_up(seq_ids[count:])
+                queue.give_back(seq_ids[count:])
                 raise
             finally:
                 hold.is_over = True

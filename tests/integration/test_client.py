@@ -98,6 +98,37 @@ async def test_commands_that_waited_for_one_that_was_turned_away_leave_no_gap_ei
         assert (await training.optim_step()).step == 1
 
 
+async def test_a_command_that_was_refused_for_one_that_arrives_late_leaves_no_gap(server):
+    server.trainer.places = asyncio.Semaphore(0)
+    server.trainer.refusals[2] = [errors.SeqIdGap("did not arrive", field="seq_id", metadata={"missing": "1"})]
+    async with ServiceClient(server.address, retry=RetryPolicy(budget=0.0)) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        late, refused = [training.forward_backward(make_data()) for _ in range(2)]
+        with pytest.raises(errors.SeqIdGap):
+            await refused
+        for _ in range(3):
+            server.trainer.places.release()
+        await late
+        assert (await training.optim_step()).step == 1
+
+
+async def test_commands_that_wait_together_to_be_sent_are_turned_away_together(server):
+    async with ServiceClient(server.address, retry=RetryPolicy(budget=0.0)) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        server.trainer.denial = errors.Overloaded("full")
+        with pytest.raises(errors.Overloaded):
+            await training.forward_backward(make_data())
+        before = len(server.trainer.arrivals)
+        outcomes = await asyncio.gather(
+            *(training.forward_backward(make_data()) for _ in range(10)), return_exceptions=True
+        )
+        assert {type(outcome) for outcome in outcomes} == {errors.Overloaded}
+        assert len(server.trainer.arrivals) <= before + 2, "not one attempt to close the gap for each"
+        server.trainer.denial = None
+        await training.forward_backward(make_data())
+        assert (await training.optim_step()).step == 1
+
+
 async def test_a_command_that_is_turned_away_after_its_answer_was_lost_may_have_executed_and_does_once(
     server, training
 ):

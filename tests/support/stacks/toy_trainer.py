@@ -145,7 +145,8 @@ class ToyTrainer(TrainerServiceServicer):
         try:
             await asyncio.wait_for(self._turn.wait_for(lambda: seq_id <= self.last + 1), self.gap_seconds)
         except TimeoutError:
-            raise errors.SeqIdGap("commands before this one did not arrive", field="seq_id") from None
+            missing = {"missing": str(self.last + 1)}
+            raise errors.SeqIdGap("commands before it did not arrive", field="seq_id", metadata=missing) from None
 
     async def _execute(self, request, execute):
         if self.places is not None:
