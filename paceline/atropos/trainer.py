@@ -47,7 +47,8 @@ class PulledBatch:
     began."""
     groups: list[dict[str, Any]]
     refused: list[int] = field(default_factory=list)
-    """Indices of the forward_backwards that were refused, which a restart sends once more after the others."""
+    """Places, among the step's commands, of forward_backwards that were not executed. A restart sends them once more,
+    after the others, if their seq_ids have been used up; otherwise it sends them in their places."""
 
 
 class Progress:
@@ -155,7 +156,9 @@ class AtroposTrainer:
     ) -> dict[str, float]:
         """Send a step's commands except the first `taken`, which the run accepted from an earlier process."""
         calls = micro_batches(batch.sequences, pulled.batch_size)
-        order = [*range(len(calls)), *pulled.refused]
+        order, known = list(range(len(calls))), [place for place in pulled.refused if place < taken]
+        for place in known:
+            order.append(order[place])
         low, high = 1.0 - pulled.clip_eps, 1.0 + pulled.clip_eps
         config = {"clip_low_threshold": low, "clip_high_threshold": high}
         passes = [
@@ -181,9 +184,9 @@ class AtroposTrainer:
                     self._say(f"{message}: {error}")
                     continue
                 failures.append(error)
-                refused += [index] if _is_refusal(error) else []
+                refused += [place] if _is_refusal(error) or _was_turned_away(error) else []
         if refused:
-            self._progress.pull(replace(pulled, refused=[*pulled.refused, *refused]))
+            self._progress.pull(replace(pulled, refused=[*known, *refused]))
             self._say(
                 f"step {pulled.step}: {len(refused)} of {len(calls)} forward_backwards were refused, and no step was "
                 "taken. Mend the cause and start this command again: it sends them once more, and takes the step "
@@ -290,9 +293,16 @@ def _usable(groups: Sequence[Mapping[str, Any]], seq_len: int) -> TrainingBatch:
 
 
 def _is_refusal(error: errors.PacelineError) -> bool:
-    """Return whether a forward_backward used up its seq_id and added nothing to the gradient."""
+    """Return whether the trainer refused a forward_backward, which added nothing to the gradient."""
+    if isinstance(error, errors.Internal):
+        return not errors.is_outcome_unknown(error)
     is_limit = isinstance(error, errors.Exhausted) and error.retry_after is None
-    return is_limit or isinstance(error, errors.InvalidArgument | errors.PoisonedCommand | errors.Internal)
+    return is_limit or isinstance(error, errors.InvalidArgument | errors.PoisonedCommand)
+
+
+def _was_turned_away(error: errors.PacelineError) -> bool:
+    """Return whether a forward_backward was not accepted. The client uses up its seq_id, at once or later."""
+    return errors.is_not_accepted(error) or isinstance(error, errors.SeqIdGap)
 
 
 class Log:

@@ -106,6 +106,25 @@ async def test_no_step_is_taken_while_a_part_of_the_batch_is_refused_and_a_resta
     assert trained(trainer) == [[[0, 1, 1, 1]], [[0, 3, 3, 3]], [[0, 2, 99, 2]], "step"]
 
 
+@pytest.mark.parametrize("attempts", [1, 2, 3], ids=["used up", "not used up", "nor by another client"])
+async def test_what_was_turned_away_is_sent_again_though_the_client_has_used_up_its_place(server, tmp_path, attempts):
+    batches, trainer = [[group(*SEQUENCES)]], server.trainer
+    trainer.gap_seconds = 0.1
+    trainer.refusals[2] = [errors.Overloaded("full") for _ in range(attempts)]
+    said = 0
+    for _ in range(4):
+        command = Command(server, tmp_path, batches)
+        try:
+            await command.step()
+            break
+        except (errors.Overloaded, errors.SeqIdGap):
+            said += 1
+    done = trained(trainer)
+    assert done[-1] == "step"
+    assert sorted(done[:-1]) == sorted([tokens[:-1]] for tokens in SEQUENCES)
+    assert said >= 1
+
+
 async def test_what_is_refused_again_is_left_out_of_the_step_and_said(server, tmp_path):
     batches, trainer = [[group(*REFUSED)], [group(*SEQUENCES)]], server.trainer
     with pytest.raises(errors.TokenOutOfRange):
